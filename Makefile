@@ -1,0 +1,48 @@
+# Every target works on a fresh clone with python3 and a C compiler; `make help` lists them.
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format check bench bench-quick clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with bayplan and its tools, once
+
+# torch comes first and alone, by its exact pin: only that spelling may choose its build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	touch $@
+
+demo: install ## plan a model that does not fit, run it, show the report
+	$(BIN)/python examples/demo.py
+
+test: install ## all tests, the doctests of src and the blocks of README and docs
+	$(BIN)/python -m pytest --doctest-modules src tests
+
+lint: install ## format, lint, types and import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: install ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint test ## everything that must be green before a change is merged
+
+bench: install ## every benchmark in full; writes the results the tables are made of
+	@set -e; for main in $(BENCHMARKS); do echo "== $$main"; $(BIN)/python $$main; done
+
+bench-quick: install ## every benchmark in a tiny setting, to see that none is broken
+	@set -e; for main in $(BENCHMARKS); do echo "== $$main --quick"; $(BIN)/python $$main --quick; done
+
+clean: ## remove .venv and caches
+	rm -rf .venv .hypothesis .pytest_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

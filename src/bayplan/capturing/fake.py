@@ -1,0 +1,140 @@
+"""A copy of a training step whose tensors have shapes and storages but no memory.
+
+Every tensor becomes a fresh fake one of the same geometry. Tensors that share a storage in the
+original (tied weights, views of a flat buffer) share one in the copy, so aliasing stays exact. The
+user's model, optimizer and batch are left untouched, and may themselves be real, fake or meta.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from bayplan import torch_private
+from bayplan.capturing.explain import explained
+from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.training import TrainingStep
+
+__all__ = ["OptimizerSource", "build_without_memory", "fake_step"]
+
+OptimizerSource = (
+    torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+)
+
+
+Built = TypeVar("Built")
+
+
+def build_without_memory(build: Callable[[], Built]) -> Built:
+    """Call a model's builder so that its tensors take no memory; for real where that fails.
+
+    Some builders read values while they build (`tensor.item()` in a schedule of drop rates), which
+    only real tensors have.
+    """
+    try:
+        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+            return build()
+    except BayplanError:
+        raise
+    except Exception:  # whatever it is, a real build either works or tells it better
+        with explained():
+            return build()
+
+
+def fake_step(
+    step: TrainingStep, mode: torch_private.FakeTensorMode, optimizer: OptimizerSource
+) -> TrainingStep:
+    """Copy a step onto fake tensors of `mode`; to be called inside it."""
+    copier = _Copier()
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        tensors += [leaf for leaf in _state_tensors(optimizer)]
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+    for tensor in tensors:
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                "the model has lazy parameters with no shape yet; run it once on a real batch first"
+            )
+    copier.add(tensors)
+    try:
+        model = copy.deepcopy(step.model, copier.memo)
+        fake_optimizer = (
+            copy.deepcopy(optimizer, copier.memo)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else None
+        )
+    except (TypeError, RuntimeError, NotImplementedError) as fault:
+        raise CaptureError(
+            f"the model cannot be copied for capture: {fault}; keep open files, locks and"
+            " non-leaf tensors out of the module's attributes"
+        ) from fault
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        fake_optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+    batch = copier.convert(step.batch)
+    return TrainingStep(
+        model=model,
+        batch=batch,
+        loss_fn=copier.copy_loss(step.loss_fn),
+        optimizer=fake_optimizer,
+        autocast=step.autocast,
+    )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    leaves = torch_private.tree_leaves(list(optimizer.state.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Copier:
+    """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
+
+    def __init__(self) -> None:
+        self.memo: dict[int, Any] = {}
+        self._base_of_storage: dict[int, torch.Tensor] = {}
+        self._keep: list[torch.Tensor] = []  # ids stay unique only while their owners live
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make and remember the fake twin of each tensor."""
+        for tensor in tensors:
+            if id(tensor) not in self.memo:
+                self.memo[id(tensor)] = self._twin(tensor)
+                self._keep.append(tensor)
+
+    def convert(self, batch: Any) -> Any:
+        """Replace each tensor in a nest of tuples, lists and mappings."""
+        if isinstance(batch, torch.Tensor):
+            self.add([batch])
+            return self.memo[id(batch)]
+        if isinstance(batch, Mapping):
+            return {key: self.convert(part) for key, part in batch.items()}
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.convert(part) for part in batch))
+        if isinstance(batch, tuple | list):
+            return type(batch)(self.convert(part) for part in batch)
+        return batch
+
+    def copy_loss(self, loss_fn: Any) -> Any:
+        """A loss that is a module may hold tensors (class weights); a function is used as it is."""
+        if not isinstance(loss_fn, nn.Module):
+            return loss_fn
+        self.add([*loss_fn.parameters(), *loss_fn.buffers()])
+        return copy.deepcopy(loss_fn, self.memo)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        key = torch_private.storage_key(tensor.untyped_storage())
+        base = self._base_of_storage.get(key)
+        if base is None:
+            itemsize = tensor.element_size()
+            numel = tensor.untyped_storage().nbytes() // itemsize
+            base = torch.empty(numel, dtype=tensor.dtype, device=device)
+            self._base_of_storage[key] = base
+        flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
+        twin = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        # A plain tensor that needs a gradient is an input of its own, never part of `base`.
+        return twin.detach().requires_grad_(tensor.requires_grad)

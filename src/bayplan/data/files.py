@@ -1,0 +1,126 @@
+"""Reading and writing the nouns as files: JSON everywhere, YAML where people write by hand.
+
+Files are untrusted. They are decoded straight into the frozen types, which check themselves, so a
+fault is named with its exact place (`$.stages[2].devices[0]`) and no code is ever run from a file.
+Writing goes to a temporary neighbour first, so an interrupted command leaves no partial file.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import yaml
+
+from bayplan.data.errors import FileFault
+
+__all__ = ["decode", "encode", "read", "write", "write_bytes"]
+
+Noun = TypeVar("Noun", bound=msgspec.Struct)
+
+
+class _Header(msgspec.Struct):
+    """The two fields that every file starts with; the others are not looked at yet."""
+
+    schema: str
+    version: int
+
+
+def encode(noun: msgspec.Struct) -> bytes:
+    """Turn a noun into indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
+
+
+def write(path: Path | str, noun: msgspec.Struct) -> None:
+    """Write a noun as JSON, whole or not at all."""
+    write_bytes(path, encode(noun))
+
+
+def write_bytes(path: Path | str, content: bytes) -> None:
+    """Write a file whole or not at all, even when interrupted."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as fault:
+        raise FileFault(f"cannot write {target}: {fault.strerror}") from fault
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+        # mkstemp makes private files; a result is an ordinary one, as the umask has it.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
+        Path(name).replace(target)
+    except BaseException as fault:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        if isinstance(fault, OSError):
+            raise FileFault(f"cannot write {target}: {fault.strerror}") from fault
+        raise
+
+
+def read(path: Path | str, noun: type[Noun]) -> Noun:
+    """Read a noun from a `.json`, `.yaml` or `.yml` file."""
+    source = Path(path)
+    try:
+        content = source.read_bytes()
+    except OSError as fault:
+        raise FileFault(f"cannot read {source}: {fault.strerror}") from fault
+    return decode(content, noun, name=str(source), is_yaml=source.suffix in (".yaml", ".yml"))
+
+
+def decode(content: bytes, noun: type[Noun], *, name: str, is_yaml: bool = False) -> Noun:
+    """Decode and check file content; `name` is what the error calls it."""
+    try:
+        if is_yaml:
+            fields = _load_yaml(content)
+            _check_header(msgspec.convert(fields, _Header), noun, name)
+            return msgspec.convert(fields, noun)
+        _check_header(msgspec.json.decode(content, type=_Header), noun, name)
+        return msgspec.json.decode(content, type=noun)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as fault:
+        raise FileFault(f"{name}: {fault}") from None
+    except yaml.YAMLError as fault:
+        raise FileFault(f"{name}: not YAML: {fault}") from None
+    except RecursionError:
+        raise FileFault(f"{name}: nested too deeply to be a bayplan file") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Merges `<<` mappings without repeating entries, so that nested merges cannot explode."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        last = {id(key): (key, value) for key, value in reversed(node.value)}
+        node.value = list(reversed(last.values()))
+
+
+# YAML 1.1 takes `12e9` for a word, because it has no dot.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _load_yaml(content: bytes) -> object:
+    try:
+        return yaml.load(content, Loader=_Loader)
+    except (ValueError, KeyError, AttributeError) as fault:
+        # PyYAML lets these escape for scalars such as `2024-99-99` or `!!bool x`.
+        raise yaml.YAMLError(f"a value cannot be read: {fault}") from fault
+
+
+def _check_header(header: _Header, noun: type[msgspec.Struct], name: str) -> None:
+    expected = {field.name: field.default for field in msgspec.structs.fields(noun)}
+    if header.schema != expected["schema"]:
+        raise FileFault(f"{name}: schema is {header.schema!r}, expected {expected['schema']!r}")
+    if header.version != expected["version"]:
+        raise FileFault(
+            f"{name}: version {header.version}, this bayplan reads version {expected['version']};"
+            " make the file again with this bayplan"
+        )

@@ -1,0 +1,178 @@
+"""`StepGraph`: one training step, op by op, in the order it executes.
+
+Memory belongs to storages, not to tensors: a storage is born at a node, is read and written through
+any number of values (tensors that alias it), and is released after a node. The release is recorded
+rather than derived from the last reader, because a Python variable may hold a tensor far longer
+than any operator needs it, and the true peak sees that.
+"""
+
+import hashlib
+from enum import StrEnum
+from functools import cached_property
+
+import msgspec
+
+__all__ = ["Node", "Phase", "StepGraph", "Storage", "StorageKind", "Value"]
+
+
+class Phase(StrEnum):
+    """The part of the step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class StorageKind(StrEnum):
+    """What a storage is there for; every byte of a step has exactly one kind."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    BUFFER = "buffer"
+    INPUT = "input"
+    ACTIVATION = "activation"  # born in forward and still alive when backward starts
+    TEMPORARY = "temporary"  # everything else that is born and released within the step
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One block of memory.
+
+    Attributes:
+        size_bytes: bytes asked of the allocator, before its rounding.
+        kind: what it is there for.
+        born: index of the node that creates it; None if it is there before the step.
+        released: index of the node after which it is gone; None if it outlives the step.
+        name: parameter or buffer name, where it has one.
+    """
+
+    size_bytes: int
+    kind: StorageKind
+    born: int | None = None
+    released: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(f"size_bytes is {self.size_bytes}, must be at least 0")
+        if self.born is not None and self.released is not None and self.released < self.born:
+            raise ValueError(f"released after node {self.released} but born at node {self.born}")
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor: a typed, shaped look at one storage. `producer` is None for the step's inputs."""
+
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    producer: int | None = None
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One operator call.
+
+    Attributes:
+        op: the operator with its overload, `aten.convolution.default`.
+        phase: forward, backward or update.
+        reads: values it takes; writes: values it gives (in-place ones share a read's storage).
+        module: path of the module it runs for, `layer1.0.conv2`; empty outside any module.
+        source: the user's line behind it, `resnet.py:41`; backward nodes carry their forward's.
+        arguments: its other arguments, written out; part of what makes two calls alike.
+        flops: floating-point operations, 0 where only bytes are moved.
+        is_random: draws from a generator, so a replay must restore the generator's state.
+    """
+
+    op: str
+    phase: Phase
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    module: str = ""
+    source: str = ""
+    arguments: str = ""
+    flops: int = 0
+    is_random: bool = False
+
+
+class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A whole step. `dict=True` only makes room for the cached properties."""
+
+    schema: str = "bayplan/graph"
+    version: int = 1
+    model: str
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+
+    def __post_init__(self) -> None:
+        _check_indices(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides memory and time, and of nothing else.
+
+        Module paths and source lines are left out, so that moving a file keeps profiles valid.
+        """
+        nodes = [
+            (node.op, node.phase, node.reads, node.writes, node.arguments) for node in self.nodes
+        ]
+        storages = [(s.size_bytes, s.kind, s.born, s.released) for s in self.storages]
+        content = msgspec.json.encode((nodes, self.values, storages))
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of scalars in the parameters, tied ones counted once."""
+        first_value_of: dict[int, Value] = {}
+        for value in self.values:
+            first_value_of.setdefault(value.storage, value)
+        total = 0
+        for index, storage in enumerate(self.storages):
+            if storage.kind is StorageKind.PARAMETER and index in first_value_of:
+                value = first_value_of[index]
+                total += storage.size_bytes * _numel(value.shape) // max(value.size_bytes, 1)
+        return total
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the nodes that read it, in order."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for index, node in enumerate(self.nodes):
+            for value in dict.fromkeys(node.reads):
+                readers[value].append(index)
+        return tuple(tuple(nodes) for nodes in readers)
+
+    def storages_of(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The storages behind some values, each once, in order of first appearance."""
+        return tuple(dict.fromkeys(self.values[value].storage for value in values))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _check_indices(graph: StepGraph) -> None:
+    """Refuse references to nodes, values or storages that do not exist."""
+    num_nodes, num_values, num_storages = (
+        len(graph.nodes),
+        len(graph.values),
+        len(graph.storages),
+    )
+
+    def check(place: str, index: int | None, bound: int) -> None:
+        if index is not None and not 0 <= index < bound:
+            raise ValueError(f"{place} is {index}, must be from 0 to {bound - 1}")
+
+    for at, node in enumerate(graph.nodes):
+        for field, values in (("reads", node.reads), ("writes", node.writes)):
+            for position, value in enumerate(values):
+                check(f"nodes[{at}].{field}[{position}]", value, num_values)
+    for at, value in enumerate(graph.values):
+        check(f"values[{at}].storage", value.storage, num_storages)
+        check(f"values[{at}].producer", value.producer, num_nodes)
+    for at, storage in enumerate(graph.storages):
+        check(f"storages[{at}].born", storage.born, num_nodes)
+        check(f"storages[{at}].released", storage.released, num_nodes)

@@ -1,0 +1,169 @@
+"""`Plan`: every decision about a step, made before it runs; `run` obeys and `simulate` replays.
+
+A device's actions are written short and parse back: `2F0` is stage 2, forward, micro-batch 0.
+"""
+
+import math
+import re
+from enum import StrEnum
+
+import msgspec
+
+__all__ = ["Action", "ActionKind", "Bucket", "Choice", "Decision", "Plan", "Stage"]
+
+
+class Choice(StrEnum):
+    """What happens to an activation between its last forward and first backward use."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    PACK = "pack"
+
+
+class ActionKind(StrEnum):
+    """What a device does next; the letter that stands for it in an action."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    RECEIVE = "R"
+    SEND = "S"
+    REDUCE = "A"
+    UPDATE = "U"
+    RECOMPUTE = "C"
+    SWAP_OUT = "O"
+    SWAP_IN = "I"
+
+
+_ACTION = re.compile(r"(0|[1-9][0-9]*)([FBRSAUCOI])(0|[1-9][0-9]*)")
+
+
+class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce.
+
+    Example:
+        >>> str(Action.parse("2F0"))
+        '2F0'
+    """
+
+    stage: int
+    kind: ActionKind
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read an action from its short form."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no action; write stage, letter, index, like 2F0")
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.index}"
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of consecutive forward nodes with their backward and update, and who computes it.
+
+    Attributes:
+        first, last: the forward nodes it covers, inclusive.
+        devices: one per replica.
+        shares: the part of the batch each replica takes, in samples.
+    """
+
+    first: int
+    last: int
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            raise ValueError(f"first node is {self.first}, must be 0 or more")
+        if self.first > self.last:
+            raise ValueError(f"first node {self.first} is after last node {self.last}")
+        if not self.devices:
+            raise ValueError("devices is empty; a stage needs at least one")
+        if len(self.shares) != len(self.devices):
+            raise ValueError(f"{len(self.shares)} shares for {len(self.devices)} devices")
+        for position, device in enumerate(self.devices):
+            if device < 0:
+                raise ValueError(f"devices[{position}] is {device}, must be 0 or more")
+        for position, share in enumerate(self.shares):
+            if share < 1:
+                raise ValueError(f"shares[{position}] is {share}, must be at least 1")
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The choice for one activation's storage."""
+
+    storage: int
+    choice: Choice
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Gradients that travel in one message, by parameter name."""
+
+    parameters: tuple[str, ...]
+    size_bytes: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decisions, what they are predicted to cost, and what they belong to.
+
+    Attributes:
+        actions: per device, its whole list in order.
+        gap: how much faster than predicted an optimal plan could be at most, as a share;
+            None where no bound is known.
+    """
+
+    schema: str = "bayplan/plan"
+    version: int = 1
+    model: str
+    graph_fingerprint: str
+    cluster_fingerprint: str
+    torch_version: str
+    limit_bytes: int | None = None
+    stages: tuple[Stage, ...]
+    num_micro_batches: int = 1
+    decisions: tuple[Decision, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    actions: tuple[tuple[str, ...], ...]
+    predicted_peak_bytes: tuple[int, ...]
+    predicted_seconds: float
+    gap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches is {self.num_micro_batches}, must be at least 1")
+        if not (math.isfinite(self.predicted_seconds) and self.predicted_seconds >= 0):
+            raise ValueError(f"predicted_seconds is {self.predicted_seconds}, must be 0 or more")
+        if len(self.predicted_peak_bytes) != len(self.actions):
+            raise ValueError(
+                f"{len(self.predicted_peak_bytes)} predicted peaks for {len(self.actions)} devices"
+            )
+        for at, stage in enumerate(self.stages):
+            for position, device in enumerate(stage.devices):
+                if device >= len(self.actions):
+                    raise ValueError(
+                        f"stages[{at}].devices[{position}] is {device}, but only"
+                        f" {len(self.actions)} devices have actions"
+                    )
+        for device, texts in enumerate(self.actions):
+            for position, text in enumerate(texts):
+                try:
+                    action = Action.parse(text)
+                except ValueError as fault:
+                    raise ValueError(f"actions[{device}][{position}]: {fault}") from None
+                if action.kind is ActionKind.REDUCE:
+                    bound, what = len(self.buckets), "buckets"
+                else:
+                    bound, what = self.num_micro_batches, "micro-batches"
+                for index, limit, word in (
+                    (action.stage, len(self.stages), "stages"),
+                    (action.index, bound, what),
+                ):
+                    if index >= limit:
+                        raise ValueError(
+                            f"actions[{device}][{position}] is {text!r}, but there are only"
+                            f" {limit} {word}"
+                        )

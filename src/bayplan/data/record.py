@@ -1,0 +1,144 @@
+"""`RunRecord`: what a step did, or would do; prediction against reality is a diff of two."""
+
+import statistics
+from enum import StrEnum
+
+import msgspec
+
+from bayplan.data.graph import StorageKind
+from bayplan.data.profile import Clock
+
+__all__ = [
+    "DeviceRecord",
+    "Event",
+    "Lane",
+    "LiveStorage",
+    "MemoryCurve",
+    "MessageClass",
+    "RunRecord",
+    "Source",
+]
+
+
+class Source(StrEnum):
+    """Whether a record was replayed or really happened."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+class Lane(StrEnum):
+    """What a device was busy with."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECEIVE = "receive"
+    REDUCE = "reduce"
+    COPY = "copy"
+
+
+class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Live bytes over time; `by_kind` splits them where the kinds are known."""
+
+    seconds: tuple[float, ...]
+    total_bytes: tuple[int, ...]
+    by_kind: dict[str, tuple[int, ...]] = {}
+
+    def __post_init__(self) -> None:
+        columns = [self.seconds, self.total_bytes, *self.by_kind.values()]
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) != 1:
+            raise ValueError(f"columns of different lengths: {lengths}")
+
+
+class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the largest storages alive at the peak, named as the user knows it."""
+
+    size_bytes: int
+    kind: StorageKind
+    name: str
+    source: str
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something a device did, from `start_seconds` on for `seconds`."""
+
+    lane: Lane
+    name: str
+    start_seconds: float
+    seconds: float
+
+
+class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Messages of one size class, summed."""
+
+    upper_bytes: int
+    count: int
+    total_bytes: int
+    seconds: float
+
+
+class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device's memory and events over the recorded steps.
+
+    Attributes:
+        peak_bytes: most bytes alive at once; peak_by_kind splits them where known, with
+            `workspace` for memory inside a running kernel.
+        peak_node: index of the graph node at the peak; None where no graph is known.
+        step_peak_bytes: the peak of each recorded step.
+        largest: the largest storages alive at the peak.
+    """
+
+    device: str
+    peak_bytes: int
+    peak_by_kind: dict[str, int] = {}
+    peak_node: int | None = None
+    step_peak_bytes: tuple[int, ...] = ()
+    largest: tuple[LiveStorage, ...] = ()
+    curve: MemoryCurve | None = None
+    events: tuple[Event, ...] = ()
+    messages: tuple[MessageClass, ...] = ()
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything known about some steps.
+
+    Attributes:
+        method: how memory was found: `liveness` (simulated), `malloc`, `cuda-allocator` or
+            `storages`.
+        fingerprint: of the step graph; empty where a loop was recorded without one.
+        step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
+        not_counted: what the peak leaves out, in words.
+    """
+
+    schema: str = "bayplan/record"
+    version: int = 1
+    source: Source
+    method: str
+    model: str = ""
+    fingerprint: str = ""
+    clock: Clock = Clock.WALL
+    step_seconds: tuple[float, ...]
+    step_spread_seconds: float = 0.0
+    devices: tuple[DeviceRecord, ...]
+    not_counted: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of any device; 0 for an empty record."""
+        return max((device.peak_bytes for device in self.devices), default=0)
+
+    @property
+    def steady_peak_bytes(self) -> int:
+        """The largest peak, the first step left out where there are others (it warms up)."""
+        return max(
+            (max(device.step_peak_bytes[1:], default=device.peak_bytes) for device in self.devices),
+            default=0,
+        )
+
+    @property
+    def typical_step_seconds(self) -> float:
+        """Median step time, the first step left out where there are others (it warms up)."""
+        steady = self.step_seconds[1:] or self.step_seconds
+        return statistics.median(steady) if steady else 0.0

@@ -1,0 +1,100 @@
+"""The only place that parses and prints bytes and seconds; inside, they are plain numbers."""
+
+import re
+from fractions import Fraction
+
+from bayplan.data.errors import UsageError
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "round_up"]
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes such as `8GiB`, `7606 MB` or `1024`.
+
+    `GiB` counts in 1024s and `GB` in 1000s; a bare `G` means `GiB`, as `nvidia-smi` users expect.
+
+    Example:
+        >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes("2g")
+        (8589934592, 1500, 2147483648)
+    """
+    match = _BYTES.fullmatch(str(text))
+    if match is None or match[2].lower() not in _FACTORS:
+        raise UsageError(f"cannot read {text!r} as bytes; write a number and a unit, like 8GiB")
+    size_bytes = round(Fraction(match[1]) * _FACTORS[match[2].lower()])
+    if size_bytes <= 0:
+        raise UsageError(f"{text!r} is no memory at all; write at least 1 byte, like 8GiB")
+    return size_bytes
+
+
+def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
+    """Print bytes in the largest binary unit that leaves at least 1.
+
+    Example:
+        >>> format_bytes(8589934592), format_bytes(512), format_bytes(-2048)
+        ('8.0 GiB', '512 B', '-2.0 KiB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        shown = f"{size:.{0 if unit == 'B' else digits}f}"
+        if abs(float(shown)) < 1024:  # what is shown, so that 1024.0 KiB becomes 1.0 MiB
+            return f"{shown} {unit}"
+        size /= 1024
+    return f"{size:.{digits}f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration with three significant digits.
+
+    Example:
+        >>> format_seconds(0.4213), format_seconds(0.00012), format_seconds(66)
+        ('421 ms', '120 us', '66.0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(seconds) * factor >= 0.9995:
+            scaled = seconds * factor
+            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+            return f"{scaled:.{digits}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def format_count(count: float) -> str:
+    """Print a count in thousands, millions or billions.
+
+    Example:
+        >>> format_count(25557032), format_count(950)
+        ('25.6 M', '950')
+    """
+    for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(count) >= limit * (1 if limit == 1e3 else 0.99995):  # 999960 shows as 1.0 M
+            return f"{count / limit:.1f}{unit}"
+    return f"{count:g}"
+
+
+def round_up(size_bytes: int, granularity_bytes: int) -> int:
+    """Return what an allocator of this granularity takes for a request.
+
+    Example:
+        >>> round_up(1000, 512), round_up(0, 512)
+        (1024, 0)
+    """
+    return -(-size_bytes // granularity_bytes) * granularity_bytes

@@ -1,0 +1,41 @@
+"""`Verdict`: the answer of `fit`, and what `fit --json` prints as it is."""
+
+import msgspec
+
+from bayplan.data.profile import Origin
+from bayplan.data.record import LiveStorage
+
+__all__ = ["Verdict"]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a step fits a limit, why, and what would make it fit.
+
+    Attributes:
+        batch: the batch size asked for; None where the target has its own.
+        step_spread_seconds: how far the time may be off, by the spread of its inputs.
+        time_origin: whether the time was measured, scaled or derived.
+        peak_place: the node at the peak, in words.
+        largest: the largest storages alive at the peak.
+        not_counted: what the peak leaves out.
+        would_fit: changes that would make it fit, the smallest first; empty where it does.
+    """
+
+    schema: str = "bayplan/verdict"
+    version: int = 1
+    model: str
+    device: str
+    batch: int | None
+    optimizer: str
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    step_seconds: float
+    step_spread_seconds: float
+    time_origin: Origin
+    num_parameters: int
+    peak_by_kind: dict[str, int]
+    peak_place: str
+    largest: tuple[LiveStorage, ...]
+    not_counted: tuple[str, ...]
+    would_fit: tuple[str, ...] = ()

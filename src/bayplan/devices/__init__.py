@@ -1,0 +1,1 @@
+"""What a device offers and what a step really takes from it."""

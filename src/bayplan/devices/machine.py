@@ -1,0 +1,56 @@
+"""What a figure needs beside it to mean something later: versions, processor, threads."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_memory_bytes", "cache_directory", "describe_machine", "device_name"]
+
+
+def describe_machine() -> dict[str, str]:
+    """Versions and hardware, for profiles and records."""
+    return {
+        "bayplan": metadata.version("bayplan"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name under which a profile of this device is kept."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """What a step could use on this device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil  # here, for it costs half a tenth of a second that most commands do not need
+
+    return psutil.virtual_memory().available
+
+
+def cache_directory() -> Path:
+    """Where profiles and compiled helpers are kept: BAYPLAN_CACHE, else the user's cache."""
+    chosen = os.environ.get("BAYPLAN_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "bayplan"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

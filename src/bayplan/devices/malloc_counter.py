@@ -1,0 +1,270 @@
+"""Exact live malloc bytes of this process, from a counter attached while it runs.
+
+Sampling the resident size misses short peaks, and watching tensors misses the scratch memory
+inside kernels. Counting every malloc and free sees both, and normally needs LD_PRELOAD, that is,
+a process started for it. Here the counter is a small C library, compiled on first use, which
+redirects the malloc entries of the objects already loaded (`malloc_counter.c` tells how). It
+costs some nanoseconds per call while attached and nothing afterwards.
+
+Counted are the usable bytes of each block, so a tensor of N bytes shows as N plus the allocator's
+rounding (less than one page and 64 bytes). Not counted: memory mapped directly, such as Python's
+arenas for small objects and thread stacks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["MallocCounter", "MemoryCurve", "MeterUnavailable", "compile_counter"]
+
+_SOURCE = Path(__file__).with_name("malloc_counter.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_SECONDS = 120
+# -fplt and -z now keep the counter off its own hooks: see danger 4 in the C file.
+_FLAGS = (
+    *("-std=gnu11", "-O2", "-shared", "-fPIC", "-fplt", "-fno-builtin"),
+    *("-fvisibility=hidden", "-foptimize-sibling-calls", "-Wl,-z,now", "-Wl,-z,nodelete"),
+)
+_REASONS = {
+    errno.EACCES: "a table of a loaded library cannot be written (hardened system)",
+    errno.ENOENT: "another tool already holds every malloc entry (a second counter, a profiler)",
+    errno.ENOSYS: "the C library lacks one of the functions to count",
+}
+
+# The entries that are redirected belong to the whole process, hence so does the library: two
+# copies of it, from two cache directories, would block each other.
+_library: ctypes.PyDLL | None = None
+
+
+class MeterUnavailable(RuntimeError):
+    """This process cannot count its mallocs; the message says why. Use another meter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCurve:
+    """Live bytes over time: `live_bytes[i]` holds from `times_ns[i]` on.
+
+    Times are those of `time.monotonic_ns`, in order. `num_dropped` events came after the buffer
+    was full and are missing at the end.
+    """
+
+    times_ns: array[int]
+    live_bytes: array[int]
+    num_dropped: int
+
+
+class MallocCounter:
+    """Counts live malloc bytes from `attach` to `detach`.
+
+    There is one counter per process: a nested attach joins the one that is there, with its zero,
+    its peak and its curve, and the last detach ends it. Figures stay readable after that.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as cache_dir:
+        ...     with MallocCounter.attach(cache_dir) as counter:
+        ...         block = bytearray(1 << 20)
+        ...         counter.live_bytes >= 1 << 20
+        True
+    """
+
+    method = "malloc"
+
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        """For `attach` only, which loads the library."""
+        self._library = library
+        self._is_user = ctypes.c_int(0)  # kept by the library, see counter_attach
+
+    @classmethod
+    def attach(cls, cache_dir: str | os.PathLike[str]) -> MallocCounter:
+        """Starts counting at zero, or joins the counter that is attached already.
+
+        Libraries that are going to be used should be loaded before: one loaded later is counted
+        once its constructors have run.
+
+        Args:
+            cache_dir: Where the compiled library is kept, for this user alone to write, as it is
+                loaded into the process. Only the first attach uses it.
+
+        Raises:
+            MeterUnavailable: Not Linux with glibc on x86-64 or aarch64, no compiler, or the
+                process does not let its tables be changed. Nothing was changed then.
+        """
+        counter = cls(_load(Path(cache_dir)))
+        error = -counter._library.counter_attach(counter._is_user)
+        if error:
+            reason = _REASONS.get(error, os.strerror(error))
+            raise MeterUnavailable(f"malloc counter: not attached: {reason}")
+        return counter
+
+    def detach(self) -> None:
+        """Stops counting unless others are attached; a second call does nothing."""
+        self._library.counter_detach(self._is_user)
+
+    def __del__(self) -> None:
+        self.detach()
+
+    def __enter__(self) -> MallocCounter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes allocated minus bytes freed since the attach; negative if older blocks went."""
+        return self._library.counter_live()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `live_bytes` since the attach or the last `reset_peak`."""
+        return self._library.counter_peak()
+
+    def reset_peak(self) -> None:
+        """Makes the peak the present `live_bytes`, for every user of the counter."""
+        self._library.counter_reset_peak()
+
+    def refresh(self) -> None:
+        """Looks at every loaded library again.
+
+        Only needed after something changed malloc entries by itself: libraries loaded later are
+        found without it, at their load or at the next reading.
+        """
+        self._library.counter_refresh()
+
+    def start_curve(self, *, capacity: int = 1 << 20, minimum_bytes: int = 64 * 1024) -> None:
+        """Records time and live bytes at each allocation or release of `minimum_bytes` or more.
+
+        Replaces a curve recorded before. The buffer (16 bytes per event) is mapped at once,
+        touched only as it fills, and not counted.
+        """
+        if capacity < 1 or minimum_bytes < 1:
+            raise ValueError(
+                f"curve needs capacity and minimum_bytes of at least 1, "
+                f"got {capacity} and {minimum_bytes}"
+            )
+        if not self._is_user.value:
+            raise ValueError("curve needs an attached counter, this one is detached")
+        error = -self._library.counter_start_curve(capacity, minimum_bytes)
+        if error:
+            raise OSError(error, f"curve of {capacity} events: {os.strerror(error)}")
+
+    def stop_curve(self) -> None:
+        """Ends the recording; what was recorded stays readable."""
+        self._library.counter_stop_curve()
+
+    def read_curve(self) -> MemoryCurve:
+        """Returns what was recorded since `start_curve`, also while recording goes on."""
+        num_events = self._library.counter_curve_events()
+        num_kept = min(num_events, self._library.counter_curve_capacity())
+        times_ns, live_bytes = (array("q", bytes(8 * num_kept)) for _ in range(2))
+        buffer = ctypes.c_int64 * num_kept
+        num_read = self._library.counter_read_curve(
+            buffer.from_buffer(times_ns), buffer.from_buffer(live_bytes), num_kept
+        )
+        return MemoryCurve(
+            times_ns=times_ns[:num_read],
+            live_bytes=live_bytes[:num_read],
+            num_dropped=num_events - num_kept,
+        )
+
+
+def compile_counter(cache_dir: Path) -> Path:
+    """Returns the compiled counter, compiling it (0.2 s) unless `cache_dir` has it already.
+
+    The name holds a hash of source, flags, machine and C library, and the file appears whole or
+    not at all, so processes and machines may share the directory.
+    """
+    key = repr((_SOURCE.read_text(), _FLAGS, platform.machine(), platform.libc_ver()))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    target = cache_dir / f"malloc_counter-{platform.machine()}-{digest}.so"
+    if target.exists():
+        return target
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise MeterUnavailable(
+            f"malloc counter: no C compiler ({', '.join(_COMPILERS)}) on PATH; install one, "
+            f"or put {target.name} compiled elsewhere into {cache_dir}"
+        )
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".compiling-") as folder:
+            built = Path(folder) / target.name
+            _run_compiler([compiler, *_FLAGS, "-o", str(built), str(_SOURCE), "-ldl"])
+            os.replace(built, target)
+    except OSError as error:
+        raise MeterUnavailable(f"malloc counter: cannot write to {cache_dir}: {error}") from error
+    return target
+
+
+def _run_compiler(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise MeterUnavailable(f"malloc counter: {command[0]} hangs: {error}") from error
+    except subprocess.CalledProcessError as error:
+        output = error.stderr.decode(errors="replace").strip()
+        raise MeterUnavailable(f"malloc counter: {command[0]} fails:\n{output}") from error
+
+
+def _check_platform() -> None:
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "aarch64") or sys.maxsize < 2**32:
+        raise MeterUnavailable(
+            f"malloc counter: needs 64-bit Linux on x86_64 or aarch64, "
+            f"this is {sys.platform} on {machine}"
+        )
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        raise MeterUnavailable("malloc counter: needs glibc, this process has another C library")
+
+
+def _load(cache_dir: Path) -> ctypes.PyDLL:
+    global _library
+    if _library is None:
+        _check_platform()
+        path = compile_counter(cache_dir)
+        try:
+            # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
+            library = ctypes.PyDLL(str(path.absolute()))
+        except OSError as error:
+            raise MeterUnavailable(f"malloc counter: {path} does not load: {error}") from error
+        _declare(library)
+        _library = library
+    return _library
+
+
+def _declare(library: ctypes.PyDLL) -> None:
+    size, number = ctypes.c_size_t, ctypes.c_int64
+    numbers, is_user = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int)
+    signatures: dict[str, tuple[type | None, list[type]]] = {
+        "counter_attach": (ctypes.c_int, [is_user]),
+        "counter_detach": (None, [is_user]),
+        "counter_live": (number, []),
+        "counter_peak": (number, []),
+        "counter_reset_peak": (None, []),
+        "counter_refresh": (None, []),
+        "counter_start_curve": (ctypes.c_int, [size, number]),
+        "counter_stop_curve": (None, []),
+        "counter_curve_events": (size, []),
+        "counter_curve_capacity": (size, []),
+        "counter_read_curve": (size, [numbers, numbers, size]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

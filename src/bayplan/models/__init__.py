@@ -1,0 +1,9 @@
+"""The reference models: our own definitions of the networks that every claim is measured on.
+
+Importing this package does not import torch; `load` does, when a builder is asked for.
+"""
+
+from bayplan.models.names import UnknownModel, default_batch_size, reference_models
+from bayplan.models.registry import load
+
+__all__ = ["UnknownModel", "default_batch_size", "load", "reference_models"]

@@ -1,0 +1,1 @@
+"""Deciding: does it fit, and if not, what would make it fit."""

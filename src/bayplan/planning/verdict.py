@@ -1,0 +1,77 @@
+"""Holding a simulated step against a limit, and finding what would make it fit."""
+
+from collections.abc import Callable
+
+from bayplan.data.graph import StepGraph
+from bayplan.data.profile import Origin
+from bayplan.data.record import RunRecord
+from bayplan.data.verdict import Verdict
+
+__all__ = ["judge", "largest_batch"]
+
+
+def judge(
+    record: RunRecord,
+    graph: StepGraph,
+    *,
+    limit_bytes: int,
+    batch: int | None,
+    optimizer: str,
+    time_origin: Origin,
+    would_fit: tuple[str, ...] = (),
+) -> Verdict:
+    """Return whether the record's peak is within the limit, with all that explains it."""
+    device = record.devices[0]
+    assert device.peak_node is not None, "a simulated record knows its peak"
+    node = graph.nodes[device.peak_node]
+    place = " ".join(filter(None, (node.phase, node.op.split(".")[1], node.module, node.source)))
+    return Verdict(
+        model=record.model,
+        device=device.device,
+        batch=batch,
+        optimizer=optimizer,
+        fits=device.peak_bytes <= limit_bytes,
+        peak_bytes=device.peak_bytes,
+        limit_bytes=limit_bytes,
+        step_seconds=record.typical_step_seconds,
+        step_spread_seconds=record.step_spread_seconds,
+        time_origin=time_origin,
+        num_parameters=graph.num_parameters,
+        peak_by_kind=device.peak_by_kind,
+        peak_place=place,
+        largest=device.largest,
+        not_counted=record.not_counted,
+        would_fit=would_fit,
+    )
+
+
+def largest_batch(
+    peak_of: Callable[[int], int], *, limit_bytes: int, batch: int, peak_bytes: int
+) -> int:
+    """Find the largest batch below `batch` whose peak is within the limit; 0 if none is.
+
+    The peak is nearly a straight line in the batch size, so a bracket that closes around the
+    line's guess takes few calls of `peak_of`, each of which captures the step anew.
+
+    Example:
+        >>> largest_batch(lambda b: 100 + 10 * b, limit_bytes=255, batch=32, peak_bytes=420)
+        15
+    """
+    low, low_peak = 1, peak_of(1) if batch > 1 else peak_bytes
+    if low_peak > limit_bytes:
+        return 0
+    high, high_peak = batch, peak_bytes
+    while high - low > 1:
+        slope = max(high_peak - low_peak, 1) / (high - low)
+        guess = low + int((limit_bytes - low_peak) / slope)
+        # The guess is a floor: if it fits, its neighbour likely does not, and the bracket closes.
+        for candidate in (guess, guess + 1):
+            candidate = min(max(candidate, low + 1), high - 1)
+            peak = peak_of(candidate)
+            if peak > limit_bytes:
+                high, high_peak = candidate, peak
+                break
+            low, low_peak = candidate, peak
+            if high - low <= 1:
+                break
+    return low

@@ -1,0 +1,169 @@
+"""A `Profile` without running anything: each operator at the roof of a described device.
+
+An operator is bound either by arithmetic or by memory traffic, so the slower of the two decides
+(Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
+either peak is one efficiency per operator class, in the device description.
+
+What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
+kernels, the number of channels of a convolution, clocks that sink under load, and waiting for the
+host. A derived profile is a guess, and says so: origin `derived`, no repeats, and a spread of
+`RELATIVE_SPREAD`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from bayplan.data.device import DeviceKind, Figure, OpClass
+from bayplan.data.errors import UsageError
+from bayplan.data.graph import Node, StepGraph
+from bayplan.data.profile import Origin, Profile
+from bayplan.profiling.op_classes import op_class, selects_rows
+
+__all__ = [
+    "RELATIVE_SPREAD",
+    "WINOGRAD_SAVING",
+    "bytes_moved",
+    "derive_profile",
+    "peak_flops_per_s",
+    "uses_winograd",
+]
+
+RELATIVE_SPREAD = 0.3
+"""Uncertainty of derived seconds, as a share: data-sheet predictions of unseen models were found
+up to about 30 % off, so a comparison closer than this is a tie."""
+
+WINOGRAD_SAVING = 2.25
+"""Winograd's F(2x2, 3x3) needs 16 products where a direct 3x3 convolution needs 36 (Lavin and Gray,
+"Fast Algorithms for Convolutional Neural Networks", 2015)."""
+
+_MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
+_WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
+_FLOATING = ("float", "bfloat", "complex")
+
+
+def derive_profile(graph: StepGraph, device: DeviceKind) -> Profile:
+    """Price every node of a step on a device that need not be at hand.
+
+    Workspace is 0 throughout: what cuDNN takes for a convolution depends on the algorithm it picks
+    at run time, which no description tells. Measure on the device where that memory matters.
+    """
+    _check_rates(device)
+    seconds = tuple(_node_seconds(graph, node, device) for node in graph.nodes)
+    return Profile(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        device=device.name,
+        origin=Origin.DERIVED,
+        repeats=0,
+        seconds=seconds,
+        spread_seconds=tuple(RELATIVE_SPREAD * figure for figure in seconds),
+        workspace_bytes=(0,) * len(seconds),
+        # One wrong efficiency is wrong in every node alike, so the nodes' errors add up.
+        step_spread_seconds=RELATIVE_SPREAD * math.fsum(seconds),
+    )
+
+
+def bytes_moved(graph: StepGraph, node: Node) -> int:
+    """Bytes a node takes from memory and brings back, each value once in each direction.
+
+    Values of one storage together count at most the storage: an expanded view claims more bytes
+    than there are, and two views of the same bytes claim them twice. An in-place operator counts
+    its tensor twice, read and written. Of an embedding's table only the rows it returns count.
+    """
+    written = sum(_storage_bytes(graph, node.writes).values())
+    read = _storage_bytes(graph, node.reads)
+    if node.reads and selects_rows(node.op):
+        table = graph.values[node.reads[0]].storage
+        read[table] = min(read[table], written)
+    return sum(read.values()) + written
+
+
+def peak_flops_per_s(device: DeviceKind, kind: OpClass, dtype: str) -> float:
+    """The device's peak rate for an operator class in a dtype.
+
+    Only matrix work has rates of its own per dtype; a dtype the device does not list falls back to
+    float32. Convolutions in float32 use `tf32` where there is one, matrix products do not: these
+    are torch's defaults (`cudnn.allow_tf32` is on, `cuda.matmul.allow_tf32` off).
+    """
+    if kind not in _MATRIX_CLASSES:
+        return device.vector_flops_per_s.value
+    if kind is OpClass.CONVOLUTION and dtype == "float32" and "tf32" in device.flops_per_s:
+        dtype = "tf32"
+    return device.flops_per_s[dtype if dtype in device.flops_per_s else "float32"].value
+
+
+def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
+    """Whether a convolution is of the kind that cuDNN computes with fewer products than it counts.
+
+    That is 3x3 at stride 1 in float32 without tensor cores. Published rates of VGG16 lie above the
+    peak of a P100 or V100 and cannot be explained without it.
+    """
+    if "tf32" in device.flops_per_s or _working_dtype(graph, node) != "float32":
+        return False
+    shapes = [graph.values[value].shape for value in node.reads]
+    # Forward takes (input, weight), backward (gradient of the output, input, weight).
+    backward = "backward" in node.op
+    if len(shapes) < 2 + backward or not node.writes:
+        return False
+    image, weight = shapes[backward], shapes[1 + backward]
+    output = shapes[0] if backward else graph.values[node.writes[0]].shape
+    return (
+        len(image) == len(output) == len(weight) == 4
+        and weight[2:] == (3, 3)
+        and weight[1] >= _WINOGRAD_CHANNELS
+        # At stride 1 a side changes by at most 2, with any padding; a stride of 2 halves it.
+        and abs(image[2] - output[2]) <= 2
+        and abs(image[3] - output[3]) <= 2
+    )
+
+
+def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+    kind = op_class(node.op)
+    if kind is OpClass.VIEW:
+        return 0.0
+    compute_seconds = node.flops / peak_flops_per_s(device, kind, _working_dtype(graph, node))
+    if kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
+        compute_seconds /= WINOGRAD_SAVING
+    memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
+    efficiency = device.efficiency[kind].value
+    return max(compute_seconds, memory_seconds) / efficiency + device.launch_seconds.value
+
+
+def _working_dtype(graph: StepGraph, node: Node) -> str:
+    """The dtype a node computes in: of its first floating output, else its largest such input."""
+    for value in node.writes:
+        if graph.values[value].dtype.startswith(_FLOATING):
+            return graph.values[value].dtype
+    inputs = [graph.values[value] for value in node.reads]
+    floating = [value for value in inputs if value.dtype.startswith(_FLOATING)]
+    return max(floating, key=lambda value: value.size_bytes).dtype if floating else "float32"
+
+
+def _storage_bytes(graph: StepGraph, values: Iterable[int]) -> dict[int, int]:
+    """Bytes that some values touch, by storage, none beyond its storage's size."""
+    totals: dict[int, int] = {}
+    for index in dict.fromkeys(values):
+        value = graph.values[index]
+        totals[value.storage] = totals.get(value.storage, 0) + value.size_bytes
+    return {
+        storage: min(total, graph.storages[storage].size_bytes) for storage, total in totals.items()
+    }
+
+
+def _check_rates(device: DeviceKind) -> None:
+    """Refuse figures that no time can be derived from."""
+    for field, figure in _rates(device):
+        if not 0 < figure.value < math.inf:
+            raise UsageError(
+                f"device {device.name!r}: {field} is {figure.value}, must be above 0 and finite;"
+                " correct it in the device's file"
+            )
+    if not math.isfinite(device.launch_seconds.value):
+        raise UsageError(f"device {device.name!r}: launch_seconds is not finite")
+
+
+def _rates(device: DeviceKind) -> Iterator[tuple[str, Figure]]:
+    yield "bandwidth_bytes_per_s", device.bandwidth_bytes_per_s
+    yield "vector_flops_per_s", device.vector_flops_per_s
+    for dtype, figure in device.flops_per_s.items():
+        yield f"flops_per_s.{dtype}", figure

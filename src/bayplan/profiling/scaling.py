@@ -1,0 +1,99 @@
+"""Carrying a profile over to another batch size of the same model.
+
+Each node's seconds follow its work: its arithmetic at the best rate that its operator class reached
+in the profile, plus its traffic at the best rate any traffic-bound node reached. So a convolution
+scales with the batch, an optimizer update not at all, and a small matrix product that mostly reads
+its weights in between. Workspace follows the bytes a node touches; overhead stays.
+"""
+
+from collections import defaultdict
+
+from bayplan.data.errors import CaptureError
+from bayplan.data.graph import StepGraph
+from bayplan.data.profile import Origin, Profile
+from bayplan.profiling.op_classes import op_class
+from bayplan.profiling.roofline import bytes_moved
+
+__all__ = ["scale_profile"]
+
+_STEADY_SECONDS = 2e-5  # shorter nodes measure their launch, not their rate
+
+
+def scale_profile(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
+    """Return the profile that `wanted` would have, from that of `measured`.
+
+    Args:
+        profile: of `measured`.
+        measured: the step that ran.
+        wanted: the same model at another batch size; refused if its operators differ.
+    """
+    profile.check_belongs_to(measured)
+    if measured.fingerprint == wanted.fingerprint:
+        return profile
+    _check_same_operators(measured, wanted)
+    rates = _Rates(profile, measured)
+    seconds, spreads, workspaces = [], [], []
+    for index in range(len(wanted.nodes)):
+        ratio = rates.seconds(wanted, index) / max(rates.seconds(measured, index), 1e-12)
+        seconds.append(profile.seconds[index] * ratio)
+        spreads.append(profile.spread_seconds[index] * ratio)
+        workspaces.append(_scaled_workspace(profile, measured, wanted, index))
+    growth = sum(seconds) / max(sum(profile.seconds), 1e-12)
+    return Profile(
+        model=wanted.model,
+        fingerprint=wanted.fingerprint,
+        device=profile.device,
+        origin=Origin.SCALED,
+        clock=profile.clock,
+        threads=profile.threads,
+        repeats=profile.repeats,
+        versions=profile.versions,
+        seconds=tuple(seconds),
+        spread_seconds=tuple(spreads),
+        workspace_bytes=tuple(workspaces),
+        overhead_seconds=profile.overhead_seconds,
+        step_spread_seconds=profile.step_spread_seconds * growth,
+    )
+
+
+class _Rates:
+    """The best rates a profile shows, as a yardstick of work."""
+
+    def __init__(self, profile: Profile, graph: StepGraph) -> None:
+        self._flops_per_s: dict[str, float] = defaultdict(lambda: 1e9)
+        self._bytes_per_s = 1e9
+        for index, node in enumerate(graph.nodes):
+            seconds = profile.seconds[index]
+            if seconds < _STEADY_SECONDS:
+                continue
+            if node.flops:
+                kind = op_class(node.op)
+                self._flops_per_s[kind] = max(self._flops_per_s[kind], node.flops / seconds)
+            else:
+                self._bytes_per_s = max(self._bytes_per_s, bytes_moved(graph, node) / seconds)
+
+    def seconds(self, graph: StepGraph, index: int) -> float:
+        """What a node would take at these rates; only ratios of it mean anything."""
+        node = graph.nodes[index]
+        arithmetic = node.flops / self._flops_per_s[op_class(node.op)] if node.flops else 0.0
+        return arithmetic + bytes_moved(graph, node) / self._bytes_per_s + 1e-7
+
+
+def _scaled_workspace(profile: Profile, measured: StepGraph, wanted: StepGraph, index: int) -> int:
+    before = bytes_moved(measured, measured.nodes[index])
+    after = bytes_moved(wanted, wanted.nodes[index])
+    return round(profile.workspace_bytes[index] * after / before) if before else 0
+
+
+def _check_same_operators(measured: StepGraph, wanted: StepGraph) -> None:
+    for index, (old, new) in enumerate(zip(measured.nodes, wanted.nodes, strict=False)):
+        if old.op != new.op:
+            raise CaptureError(
+                f"the step at another batch size runs {new.op} at node {index} ({new.module}"
+                f" {new.source}) where the profiled one runs {old.op}; profile at this batch size"
+            )
+    if len(measured.nodes) != len(wanted.nodes):
+        raise CaptureError(
+            f"the step has {len(wanted.nodes)} operators at this batch size and"
+            f" {len(measured.nodes)} at the profiled one; profile at this batch size"
+        )

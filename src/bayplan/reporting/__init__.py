@@ -1,0 +1,1 @@
+"""Showing people what a verdict, a profile or a record says."""

@@ -1,0 +1,178 @@
+"""Verdicts, profiles and records as plain text, one screen each."""
+
+from collections import defaultdict
+
+from bayplan.data.finding import Finding
+from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.data.profile import Origin, Profile
+from bayplan.data.record import RunRecord, Source
+from bayplan.data.units import format_bytes, format_count, format_seconds
+from bayplan.data.verdict import Verdict
+
+__all__ = [
+    "comparison_text",
+    "findings_text",
+    "profile_text",
+    "record_text",
+    "verdict_line",
+    "verdict_text",
+]
+
+_KIND_WORDS: dict[str, str] = {
+    StorageKind.PARAMETER: "parameters",
+    StorageKind.GRADIENT: "gradients",
+    StorageKind.OPTIMIZER_STATE: "optimizer state",
+    StorageKind.BUFFER: "buffers",
+    StorageKind.INPUT: "batch",
+    StorageKind.ACTIVATION: "activations held for backward",
+    StorageKind.TEMPORARY: "temporaries",
+    "workspace": "workspace inside the kernel",
+}
+_ORIGIN_WORDS = {
+    Origin.MEASURED: "time measured on this device",
+    Origin.SCALED: "time measured here at another batch size and scaled",
+    Origin.DERIVED: "time derived from the device's figures, nothing ran",
+}
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """The answer in one line."""
+    seconds = format_seconds(verdict.step_seconds)
+    peak, limit = format_bytes(verdict.peak_bytes), format_bytes(verdict.limit_bytes)
+    if verdict.fits:
+        return f"fits: peak {_of(verdict.peak_bytes, verdict.limit_bytes)}, {seconds} per step"
+    over = format_bytes(verdict.peak_bytes - verdict.limit_bytes)
+    change = f"; would fit: {verdict.would_fit[0]}" if verdict.would_fit else ""
+    return f"does not fit: peak {peak}, limit {limit}, {over} too much{change}"
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """The answer with all that explains it."""
+    batch = "" if verdict.batch is None else f", batch {verdict.batch}"
+    spread = format_seconds(verdict.step_spread_seconds)
+    lines = [
+        verdict_line(verdict),
+        "",
+        f"{verdict.model}{batch}, {format_count(verdict.num_parameters)} parameters,"
+        f" optimizer {verdict.optimizer}, on {verdict.device}",
+        f"one step {format_seconds(verdict.step_seconds)} ± {spread}"
+        f" ({_ORIGIN_WORDS[verdict.time_origin]})",
+        "",
+        f"at the peak ({verdict.peak_place})",
+        *_kind_lines(verdict.peak_by_kind),
+        "",
+        "largest values alive at the peak",
+        *(
+            f"  {format_bytes(value.size_bytes):>10}  {value.kind:<15}  {value.name}"
+            + (f"  {value.source}" if value.source else "")
+            for value in verdict.largest
+        ),
+    ]
+    if verdict.would_fit:
+        lines += ["", "what would make it fit", *(f"  {change}" for change in verdict.would_fit)]
+    lines += ["", "not counted: " + "; ".join(verdict.not_counted)]
+    return "\n".join(lines)
+
+
+def profile_text(graph: StepGraph, profile: Profile) -> str:
+    """Where the time of a step goes: by phase, by operator, and the slowest nodes."""
+    total = profile.step_seconds
+    by_phase: dict[str, float] = defaultdict(float)
+    by_op: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for node, seconds in zip(graph.nodes, profile.seconds, strict=True):
+        by_phase[node.phase] += seconds
+        count, so_far = by_op[node.op]
+        by_op[node.op] = (count + 1, so_far + seconds)
+    slowest = sorted(range(len(graph.nodes)), key=lambda index: -profile.seconds[index])[:5]
+    top_ops = sorted(by_op.items(), key=lambda item: -item[1][1])[:8]
+    lines = [
+        f"{profile.model} on {profile.device}: {format_seconds(total)} per step"
+        f" ± {format_seconds(profile.step_spread_seconds)} ({profile.origin}, {profile.repeats}"
+        f" repeats, {profile.clock} clock, {profile.threads} threads)",
+        "",
+        *(
+            f"  {phase:<10} {format_seconds(seconds):>8}  {_share(seconds, total)}"
+            for phase, seconds in by_phase.items()
+        ),
+        f"  {'overhead':<10} {format_seconds(profile.overhead_seconds):>8}"
+        f"  {_share(profile.overhead_seconds, total)}",
+        "",
+        "by operator",
+        *(
+            f"  {format_seconds(seconds):>8}  {_share(seconds, total)}  {count:>5} x {op}"
+            for op, (count, seconds) in top_ops
+        ),
+        "",
+        "slowest nodes",
+    ]
+    for index in slowest:
+        node = graph.nodes[index]
+        workspace = format_bytes(profile.workspace_bytes[index])
+        lines.append(
+            f"  {format_seconds(profile.seconds[index]):>8}  workspace {workspace:>10}"
+            f"  {node.phase} {node.op.split('.')[1]} {node.module} {node.source}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def record_text(record: RunRecord) -> str:
+    """What a run did, or would do."""
+    what = "predicted" if record.source is Source.SIMULATED else f"{len(record.step_seconds)} steps"
+    lines = [
+        f"{record.model or 'a training loop'}: {record.source}, {what}, memory by {record.method}",
+        f"  step  {format_seconds(record.typical_step_seconds)} ({record.clock} clock)",
+    ]
+    for device in record.devices:
+        lines.append(f"  peak  {format_bytes(device.peak_bytes)} on {device.device}")
+        lines += _kind_lines(device.peak_by_kind)
+    if record.not_counted:
+        lines.append("  not counted: " + "; ".join(record.not_counted))
+    return "\n".join(lines)
+
+
+def comparison_text(predicted: RunRecord, measured: RunRecord) -> str:
+    """Prediction next to reality, with the error of each."""
+    seconds = (predicted.typical_step_seconds, measured.typical_step_seconds)
+    peaks = (predicted.steady_peak_bytes, measured.steady_peak_bytes)
+    return "\n".join(
+        [
+            f"{'':<6}{'predicted':>12}{'measured':>12}{'error':>10}",
+            f"{'peak':<6}{format_bytes(peaks[0]):>12}{format_bytes(peaks[1]):>12}{_error(*peaks):>10}",
+            f"{'step':<6}{format_seconds(seconds[0]):>12}{format_seconds(seconds[1]):>12}"
+            f"{_error(*seconds):>10}",
+        ]
+    )
+
+
+def findings_text(findings: list[Finding]) -> str:
+    """The doctor's findings, one line each, with what to change where something is amiss."""
+    lines = []
+    for finding in findings:
+        mark = "ok " if finding.is_good else "BAD"
+        change = f" -> {finding.change}" if finding.change else ""
+        lines.append(f"{mark} {finding.subject:<8} {finding.found}{change}")
+    return "\n".join(lines)
+
+
+def _kind_lines(by_kind: dict[str, int]) -> list[str]:
+    total = sum(by_kind.values())
+    return [
+        f"  {_KIND_WORDS.get(kind, kind):<30} {format_bytes(size):>10}  {_share(size, total)}"
+        for kind, size in by_kind.items()
+        if size
+    ]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:5.1f} %" if whole else "    -  "
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.2f} %" if measured else "-"
+
+
+def _of(part: int, whole: int) -> str:
+    """Two sizes in the unit of the larger, as in `5.1 of 8.0 GiB`."""
+    amount, unit = format_bytes(whole).split()
+    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
+    return f"{part / factor:.1f} of {amount} {unit}"

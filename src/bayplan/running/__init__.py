@@ -1,0 +1,1 @@
+"""Running training for real, and recording what happened."""

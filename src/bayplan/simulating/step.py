@@ -1,0 +1,86 @@
+"""A simulated `RunRecord` of one plain step on one device."""
+
+from itertools import accumulate
+
+from bayplan.data.graph import Node, StepGraph, Storage
+from bayplan.data.profile import Origin, Profile
+from bayplan.data.record import DeviceRecord, LiveStorage, MemoryCurve, RunRecord, Source
+from bayplan.simulating.memory import replay_memory
+
+__all__ = ["CPU_GRANULARITY_BYTES", "simulate_step"]
+
+# glibc rounds a block to 16 bytes and torch aligns it to 64; measured, see docs/how-it-predicts.md.
+CPU_GRANULARITY_BYTES = 64
+_NUM_LARGEST = 5
+
+
+def simulate_step(
+    graph: StepGraph,
+    profile: Profile,
+    *,
+    granularity_bytes: int = CPU_GRANULARITY_BYTES,
+    not_counted: tuple[str, ...] = (),
+) -> RunRecord:
+    """Replay a step with the costs of a profile.
+
+    Args:
+        graph: the step.
+        profile: its costs; refused if it is of another step.
+        granularity_bytes: the rounding of the device's allocator.
+        not_counted: what the reader should know is left out.
+    """
+    profile.check_belongs_to(graph)
+    memory = replay_memory(graph, profile.workspace_bytes, granularity_bytes=granularity_bytes)
+    starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]
+    device = DeviceRecord(
+        device=profile.device,
+        peak_bytes=memory.peak_bytes,
+        peak_by_kind=memory.peak_by_kind,
+        peak_node=memory.peak_node,
+        largest=_largest_alive(graph, memory.peak_node),
+        curve=MemoryCurve(seconds=starts, total_bytes=memory.total_bytes, by_kind=memory.by_kind),
+    )
+    return RunRecord(
+        source=Source.SIMULATED,
+        method="liveness",
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        clock=profile.clock,
+        step_seconds=(profile.step_seconds,),
+        step_spread_seconds=_spread_seconds(profile),
+        devices=(device,),
+        not_counted=not_counted,
+        versions=profile.versions,
+    )
+
+
+def _spread_seconds(profile: Profile) -> float:
+    """Uncertainty of the step: derived figures err together, measured ones as a whole step does."""
+    if profile.origin is Origin.DERIVED:
+        return sum(profile.spread_seconds)
+    return profile.step_spread_seconds
+
+
+def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:
+    alive = [
+        storage
+        for storage in graph.storages
+        if (storage.born is None or storage.born <= node)
+        and (storage.released is None or storage.released >= node)
+    ]
+    alive.sort(key=lambda storage: -storage.size_bytes)
+    return tuple(_described(graph, storage) for storage in alive[:_NUM_LARGEST])
+
+
+def _described(graph: StepGraph, storage: Storage) -> LiveStorage:
+    if storage.born is None:
+        name, source = storage.name, ""
+    else:
+        producer = graph.nodes[storage.born]
+        name, source = _node_name(producer), producer.source
+    return LiveStorage(size_bytes=storage.size_bytes, kind=storage.kind, name=name, source=source)
+
+
+def _node_name(node: Node) -> str:
+    operator = node.op.split(".")[1]
+    return f"{node.module} ({operator})" if node.module else operator

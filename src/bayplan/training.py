@@ -1,0 +1,132 @@
+"""The one training step that capture, profile and benchmarks all mean.
+
+It is the loop body most people write: clear gradients, forward, loss, backward, update. The model's
+output stays alive until the step ends, as it does under a variable name in such a loop.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayplan.data.errors import UsageError
+from bayplan.data.graph import Phase
+
+__all__ = ["Batch", "LossFunction", "TrainingStep", "split_batch"]
+
+Batch = Any
+LossFunction = Callable[..., torch.Tensor] | None
+
+
+def _nothing(_: Phase) -> None:
+    """Watch no phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A model with all that one step of its training needs.
+
+    Attributes:
+        batch: see `split_batch`.
+        loss_fn: of output and targets, of the output alone, or None if the output holds its loss.
+        optimizer: None leaves the update out.
+        autocast: the dtype of mixed precision, None for none.
+    """
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFunction = None
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: torch.dtype | None = None
+
+    def __call__(self, on_phase: Callable[[Phase], None] = _nothing) -> torch.Tensor:
+        """Run one step and return the loss; `on_phase` hears when each phase begins."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad()
+        on_phase(Phase.FORWARD)
+        with self._precision():
+            inputs, targets = split_batch(self.batch, self.loss_fn)
+            output = _call(self.model, inputs)
+            loss = _loss_of(output, self.loss_fn, targets)
+        on_phase(Phase.BACKWARD)
+        loss.backward()
+        if self.optimizer is not None:
+            on_phase(Phase.UPDATE)
+            self.optimizer.step()
+        return loss.detach()
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        tensor = next(self.model.parameters())
+        return torch.autocast(tensor.device.type, dtype=self.autocast)
+
+
+def split_batch(batch: Batch, loss_fn: LossFunction) -> tuple[Any, tuple[Any, ...]]:
+    """Tell the model's inputs from the loss's targets.
+
+    With a loss of two arguments the batch is the pair `(inputs, targets)`; otherwise all of it goes
+    to the model. Inputs may be a tensor, a tuple of positional or a dict of keyword arguments.
+    """
+    if loss_fn is None or _num_required(loss_fn) < 2:
+        return batch, ()
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise UsageError(
+            "a loss of two arguments needs the batch as a pair (inputs, targets), but it is"
+            f" {_describe(batch)}; or give a loss of the output alone"
+        )
+    return batch[0], (batch[1],)
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """Positional arguments a loss must be given."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # some built-ins tell nothing; losses of two are the rule
+        return 2
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters
+    )
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> torch.Tensor:
+    loss = output if loss_fn is None else loss_fn(output, *targets)
+    if not isinstance(loss, torch.Tensor):
+        loss = loss["loss"] if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if loss is not None else "none"
+        raise UsageError(
+            f"the step needs a loss of one number, got {shape} from output"
+            f" {_describe(output)}; give a loss function that returns a scalar tensor"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not depend on any parameter that requires a gradient, so there is no"
+            " backward; check `requires_grad` and that the loss is not detached"
+        )
+    return loss
+
+
+def _describe(thing: Any) -> str:
+    if isinstance(thing, torch.Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    if isinstance(thing, tuple | list):
+        return f"a {type(thing).__name__} of {len(thing)}"
+    return f"a {type(thing).__name__}"

@@ -1,0 +1,40 @@
+import msgspec
+import pytest
+
+from bayplan.data.device import Figure, OpClass
+
+replace = msgspec.structs.replace
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_figure_is_a_number_of_something(value):
+    with pytest.raises(ValueError, match=rf"value is {value}, must be"):
+        Figure(value, "data sheet")
+
+
+def test_a_figure_has_a_source():
+    with pytest.raises(ValueError, match="source is empty; say where the figure comes from"):
+        Figure(1.0, "")
+
+
+def test_float32_is_what_others_fall_back_to(kind):
+    with pytest.raises(ValueError, match="flops_per_s has no float32"):
+        replace(kind, flops_per_s={"bfloat16": Figure(1e14, "data sheet")})
+
+
+def test_every_op_class_has_an_efficiency(kind):
+    part = {k: v for k, v in kind.efficiency.items() if k not in (OpClass.VIEW, OpClass.GATHER)}
+    with pytest.raises(ValueError, match=r"efficiency lacks gather, view$"):
+        replace(kind, efficiency=part)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.01])
+def test_an_efficiency_is_a_share(kind, share):
+    shares = kind.efficiency | {OpClass.MATMUL: Figure(share, "measured")}
+    with pytest.raises(ValueError, match=rf"efficiency of matmul is {share}, must be in \(0, 1\]"):
+        replace(kind, efficiency=shares)
+
+
+def test_the_allocator_rounds_to_at_least_a_byte(kind):
+    with pytest.raises(ValueError, match="allocation_granularity_bytes must be at least 1"):
+        replace(kind, allocation_granularity_bytes=0)

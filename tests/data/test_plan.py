@@ -1,0 +1,124 @@
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bayplan.data import files
+from bayplan.data.plan import Action, ActionKind, Choice, Decision, Plan, Stage
+
+replace = msgspec.structs.replace
+NUMBERS = st.integers(0, 10**6)
+ACTIONS = st.builds(Action, NUMBERS, st.sampled_from(ActionKind), NUMBERS)
+
+
+# Actions.
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, ActionKind.FORWARD, 0)),
+        ("0B12", Action(0, ActionKind.BACKWARD, 12)),
+        ("10A3", Action(10, ActionKind.REDUCE, 3)),
+        ("1O1", Action(1, ActionKind.SWAP_OUT, 1)),
+    ],
+)
+def test_an_action_reads_as_it_prints(text, action):
+    assert Action.parse(text) == action
+    assert str(action) == text
+
+
+@given(ACTIONS)
+def test_every_action_prints_and_reads_back(action):
+    assert Action.parse(str(action)) == action
+
+
+@given(st.from_regex(r"\A\d{1,3}[FBRSAUCOI]\d{1,3}\Z"))
+def test_what_reads_as_an_action_prints_the_same(text):
+    with contextlib.suppress(ValueError):
+        assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2f0", "2Z0", "-1F0", "2F0 ", "2F0\n", "2 F 0", "²F0", "٢F0", "02F0"]
+)
+def test_what_is_no_action_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="is no action; write stage, letter, index, like 2F0"):
+        Action.parse(text)
+
+
+def test_action_letters_are_all_different():
+    assert len({kind.value for kind in ActionKind}) == len(ActionKind) == 9
+
+
+# Stages.
+
+
+def test_a_replicated_stage_has_a_share_for_each_device():
+    stage = Stage(first=0, last=4, devices=(0, 1), shares=(7, 1))
+    assert stage.shares == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"first": 5}, "first node 5 is after last node 4"),
+        ({"devices": (), "shares": ()}, "devices is empty; a stage needs at least one"),
+        ({"shares": (1, 2)}, "2 shares for 1 devices"),
+        ({"devices": (-3,)}, r"devices\[0\] is -3, must be 0 or more"),
+        ({"shares": (-1,)}, r"shares\[0\] is -1, must be"),
+        ({"first": -1}, "first node is -1, must be 0 or more"),
+    ],
+)
+def test_an_impossible_stage_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Stage(**({"first": 0, "last": 4, "devices": (0,), "shares": (8,)} | fields))
+
+
+# Plans.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_micro_batches": 0}, "num_micro_batches is 0, must be at least 1"),
+        ({"predicted_peak_bytes": (1,)}, "1 predicted peaks for 2 devices"),
+        (
+            {"stages": (Stage(first=0, last=1, devices=(0, 5), shares=(1, 1)),)},
+            r"stages\[0\]\.devices\[1\] is 5, but only 2 devices have actions",
+        ),
+        ({"actions": (("0F0", "F1"), ())}, r"actions\[0\]\[1\]: 'F1' is no action; write stage"),
+        ({"actions": ((), ("2F0",))}, r"actions\[1\]\[0\] is '2F0', but there are only 2 stages"),
+        (
+            {"actions": (("0F2",), ())},
+            r"actions\[0\]\[0\] is '0F2', but there are only 2 micro-batches",
+        ),
+        ({"actions": ((), ("1A1",))}, r"actions\[1\]\[0\] is '1A1', but there are only 1 buckets"),
+        ({"predicted_seconds": float("nan")}, "predicted_seconds is nan, must be 0 or more"),
+        ({"predicted_seconds": float("inf")}, "predicted_seconds is inf, must be 0 or more"),
+    ],
+)
+def test_an_impossible_plan_is_refused(plan, fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(plan, **fields)
+
+
+@given(st.lists(st.lists(ACTIONS, max_size=5), min_size=2, max_size=4))
+def test_any_list_of_actions_survives_a_file(plan, lists):
+    fitting = tuple(
+        tuple(str(replace(a, stage=a.stage % 2, index=0)) for a in actions) for actions in lists
+    )
+    written = replace(plan, actions=fitting, predicted_peak_bytes=(0,) * len(fitting))
+    assert files.decode(files.encode(written), Plan, name="x").actions == fitting
+
+
+@pytest.mark.parametrize("choice", list(Choice))
+def test_choices_are_written_as_words(plan, choice):
+    written = replace(plan, decisions=(Decision(storage=3, choice=choice),))
+    assert f'"choice": "{choice}"'.encode() in files.encode(written)
+
+
+def test_a_plan_without_bound_says_so(plan):
+    assert b'"gap": null' in files.encode(replace(plan, gap=None))

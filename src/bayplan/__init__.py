@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bayplan.api import capture, profile, record, simulate
+    from bayplan.api import capture, profile, record, scale, simulate
     from bayplan.data.cluster import Cluster
     from bayplan.data.errors import BayplanError, DoesNotFit
     from bayplan.data.graph import StepGraph
@@ -27,6 +27,7 @@ __all__ = [
     "capture",
     "profile",
     "record",
+    "scale",
     "simulate",
 ]
 
@@ -41,6 +42,7 @@ _HOME_OF = {
     "capture": "bayplan.api",
     "profile": "bayplan.api",
     "record": "bayplan.api",
+    "scale": "bayplan.api",
     "simulate": "bayplan.api",
 }
 

@@ -20,11 +20,12 @@ from bayplan.profiling.cache import cached_profile
 from bayplan.profiling.catalogue import load_device
 from bayplan.profiling.measure import measure_profile
 from bayplan.profiling.roofline import derive_profile
+from bayplan.profiling.scaling import scale_profile
 from bayplan.running.recorder import Recorder
 from bayplan.simulating.step import CPU_GRANULARITY_BYTES, simulate_step
 from bayplan.training import Batch, LossFunction, TrainingStep
 
-__all__ = ["capture", "profile", "record", "simulate"]
+__all__ = ["capture", "profile", "profile_step", "record", "scale", "simulate"]
 
 CUDA_GRANULARITY_BYTES = 512
 NOT_COUNTED_ON_CUDA = (
@@ -155,6 +156,17 @@ def profile_step(
     return cached_profile(
         cache_directory(), graph, device=device, repeats=repeats, clock=clock, measure=measure
     )
+
+
+def scale(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
+    """Carry the profile of one batch size over to another batch size of the same model.
+
+    Args:
+        profile: of `measured`.
+        measured: the step that was profiled.
+        wanted: the same model's step at another batch size.
+    """
+    return scale_profile(profile, measured, wanted)
 
 
 def simulate(

@@ -82,7 +82,8 @@ def _cache() -> Iterator[Finding]:
         )
         return
     num_profiles = len(list(Path(cache, "profiles").glob("*.json")))
-    yield Finding("cache", f"{cache} ({where}), {num_profiles} profiles")
+    kept = "1 profile" if num_profiles == 1 else f"{num_profiles} profiles"
+    yield Finding("cache", f"{cache} ({where}), {kept}")
 
 
 def _known() -> Iterator[Finding]:

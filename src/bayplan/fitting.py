@@ -6,7 +6,10 @@ from functools import partial
 
 import torch
 
-from bayplan.api import profile_step, simulate
+from bayplan.api import granularity_of, profile_step, simulate
+from bayplan.capturing.explain import explained
+from bayplan.data.device import DeviceKind
+from bayplan.data.errors import BayplanError, ForeignPlan, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.units import format_bytes
@@ -16,7 +19,7 @@ from bayplan.planning.verdict import judge, largest_batch
 from bayplan.profiling.catalogue import device_names, load_device
 from bayplan.profiling.probe import probe_cpu
 from bayplan.profiling.roofline import derive_profile
-from bayplan.profiling.scaling import scale_profile
+from bayplan.profiling.scaling import same_operators, scale_profile
 from bayplan.questions import Question
 from bayplan.simulating.memory import replay_memory
 
@@ -27,6 +30,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how many are d
 # A step of about this much arithmetic takes seconds on a few cores: long enough to measure well.
 _MEASURED_FLOPS = 1.5e11
 _MEASURED_REPEATS = 2
+_MAX_RETRIES = 4  # of a suggested batch; each may run the step
 
 
 def fit(
@@ -45,17 +49,24 @@ def fit(
             measured in seconds, or is derived for the question's device.
         on_progress: hears what is being done.
     """
+    if profile is not None:
+        _check_device(profile, question)
+    made: dict[str, Profile] = {}
     on_progress("capturing", 0, 1)
     graph = question.capture()
     on_progress("capturing", 1, 1)
     if profile is None:
-        profile = _best_profile(question, graph, on_progress)
+        profile = _best_profile(question, graph, made, on_progress)
     record = simulate(graph, profile, device=question.device)
-    limit_bytes = memory_bytes or _memory_bytes(question)
-    changes: tuple[str, ...] = ()
+    limit_bytes = memory_bytes or _memory_bytes(question, profile)
+    changes: list[str] = []
     if record.peak_bytes > limit_bytes:
-        changes = tuple(
-            _changes(question, graph, profile, record.peak_bytes, limit_bytes, on_progress)
+        search = _Changes(question, graph, profile, made, limit_bytes, on_progress)
+        changes += search.of_the_step(record.peak_bytes)
+        changes += (
+            [f"--memory {_rounded_up(record.peak_bytes)}"]
+            if memory_bytes is not None
+            else search.of_the_device(record.peak_bytes)
         )
     return judge(
         record,
@@ -64,7 +75,7 @@ def fit(
         batch=question.samples,
         optimizer=question.optimizer,
         time_origin=profile.origin,
-        would_fit=changes,
+        would_fit=tuple(changes),
     )
 
 
@@ -80,101 +91,192 @@ def profile_question(
     """Measure the question's step here, or derive it for its device."""
     if question.device is not None:
         return derive_profile(graph, question.device)
-    return profile_step(
-        question.build(),
-        graph,
-        repeats=repeats,
-        clock=clock,
-        use_cache=use_cache,
-        on_progress=partial(on_progress, "running the step"),
-    )
+    num_threads = torch.get_num_threads()
+    if clock is Clock.CPU:
+        torch.set_num_threads(1)  # that clock sees no other
+    try:
+        with explained():  # values that no capture looks at may be wrong, like a class too high
+            return profile_step(
+                question.build(),
+                graph,
+                repeats=repeats,
+                clock=clock,
+                use_cache=use_cache,
+                on_progress=partial(on_progress, "running the step"),
+            )
+    finally:
+        torch.set_num_threads(num_threads)
 
 
-def _memory_bytes(question: Question) -> int:
+def _check_device(profile: Profile, question: Question) -> None:
+    """Refuse a profile of another device than the one asked about."""
+    asked = None if question.device is None else question.device.name
+    if asked is None and profile.origin is Origin.DERIVED:
+        raise ForeignPlan(
+            f"the profile is derived for {profile.device}, which is not here; add --device"
+            f" {profile.device}, or measure here with `bayplan profile`"
+        )
+    if asked is not None and profile.device != asked:
+        raise ForeignPlan(
+            f"the profile is of {profile.device}, --device asks about {asked}; leave one out"
+        )
+
+
+def _memory_bytes(question: Question, profile: Profile) -> int:
+    """What the device asked about has to give; that of the profile where none is named."""
     if question.device is not None:
-        return int(question.device.memory_bytes.value - question.device.context_bytes.value)
-    return available_memory_bytes(_device_here())
+        return _usable_bytes(question.device)
+    if profile.device == "cpu":
+        return available_memory_bytes(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise UsageError(f"no {profile.device} is here to ask for its memory; say it with --memory")
+    return available_memory_bytes(torch.device("cuda"))
 
 
-def _device_here() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _usable_bytes(kind: DeviceKind) -> int:
+    return int(kind.memory_bytes.value - kind.context_bytes.value)
 
 
-def _best_profile(question: Question, graph: StepGraph, on_progress: Progress) -> Profile:
-    """Measured at the largest batch that is quick and surely fits here, scaled to this one."""
+def _free_bytes_here() -> int:
+    """Of whichever device a target's builder may use."""
+    names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return min(available_memory_bytes(torch.device(name)) for name in names)
+
+
+def _best_profile(
+    question: Question, graph: StepGraph, made: dict[str, Profile], on_progress: Progress
+) -> Profile:
+    """Measured at the largest batch that is quick and surely fits here, scaled to this one.
+
+    What is measured goes into `made` by its graph's fingerprint, and is measured only once.
+    """
     if question.device is not None:
         return derive_profile(graph, question.device)
-    small = question
-    if question.samples is not None:
-        flops = sum(node.flops for node in graph.nodes)
-        quick = int(question.samples * _MEASURED_FLOPS / max(flops, 1))
-        small = question.at(max(1, min(question.samples, quick)))
-    small_graph = graph if small.samples == question.samples else small.capture()
+    small, small_graph = _quick(question, graph)
     needed_bytes = replay_memory(small_graph, [0] * len(small_graph.nodes)).peak_bytes
-    if needed_bytes * 1.5 > available_memory_bytes(_device_here()):
+    if needed_bytes * 1.5 > _free_bytes_here():
         return derive_profile(graph, probe_cpu())  # cannot run here even at its smallest
-    measured = profile_question(
-        small, small_graph, repeats=_MEASURED_REPEATS, on_progress=on_progress
-    )
-    return scale_profile(measured, small_graph, graph)
-
-
-def _changes(
-    question: Question,
-    graph: StepGraph,
-    profile: Profile,
-    peak_bytes: int,
-    limit_bytes: int,
-    on_progress: Progress,
-) -> Iterator[str]:
-    """Changes that would make it fit, each tried on a capture of its own, the smallest first."""
-    num_tried = 0
-
-    def peak_of(changed: Question) -> int:
-        nonlocal num_tried
-        num_tried += 1
-        on_progress("looking for what would fit", num_tried, num_tried + 1)
-        other = changed.capture()
-        if profile.origin is Origin.DERIVED and question.device is not None:
-            costs = derive_profile(other, question.device)
-        elif [node.op for node in other.nodes] == [node.op for node in graph.nodes]:
-            costs = scale_profile(profile, graph, other)
-        else:  # other operators, as under autocast: their workspace here is not known
-            return replay_memory(other, [0] * len(other.nodes)).peak_bytes
-        return simulate(other, costs, device=question.device).peak_bytes
-
-    if question.samples is not None and question.samples > 1:
-        batch = largest_batch(
-            lambda samples: peak_of(question.at(samples)),
-            limit_bytes=limit_bytes,
-            batch=question.samples,
-            peak_bytes=peak_bytes,
+    if small_graph.fingerprint not in made:
+        made[small_graph.fingerprint] = profile_question(
+            small, small_graph, repeats=_MEASURED_REPEATS, on_progress=on_progress
         )
+    return scale_profile(made[small_graph.fingerprint], small_graph, graph)
+
+
+def _quick(question: Question, graph: StepGraph) -> tuple[Question, StepGraph]:
+    """The question at a batch that runs in seconds, and whose profile can be carried over."""
+    if question.samples is None:
+        return question, graph
+    flops = sum(node.flops for node in graph.nodes)
+    samples = max(1, int(question.samples * _MEASURED_FLOPS / max(flops, 1)))
+    while samples < question.samples:
+        small = question.at(samples)
+        try:
+            small_graph = small.capture()
+        except BayplanError:  # too few samples, as for batch normalization of a single one
+            small_graph = None
+        if small_graph is not None and same_operators(small_graph, graph):
+            return small, small_graph
+        samples *= 2
+    return question, graph
+
+
+class _Changes:
+    """The search for changes that would make a step fit, each tried before it is named."""
+
+    def __init__(
+        self,
+        question: Question,
+        graph: StepGraph,
+        profile: Profile,
+        made: dict[str, Profile],
+        limit_bytes: int,
+        on_progress: Progress,
+    ) -> None:
+        self._question, self._graph = question, graph
+        self._profile, self._made = profile, made
+        self._limit_bytes, self._on_progress = limit_bytes, on_progress
+        self._num_tried = 0
+
+    def of_the_step(self, peak_bytes: int) -> Iterator[str]:
+        """The largest batch, mixed precision, and a lighter optimizer."""
+        question = self._question
+        batch = self._largest_batch(peak_bytes)
         if batch:
             yield f"--batch {batch}"
-    if question.autocast == "none" and peak_of(replace(question, autocast="bf16")) <= limit_bytes:
-        yield "--autocast bf16"
-    if question.optimizer.startswith("adam"):
-        lighter = replace(question, optimizer="sgd")
-        if peak_of(lighter) <= limit_bytes:
+        if question.autocast == "none" and self._fits(replace(question, autocast="bf16")):
+            yield "--autocast bf16"
+        if question.optimizer.startswith("adam") and self._fits(replace(question, optimizer="sgd")):
             yield "--optimizer sgd"
-    if question.device is not None:
-        yield from _larger_devices(peak_bytes)
-    yield f"--memory {_rounded_up(peak_bytes)}"
 
+    def of_the_device(self, peak_bytes: int) -> Iterator[str]:
+        """The smallest device of the catalogue that would hold it."""
+        if self._question.device is None:
+            yield f"a machine with {format_bytes(peak_bytes)} free"
+            return
+        kinds = [load_device(name) for name in device_names()]
+        for kind in sorted(kinds, key=lambda kind: kind.memory_bytes.value):
+            larger = replace(self._question, device=kind)
+            limit_bytes = _usable_bytes(kind)
+            if limit_bytes >= peak_bytes and self._fits(larger, limit_bytes):
+                yield f"--device {kind.name}"
+                return
 
-def _larger_devices(peak_bytes: int) -> Iterator[str]:
-    """The smallest device of the catalogue that would hold it."""
-    kinds = [load_device(name) for name in device_names()]
-    enough = [
-        kind for kind in kinds if kind.memory_bytes.value - kind.context_bytes.value >= peak_bytes
-    ]
-    if enough:
-        smallest = min(enough, key=lambda kind: kind.memory_bytes.value)
-        yield f"--device {smallest.name} ({format_bytes(smallest.memory_bytes.value)})"
+    def _largest_batch(self, peak_bytes: int) -> int:
+        """Found by scaling the profile, which is quick, and then held against one of its own."""
+        samples = self._question.samples
+        if samples is None:
+            return 0
+        batch = largest_batch(
+            lambda size: self._estimate(self._question.at(size)),
+            limit_bytes=self._limit_bytes,
+            batch=samples,
+            peak_bytes=peak_bytes,
+        )
+        for _ in range(_MAX_RETRIES):
+            if not batch or self._fits(self._question.at(batch)):
+                return batch
+            batch -= max(1, batch // 16)  # scaled workspace is off by a little, never by much
+        return 0
+
+    def _estimate(self, changed: Question) -> int | None:
+        graph = self._capture(changed)
+        if graph is None:
+            return None
+        if self._profile.origin is Origin.DERIVED or not same_operators(graph, self._graph):
+            return self._peak_without_workspace(graph)
+        costs = scale_profile(self._profile, self._graph, graph)
+        return simulate(graph, costs, device=changed.device).peak_bytes
+
+    def _fits(self, changed: Question, limit_bytes: int | None = None) -> bool:
+        """Whether `fit` will say so when asked; the profile it makes for that is kept for then."""
+        limit_bytes = limit_bytes or self._limit_bytes
+        graph = self._capture(changed)
+        if graph is None or self._peak_without_workspace(graph) > limit_bytes:
+            return False
+        try:
+            costs = _best_profile(changed, graph, self._made, self._on_progress)
+        except BayplanError:  # captured, but a kernel refuses it: a dtype it does not know
+            return False
+        return simulate(graph, costs, device=changed.device).peak_bytes <= limit_bytes
+
+    def _capture(self, changed: Question) -> StepGraph | None:
+        self._num_tried += 1
+        self._on_progress("looking for what would fit", self._num_tried, self._num_tried + 1)
+        try:
+            return changed.capture()
+        except BayplanError:  # some models take only some batch sizes, or no mixed precision
+            return None
+
+    def _peak_without_workspace(self, graph: StepGraph) -> int:
+        kind = self._question.device
+        granularity_bytes = (
+            granularity_of("cpu") if kind is None else kind.allocation_granularity_bytes
+        )
+        no_workspace = [0] * len(graph.nodes)
+        return replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes).peak_bytes
 
 
 def _rounded_up(size_bytes: int) -> str:
     """A limit to type that is no smaller than the size."""
-    mebibytes = -(-size_bytes // 2**20)
-    return f"{mebibytes}MiB"
+    return f"{-(-size_bytes // 2**20)}MiB"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bayplan.api import capture
+from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import build_without_memory
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import UsageError, did_you_mean
@@ -51,7 +52,7 @@ class Question:
             if word not in known:
                 raise UsageError(f"no {what} {word!r}; {did_you_mean(word, known)}")
         if self.batch is not None and self.batch < 1:
-            raise UsageError(f"batch is {self.batch}; a step needs at least 1 sample")
+            raise UsageError(f"--batch is {self.batch}; a step needs at least 1 sample")
         if self.batch is not None and not self.target.takes_batch_size:
             raise UsageError(
                 f"{self.target.name!r} takes no batch size, so --batch {self.batch} cannot reach"
@@ -69,8 +70,12 @@ class Question:
 
     def capture(self) -> StepGraph:
         """Capture the step without allocating the model."""
-        build = partial(self.target.build, self.batch)
-        model, batch, loss_fn = build_without_memory(build)
+        model, batch, loss_fn = build_without_memory(partial(self.target.build, self.batch))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"no parameter of {self.target.name!r} requires a gradient, so there is nothing to"
+                " train; check `requires_grad`"
+            )
         return capture(
             model,
             batch,
@@ -81,8 +86,9 @@ class Question:
         )
 
     def build(self) -> TrainingStep:
-        """Build the model for real, on the device here, ready to train."""
-        model, batch, loss_fn = self.target.build(self.batch)
+        """Build the model for real, where its builder puts it, ready to train."""
+        with explained():
+            model, batch, loss_fn = self.target.build(self.batch)
         source = self._optimizer_source()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return TrainingStep(

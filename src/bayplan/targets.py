@@ -1,19 +1,21 @@
 """What a user names on the command line: a reference model, or `module:function` of their own.
 
-Such a function returns model, batch and loss; if it takes an argument, that is the batch size.
+Such a function returns model, batch and loss. Its parameter `batch_size` is the batch size; without
+one so named its first parameter is, unless a default that is no number says otherwise.
 """
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from bayplan.data.errors import CaptureError, UsageError, did_you_mean
+from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
 from bayplan.models import default_batch_size, load, reference_models
 
 __all__ = ["Target", "resolve_target"]
@@ -39,28 +41,73 @@ def resolve_target(text: str) -> Target:
     if ":" not in text:
         return _reference_model(text)
     module_name, _, function_name = text.partition(":")
+    words = (*module_name.split("."), function_name)
+    if not all(word.isidentifier() for word in words) or module_name.endswith(".py"):
+        raise UsageError(
+            f"{text!r} is no target; write module:function, as Python imports it: the function"
+            " build in my_project/train.py is my_project.train:build"
+        )
     function = _find_function(_import_users(module_name), function_name, text)
-    parameters = list(inspect.signature(function).parameters.values())
-    takes_batch_size = bool(parameters)
+    parameter = _batch_parameter(function, text)
 
     def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
-        arguments = () if batch_size is None or not takes_batch_size else (batch_size,)
-        return _checked(function(*arguments), text)
+        size = default_batch if batch_size is None else batch_size
+        with _no_exit(f"{text!r}"):
+            if parameter is None or size is None:
+                built = function()
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                built = function(size)
+            else:
+                built = function(**{parameter.name: size})
+        return _checked(built, text)
 
-    if takes_batch_size and isinstance(parameters[0].default, int):
-        default_batch = parameters[0].default
-    else:
-        default_batch = 1 if takes_batch_size else None
+    default_batch = _default_batch(parameter)
     return Target(
-        name=text, build=build, takes_batch_size=takes_batch_size, default_batch=default_batch
+        name=text,
+        build=build,
+        takes_batch_size=parameter is not None,
+        default_batch=default_batch,
     )
+
+
+def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Parameter | None:
+    """The parameter that is given the batch size; None if the function takes nothing."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [one for one in parameters.values() if one.kind not in variadic]
+    chosen = parameters.get("batch_size")
+    if chosen is None and named and _may_be_a_size(named[0].default):
+        chosen = named[0]
+    missing = [one.name for one in named if one.default is one.empty and one is not chosen]
+    if missing:
+        raise UsageError(
+            f"{text!r} needs {', '.join(missing)} besides the batch size, which nothing gives it;"
+            " give those a default, or write a function of batch_size alone that calls it"
+        )
+    return chosen
+
+
+def _may_be_a_size(default: object) -> bool:
+    return default is None or default is inspect.Parameter.empty or type(default) is int
+
+
+def _default_batch(parameter: inspect.Parameter | None) -> int | None:
+    """What the function builds when --batch is left out; 1 where it must be told."""
+    if parameter is None:
+        return None
+    if parameter.default is parameter.empty:
+        return 1
+    return parameter.default if type(parameter.default) is int else None
 
 
 def _reference_model(name: str) -> Target:
     if name not in reference_models():
         raise UsageError(
             f"no reference model {name!r}; {did_you_mean(name, reference_models())}"
-            " A model of your own is written module:function."
+            " (a model of your own is written module:function)"
         )
 
     def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -77,17 +124,33 @@ def _import_users(module_name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
+        with _no_exit(f"importing {module_name!r}"):
+            return importlib.import_module(module_name)
+    except BayplanError:
+        raise
     except ModuleNotFoundError as fault:
-        if fault.name is not None and module_name.startswith(fault.name):
+        # Of the module itself or a package above it; any other is missing in the user's own code.
+        if fault.name is not None and f"{module_name}.".startswith(f"{fault.name}."):
             raise UsageError(
-                f"cannot find module {module_name!r} from {Path.cwd().name}/; run the command in"
-                " the folder that holds it, or put that folder on PYTHONPATH"
+                f"cannot find module {module_name!r} from the folder {Path.cwd()}; run the"
+                " command in the folder that holds it, or put that folder on PYTHONPATH"
             ) from None
         raise CaptureError(f"importing {module_name!r} fails: {fault}") from fault
     except Exception as fault:
         raise CaptureError(
             f"importing {module_name!r} fails: {type(fault).__name__}: {fault}"
+        ) from fault
+
+
+@contextmanager
+def _no_exit(what: str) -> Iterator[None]:
+    """A script that ends the process, as one that reads its own arguments does, ends bayplan's."""
+    try:
+        yield
+    except SystemExit as fault:
+        raise CaptureError(
+            f"{what} ends the process with {fault!r}; keep what reads arguments or runs the script"
+            ' out of it, under `if __name__ == "__main__":`'
         ) from fault
 
 

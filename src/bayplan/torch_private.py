@@ -3,9 +3,13 @@
 Each name has a test of its own in `tests/test_torch_private.py` that says what we rely on.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -24,10 +28,16 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "compile_fault",
+    "compile_joint",
     "current_backward_sequence",
+    "fake_mode_of",
     "is_bookkeeping",
+    "is_tangent",
     "mutated_arguments",
     "next_forward_sequence",
+    "outside_tracing",
+    "replayed_views",
     "storage_key",
     "tree_leaves",
     "tree_map_only",
@@ -73,3 +83,60 @@ def mutated_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
             elif argument.name in kwargs:
                 mutated.append(kwargs[argument.name])
     return mutated
+
+
+def fake_mode_of(values: list[Any]) -> FakeTensorMode:
+    """The mode that made some fake tensors."""
+    mode = detect_fake_mode(values)
+    assert mode is not None, "a traced graph carries fake tensors"
+    return mode
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a joint graph's input is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def outside_tracing() -> AbstractContextManager[Any]:
+    """Real tensors again, inside a callback that torch makes while it traces."""
+    return _disable_current_modes()
+
+
+def replayed_views() -> AbstractContextManager[Any]:
+    """Let autograd redo a view whose base was changed by the view's own operators.
+
+    So it does on fake tensors always; on real ones it otherwise calls `as_strided`, which costs the
+    same but is another operator. To be entered at once.
+    """
+    return torch.autograd._force_original_view_tracking(True)
+
+
+def compile_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    compile_graph: Any,
+) -> Callable[..., Any]:
+    """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
+
+    `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
+    `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
+    """
+    # Here, for it takes a second to import and most commands never trace.
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    return aot_module_simplified(
+        module,
+        inputs,
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=partition,
+    )
+
+
+def compile_fault(fault: BaseException) -> BaseException:
+    """The error a backend raised, out of the wrapping that torch puts around it."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return fault.inner_exception if isinstance(fault, BackendCompilerFailed) else fault

@@ -16,14 +16,14 @@ from torch import nn
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Phase
 
-__all__ = ["Batch", "LossFunction", "TrainingStep", "split_batch"]
+__all__ = ["Batch", "LossFunction", "TrainingStep", "call_model", "split_batch"]
 
 Batch = Any
 LossFunction = Callable[..., torch.Tensor] | None
 
 
-def _nothing(_: Phase) -> None:
-    """Watch no phase."""
+def _nothing(_: object) -> None:
+    """Listen to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +43,41 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
 
-    def __call__(self, on_phase: Callable[[Phase], None] = _nothing) -> torch.Tensor:
-        """Run one step and return the loss; `on_phase` hears when each phase begins."""
+    def __call__(
+        self,
+        on_phase: Callable[[Phase], None] = _nothing,
+        on_loss: Callable[[torch.Tensor], None] = _nothing,
+    ) -> torch.Tensor:
+        """Run one step and return the loss.
+
+        Args:
+            on_phase: hears when each phase begins.
+            on_loss: sees the loss before its backward, with all that leads to it.
+        """
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         else:
             self.model.zero_grad()
         on_phase(Phase.FORWARD)
-        with self._precision():
+        with self.precision():
             inputs, targets = split_batch(self.batch, self.loss_fn)
-            output = _call(self.model, inputs)
+            output = call_model(self.model, inputs)
             loss = _loss_of(output, self.loss_fn, targets)
         on_phase(Phase.BACKWARD)
+        on_loss(loss)
         loss.backward()
         if self.optimizer is not None:
             on_phase(Phase.UPDATE)
             self.optimizer.step()
         return loss.detach()
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast that forward and loss run under; does nothing where there is none."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        tensor = next(self.model.parameters())
-        return torch.autocast(tensor.device.type, dtype=self.autocast)
+        tensor = next(self.model.parameters(), None)
+        device_type = "cpu" if tensor is None else tensor.device.type
+        return torch.autocast(device_type, dtype=self.autocast)
 
 
 def split_batch(batch: Batch, loss_fn: LossFunction) -> tuple[Any, tuple[Any, ...]]:
@@ -78,8 +90,8 @@ def split_batch(batch: Batch, loss_fn: LossFunction) -> tuple[Any, tuple[Any, ..
         return batch, ()
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise UsageError(
-            "a loss of two arguments needs the batch as a pair (inputs, targets), but it is"
-            f" {_describe(batch)}; or give a loss of the output alone"
+            "a loss of two arguments needs the batch as a pair (inputs, targets), but for"
+            f" {_named(loss_fn)} it is {_describe(batch)}; or give a loss of the output alone"
         )
     return batch[0], (batch[1],)
 
@@ -98,7 +110,8 @@ def _num_required(function: Callable[..., Any]) -> int:
     )
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with a tensor, a tuple of positional or a mapping of keyword arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list):
@@ -109,22 +122,34 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 def _loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> torch.Tensor:
     loss = output if loss_fn is None else loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor):
-        loss = loss["loss"] if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+        loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss.shape)}" if loss is not None else "none"
+        origin = f"output {_describe(output)}" if loss_fn is None else _named(loss_fn)
         raise UsageError(
-            f"the step needs a loss of one number, got {shape} from output"
-            f" {_describe(output)}; give a loss function that returns a scalar tensor"
+            f"the step needs a loss of one number, got {_describe(loss)} from {origin};"
+            " give a loss function that returns a scalar tensor"
         )
     if not loss.requires_grad:
         raise UsageError(
-            "the loss does not depend on any parameter that requires a gradient, so there is no"
-            " backward; check `requires_grad` and that the loss is not detached"
+            f"{'the loss' if loss_fn is None else 'the loss ' + _named(loss_fn)} does not depend on"
+            " any parameter that requires a gradient, so there is no backward; check"
+            " `requires_grad` and that the loss is not detached"
         )
     return loss
 
 
+def _named(loss_fn: Any) -> str:
+    """What a loss is called, with the line it is written on where that can be told."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    code = getattr(loss_fn, "__code__", None)
+    if code is None or str(loss_fn.__module__).startswith("torch."):
+        return name
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
 def _describe(thing: Any) -> str:
+    if thing is None:
+        return "none"
     if isinstance(thing, torch.Tensor):
         return f"a tensor of shape {tuple(thing.shape)}"
     if isinstance(thing, tuple | list):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from bayplan.capturing.tracer import RawNode, RawStorage, StepTracer
-from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
+from bayplan.data.graph import Node, StepGraph, Storage, StorageKind, Value
 
 __all__ = ["convert"]
 
@@ -46,33 +46,45 @@ def _sum_gradients_in_place(
     """Turn the engine's sums of gradients back into the in-place sums of plain training.
 
     Where two gradients of one tensor meet, autograd's engine adds the newer into the older if it
-    alone holds the older; but not while a dispatch mode watches, for then it adds out of place.
-    Such a sum is an `add` of plain backward whose first operand comes from an earlier gradient
-    formula and dies in it. The rewritten sum lives on in the older storage.
+    alone holds the older's memory; but not while a dispatch mode watches, for then it adds out of
+    place. It holds it alone if the older fills its storage, is not a view (those hold their base),
+    is not the newer as well, and dies in the sum. The rewritten sum lives on in the older storage.
 
     Returns:
         The nodes that are in place.
     """
-    rewritten = set()
+    rewritten: set[int] = set()
     for index, node in enumerate(nodes):
-        if node.op != "aten.add.Tensor" or node.phase is not Phase.BACKWARD:
-            continue
-        if node.arguments != "%, %" or len(node.reads) != 2:
+        if not (node.is_sum and node.op == "aten.add.Tensor"):
             continue
         older, newer, total = (values[value] for value in (*node.reads, *node.writes))
         held, made = storages[older.storage], storages[total.storage]
-        is_engines = (
-            older.producer is not None
-            and newer.producer is not None
-            and nodes[older.producer].evaluation != node.evaluation
-            and nodes[older.producer].phase is Phase.BACKWARD
-        )
-        whole = held.size_bytes == made.size_bytes == older.size_bytes
-        if not (is_engines and whole and held.released == index and made.born == index):
-            continue
-        _merge(values, storages, kept=older.storage, gone=total.storage)
-        rewritten.add(index)
+        is_whole = held.size_bytes == made.size_bytes == older.size_bytes
+        is_alone = held.released == index and older.storage != newer.storage
+        if is_whole and is_alone and not _is_view(older, nodes, values, storages, rewritten):
+            _merge(values, storages, kept=older.storage, gone=total.storage)
+            rewritten.add(index)
     return rewritten
+
+
+def _is_view(
+    value: Value,
+    nodes: list[RawNode],
+    values: list[Value],
+    storages: list[Storage],
+    rewritten: set[int],
+) -> bool:
+    """Whether a value is another look at the tensor that its storage was made for."""
+    while value.producer not in (storages[value.storage].born, *rewritten):
+        assert value.producer is not None, "an older storage is born before it is looked at"
+        producer = nodes[value.producer]
+        name = producer.op.split(".")[1]
+        if not (name.endswith("_") or name == "_unsafe_view"):  # in place, or alone by contract
+            return True
+        value = next(
+            values[read] for read in producer.reads if values[read].storage == value.storage
+        )
+    return False
 
 
 def _merge(values: list[Value], storages: list[Storage], *, kept: int, gone: int) -> None:

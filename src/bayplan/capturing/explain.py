@@ -20,11 +20,7 @@ def explained() -> Iterator[None]:
     except BayplanError:
         raise
     except torch_private.VALUE_DEPENDENT_ERRORS as fault:
-        raise CaptureError(
-            f"{_users_place(fault)} needs a tensor's value, which is not known before the step"
-            " runs. Keep the decision out of the step: pass it in as a Python number, or compute"
-            " both sides and choose with torch.where."
-        ) from fault
+        raise _needs_value(fault) from fault
     except (
         torch_private.UnsupportedOperatorException,
         torch_private.UnsupportedFakeTensorException,
@@ -34,6 +30,8 @@ def explained() -> Iterator[None]:
             " Register a fake implementation with torch.library.register_fake."
         ) from fault
     except Exception as fault:
+        if ".numpy() is not supported" in str(fault):
+            raise _needs_value(fault) from fault
         raise CaptureError(
             f"the model fails in its own code at {_users_place(fault)}:"
             f" {type(fault).__name__}: {_first_line(fault)}"
@@ -51,6 +49,14 @@ def users_traceback(fault: BaseException) -> str:
         return ""
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     return "".join(lines + traceback.format_exception_only(fault))
+
+
+def _needs_value(fault: BaseException) -> CaptureError:
+    return CaptureError(
+        f"{_users_place(fault)} needs a tensor's value, which is not known before the step runs."
+        " Keep the decision out of the step: pass it in as a Python number, or compute both sides"
+        " and choose with torch.where."
+    )
 
 
 def _users_place(fault: BaseException) -> str:

@@ -6,18 +6,21 @@ user's model, optimizer and batch are left untouched, and may themselves be real
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_private
 from bayplan.capturing.explain import explained
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.training import TrainingStep
 
-__all__ = ["OptimizerSource", "build_without_memory", "fake_step"]
+__all__ = ["OptimizerSource", "build_without_memory", "fake_step", "without_memory"]
 
 OptimizerSource = (
     torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
@@ -25,6 +28,22 @@ OptimizerSource = (
 
 
 Built = TypeVar("Built")
+Copied = TypeVar("Copied")
+
+
+@contextmanager
+def without_memory() -> Iterator[torch_private.FakeTensorMode]:
+    """Let tensors take no memory; constants made elsewhere are faked where they are used.
+
+    torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
+    """
+    logger = logging.getLogger(torch_private.FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        with torch_private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = was_disabled
 
 
 def build_without_memory(build: Callable[[], Built]) -> Built:
@@ -34,7 +53,7 @@ def build_without_memory(build: Callable[[], Built]) -> Built:
     only real tensors have.
     """
     try:
-        with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        with without_memory():
             return build()
     except BayplanError:
         raise
@@ -43,35 +62,21 @@ def build_without_memory(build: Callable[[], Built]) -> Built:
             return build()
 
 
-def fake_step(
-    step: TrainingStep, mode: torch_private.FakeTensorMode, optimizer: OptimizerSource
-) -> TrainingStep:
-    """Copy a step onto fake tensors of `mode`; to be called inside it."""
+def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
+    """Copy a step onto fake tensors; to be called inside `without_memory`."""
+    _check_can_be_captured(step.model)
     copier = _Copier()
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        tensors += [leaf for leaf in _state_tensors(optimizer)]
+        tensors += _state_tensors(optimizer)
         for group in optimizer.param_groups:
             tensors += group["params"]
-    for tensor in tensors:
-        if nn.parameter.is_lazy(tensor):
-            raise CaptureError(
-                "the model has lazy parameters with no shape yet; run it once on a real batch first"
-            )
     copier.add(tensors)
-    try:
-        model = copy.deepcopy(step.model, copier.memo)
-        fake_optimizer = (
-            copy.deepcopy(optimizer, copier.memo)
-            if isinstance(optimizer, torch.optim.Optimizer)
-            else None
-        )
-    except (TypeError, RuntimeError, NotImplementedError) as fault:
-        raise CaptureError(
-            f"the model cannot be copied for capture: {fault}; keep open files, locks and"
-            " non-leaf tensors out of the module's attributes"
-        ) from fault
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+    model = copier.copy(step.model, "model")
+    fake_optimizer = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        fake_optimizer = copier.copy(optimizer, "optimizer")
+    elif optimizer is not None:
         fake_optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
     batch = copier.convert(step.batch)
     return TrainingStep(
@@ -81,6 +86,21 @@ def fake_step(
         optimizer=fake_optimizer,
         autocast=step.autocast,
     )
+
+
+def _check_can_be_captured(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+            raise CaptureError(
+                f"{name or 'the model'} is compiled ({type(module).__name__}), which hides its"
+                " operators; capture the module it was made from"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"the model has lazy parameters with no shape yet ({name}); run it once on a real"
+                " batch first"
+            )
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -121,7 +141,18 @@ class _Copier:
         if not isinstance(loss_fn, nn.Module):
             return loss_fn
         self.add([*loss_fn.parameters(), *loss_fn.buffers()])
-        return copy.deepcopy(loss_fn, self.memo)
+        return self.copy(loss_fn, "loss")
+
+    def copy(self, thing: Copied, name: str) -> Copied:
+        """A deep copy with a fake twin for each tensor, also for those that are in no register."""
+        try:
+            with _TwinsForCopies(self):
+                return copy.deepcopy(thing, self.memo)
+        except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
+            raise CaptureError(
+                f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
+                " generators and the like out of its attributes"
+            ) from fault
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         device = "cpu" if tensor.device.type == "meta" else tensor.device
@@ -138,3 +169,22 @@ class _Copier:
             return nn.Parameter(twin, requires_grad=tensor.requires_grad)
         # A plain tensor that needs a gradient is an input of its own, never part of `base`.
         return twin.detach().requires_grad_(tensor.requires_grad)
+
+
+class _TwinsForCopies(TorchFunctionMode):
+    """Answers `deepcopy` of a tensor with its twin."""
+
+    def __init__(self, copier: _Copier) -> None:
+        super().__init__()
+        self._copier = copier
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._copier.convert(args[0])
+        return func(*args, **(kwargs or {}))

@@ -5,7 +5,9 @@ autograd numbers each forward operator it records and its gradient formula carri
 so the forward's place is remembered by number and looked up again.
 """
 
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayplan import torch_private
+from bayplan import torch_private, training
 
 __all__ = ["Locator", "Place", "is_users_file", "short_path"]
 
 Place = tuple[str, str]  # module path, source line
 
-_TORCH_ROOT = str(Path(torch.__file__).parent)
-_OUR_ROOT = str(Path(__file__).parent.parent)
-_OUR_MODELS = str(Path(_OUR_ROOT) / "models")
+# With the separator at the end: torchvision is not torch.
+_TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
+_PYTHON_ROOT = sysconfig.get_path("stdlib") + os.sep
+_OUR_ROOT = str(Path(__file__).parent.parent) + os.sep
+_OUR_MODELS = str(Path(_OUR_ROOT) / "models") + os.sep
 
 
 def is_users_file(path: str) -> bool:
@@ -32,7 +36,7 @@ def is_users_file(path: str) -> bool:
         return False
     if path.startswith(_OUR_ROOT):
         return path.startswith(_OUR_MODELS)
-    return not path.startswith(sys.base_prefix) or "site-packages" in path
+    return not path.startswith(_PYTHON_ROOT) or "site-packages" in path
 
 
 def short_path(path: str) -> str:
@@ -91,10 +95,12 @@ class Locator:
 
 
 def _users_line() -> str:
-    """The innermost line of user code on the stack."""
+    """The innermost line of user code on the stack; none where torch's own modules do it all."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
+        if path == training.__file__:  # whoever started the step stands further out
+            return ""
         if is_users_file(path):
             return f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back

@@ -4,15 +4,17 @@ The step runs twice. The first time makes what only a first step makes (optimize
 meets all of the model's own errors; the second is the steady state, and is the one recorded.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 
 from bayplan import torch_private
 from bayplan.capturing.convert import convert
 from bayplan.capturing.explain import explained
-from bayplan.capturing.fake import OptimizerSource, fake_step
+from bayplan.capturing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.capturing.locate import Locator
 from bayplan.capturing.tracer import StepTracer
 from bayplan.data.graph import StepGraph, StorageKind
@@ -31,10 +33,8 @@ def capture_step(
         optimizer: one to copy, a function from parameters to one, or None for no update.
         name: what the graph calls the model; its class by default.
     """
-    # Constants that a model makes or holds outside its parameters are faked on first use.
-    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
-    with _untouched_generator(), explained(), mode:
-        fake = fake_step(step, mode, optimizer)
+    with _untouched_generators(), explained(), without_memory():
+        fake = fake_step(step, optimizer)
         fake()
         return trace_step(fake, name=name or type(step.model).__name__)
 
@@ -46,8 +46,8 @@ def trace_step(step: TrainingStep, *, name: str) -> StepGraph:
     # Gradients of the step before are gone when a step starts, so they must not be declared.
     step.model.zero_grad()
     _declare(step, tracer)
-    with locator.watching(), tracer:
-        step(tracer.enter_phase)
+    with torch_private.replayed_views(), locator.watching(), tracer:
+        step(tracer.enter_phase, tracer.watch_formulas)
     gradients = [
         tracer.storage_index(parameter.grad)
         for parameter in step.model.parameters()
@@ -79,10 +79,12 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
 
 
 @contextmanager
-def _untouched_generator() -> Iterator[None]:
+def _untouched_generators() -> Iterator[None]:
     """Leave the user's random numbers as they were."""
-    state = torch.get_rng_state()
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])

@@ -16,10 +16,14 @@ import torch
 
 from bayplan import torch_private
 from bayplan.capturing.flops import count_flops
+from bayplan.capturing.kernels import true_output
 from bayplan.capturing.locate import Locator
+from bayplan.data.errors import CaptureError
 from bayplan.data.graph import Phase, StorageKind, Value
 
 __all__ = ["RawNode", "RawStorage", "StepTracer"]
+
+_CONSTANT = torch.ops.aten.lift_fresh.default
 
 
 @dataclass
@@ -35,7 +39,7 @@ class RawStorage:
 
 @dataclass
 class RawNode:
-    """An operator call as it was seen; `evaluation` tells gradient formulas apart."""
+    """An operator call as it was seen; `is_sum` if autograd's engine ran it between formulas."""
 
     op: str
     phase: Phase
@@ -46,7 +50,7 @@ class RawNode:
     arguments: str
     flops: int
     is_random: bool
-    evaluation: int | None
+    is_sum: bool
 
 
 @dataclass
@@ -68,12 +72,34 @@ class StepTracer(torch_private.TorchDispatchMode):
         self.num_nodes_at_backward = 0
         self._locator = locator
         self._watched: dict[int, _Watched] = {}
+        self._finished_formula: int | None = None
 
     def enter_phase(self, phase: Phase) -> None:
         """Called by the step when a phase begins."""
         self.phase = phase
         if phase is Phase.BACKWARD:
             self.num_nodes_at_backward = len(self.nodes)
+
+    def watch_formulas(self, loss: torch.Tensor) -> None:
+        """Hear of the end of each gradient formula, so that the engine's own sums are told apart.
+
+        The engine names the formula's forward operator also while it sums up what came out.
+        """
+
+        def on_end(*_: object) -> None:
+            self._finished_formula = torch_private.current_backward_sequence()
+
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            formula = waiting.pop()
+            if formula is None or formula in seen:
+                continue
+            seen.add(formula)
+            following = [function for function, _ in formula.next_functions]
+            # Where nothing follows nothing is summed, and a hook would only change who holds what.
+            if following:
+                formula.register_hook(on_end)
+                waiting += following
 
     def declare(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Make known a tensor that is there before the step; the first declaration wins."""
@@ -94,7 +120,7 @@ class StepTracer(torch_private.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output = true_output(func, args, func(*args, **kwargs))
         if not torch_private.is_bookkeeping(func):
             self._record(func, args, kwargs, output)
         return output
@@ -103,6 +129,8 @@ class StepTracer(torch_private.TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         index = len(self.nodes)
+        if func is _CONSTANT:
+            args = ()  # made by Python just before; the output is the same memory, or its fake twin
         taken = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
         changed = torch_private.mutated_arguments(func, args, kwargs)
         given = [leaf for leaf in torch_private.tree_leaves((output, changed)) if _is_tensor(leaf)]
@@ -110,6 +138,7 @@ class StepTracer(torch_private.TorchDispatchMode):
         reads = [self._value_of(tensor, producer=None) for tensor in taken]
         writes = [self._value_of(tensor, producer=index) for tensor in given]
         module, source = self._place(reads)
+        formula = torch_private.current_backward_sequence()
         self.nodes.append(
             RawNode(
                 op=str(func),
@@ -121,7 +150,7 @@ class StepTracer(torch_private.TorchDispatchMode):
                 arguments=_written_out(args, kwargs),
                 flops=count_flops(func, args, kwargs, output),
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
-                evaluation=torch_private.current_backward_sequence(),
+                is_sum=formula is not None and formula == self._finished_formula,
             )
         )
 
@@ -134,6 +163,13 @@ class StepTracer(torch_private.TorchDispatchMode):
         return next(filter(None, names), ""), ""
 
     def _watch(self, tensor: torch.Tensor, *, born: int | None) -> _Watched:
+        if tensor.layout is not torch.strided:
+            module, source = self._place([])
+            raise CaptureError(
+                f"{source or module or 'the model'} makes a tensor of layout {tensor.layout}, whose"
+                " memory depends on values not known before the step runs; use dense tensors (for"
+                " an embedding, sparse=False)"
+            )
         storage = tensor.untyped_storage()
         key = torch_private.storage_key(storage)
         watched = self._watched.get(key)
@@ -143,7 +179,8 @@ class StepTracer(torch_private.TorchDispatchMode):
 
             def on_release(_: object) -> None:
                 del self._watched[key]
-                self.storages[index].released = len(self.nodes) - 1
+                # Before the first node there is no node to name; its memory counts for that one.
+                self.storages[index].released = max(len(self.nodes) - 1, 0)
 
             watched = _Watched(index, weakref.ref(storage, on_release))
             self._watched[key] = watched

@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from bayplan.native import CompileFailed, compile_library
+
 __all__ = ["MallocCounter", "MemoryCurve", "MeterUnavailable", "compile_counter"]
 
 _SOURCE = Path(__file__).with_name("malloc_counter.c")
-_COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_SECONDS = 120
 # -fplt and -z now keep the counter off its own hooks: see danger 4 in the C file.
 _FLAGS = (
     *("-std=gnu11", "-O2", "-shared", "-fPIC", "-fplt", "-fno-builtin"),
@@ -186,41 +182,11 @@ class MallocCounter:
 
 
 def compile_counter(cache_dir: Path) -> Path:
-    """Returns the compiled counter, compiling it (0.2 s) unless `cache_dir` has it already.
-
-    The name holds a hash of source, flags, machine and C library, and the file appears whole or
-    not at all, so processes and machines may share the directory.
-    """
-    key = repr((_SOURCE.read_text(), _FLAGS, platform.machine(), platform.libc_ver()))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    target = cache_dir / f"malloc_counter-{platform.machine()}-{digest}.so"
-    if target.exists():
-        return target
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise MeterUnavailable(
-            f"malloc counter: no C compiler ({', '.join(_COMPILERS)}) on PATH; install one, "
-            f"or put {target.name} compiled elsewhere into {cache_dir}"
-        )
+    """Returns the compiled counter, compiling it (0.2 s) unless `cache_dir` has it already."""
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".compiling-") as folder:
-            built = Path(folder) / target.name
-            _run_compiler([compiler, *_FLAGS, "-o", str(built), str(_SOURCE), "-ldl"])
-            os.replace(built, target)
-    except OSError as error:
-        raise MeterUnavailable(f"malloc counter: cannot write to {cache_dir}: {error}") from error
-    return target
-
-
-def _run_compiler(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise MeterUnavailable(f"malloc counter: {command[0]} hangs: {error}") from error
-    except subprocess.CalledProcessError as error:
-        output = error.stderr.decode(errors="replace").strip()
-        raise MeterUnavailable(f"malloc counter: {command[0]} fails:\n{output}") from error
+        return compile_library(_SOURCE, cache_dir, flags=_FLAGS, libraries=("-ldl",))
+    except CompileFailed as error:
+        raise MeterUnavailable(f"malloc counter: {error}") from error
 
 
 def _check_platform() -> None:

@@ -7,8 +7,10 @@
 """
 
 import gc
+import time
 import warnings
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,16 @@ from typing import Any, Protocol
 import torch
 
 from bayplan import torch_private
-from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
+from bayplan.devices.malloc_counter import MallocCounter, MemoryCurve, MeterUnavailable
 
-__all__ = ["CudaMeter", "MemoryMeter", "StorageMeter", "open_meter", "resident_tensor_bytes"]
+__all__ = [
+    "CudaMeter",
+    "MemoryMeter",
+    "SharedMeter",
+    "StorageMeter",
+    "open_meter",
+    "resident_tensor_bytes",
+]
 
 
 class MemoryMeter(Protocol):
@@ -46,7 +55,8 @@ class MemoryMeter(Protocol):
 def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
     """Open the best meter there is for a device; `cache` keeps the compiled counter."""
     if device.type == "cuda":
-        yield CudaMeter(device)
+        with SharedMeter(CudaMeter(device)) as meter:
+            yield meter
         return
     try:
         attached = MallocCounter.attach(cache)
@@ -59,24 +69,97 @@ def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
         with StorageMeter() as meter:
             yield meter
     else:
-        with attached as counter:
-            yield counter
+        with attached as counter, SharedMeter(counter) as meter:
+            yield meter
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors alive on a device now, each storage once."""
+    """Bytes of all tensors and their gradients alive on a device now, each storage once."""
+    gc.collect()  # tensors in dead cycles are no longer anyone's
     size_of: dict[int, int] = {}
     for thing in gc.get_objects():
         # `type` and not `isinstance`: some lazy objects run code when asked for their class.
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == device.type:
-            try:
-                storage = thing.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # sparse and fake tensors hold none
+        if not issubclass(type(thing), torch.Tensor) or thing.device.type != device.type:
+            continue
+        # Autograd keeps gradients without a Python object until someone asks for them.
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is None or issubclass(type(tensor), torch_private.FakeTensor):
                 continue
-            if issubclass(type(thing), torch_private.FakeTensor):
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse tensors hold none
                 continue
             size_of[torch_private.storage_key(storage)] = storage.nbytes()
     return sum(size_of.values())
+
+
+# A counter's peak and curve are there once for the whole process, hence so is the list of those
+# who read them.
+_sharing: list["SharedMeter"] = []
+
+
+class SharedMeter:
+    """A peak and a curve of one's own from a counter that others use at the same time.
+
+    Resetting a counter's peak resets it for everyone, so all take note of it before.
+    """
+
+    def __init__(self, counter: "MallocCounter | CudaMeter") -> None:
+        self.method = counter.method
+        self._counter = counter
+        self._noted_bytes = counter.live_bytes
+        self._curve_from_ns: int | None = None
+
+    def __enter__(self) -> "SharedMeter":
+        _sharing.append(self)
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _sharing.remove(self)
+
+    @property
+    def live_bytes(self) -> int:
+        """The counter's live bytes, from the counter's zero."""
+        return self._counter.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest live bytes since this meter's own last reset."""
+        return max(self._noted_bytes, self._counter.peak_bytes)
+
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes alive now, for this meter alone."""
+        for meter in _sharing:
+            meter._noted_bytes = meter.peak_bytes
+        self._counter.reset_peak()
+        self._noted_bytes = self._counter.live_bytes
+
+    def start_curve(self) -> None:
+        """Record live bytes over time from now on, where the counter can."""
+        if isinstance(self._counter, MallocCounter):
+            if not _has_curve():
+                self._counter.start_curve()
+            self._curve_from_ns = time.monotonic_ns()
+
+    def take_curve(self) -> MemoryCurve | None:
+        """Return what was recorded since `start_curve` and end it; None if it never started."""
+        if self._curve_from_ns is None or not isinstance(self._counter, MallocCounter):
+            return None
+        curve = self._counter.read_curve()
+        start = bisect_left(curve.times_ns, self._curve_from_ns)
+        self._curve_from_ns = None
+        if not _has_curve():
+            self._counter.stop_curve()
+        return MemoryCurve(
+            times_ns=curve.times_ns[start:],
+            live_bytes=curve.live_bytes[start:],
+            num_dropped=curve.num_dropped,
+        )
+
+
+def _has_curve() -> bool:
+    return any(meter._curve_from_ns is not None for meter in _sharing)
 
 
 class CudaMeter:
@@ -85,9 +168,9 @@ class CudaMeter:
     method = "cuda-allocator"
 
     def __init__(self, device: torch.device) -> None:
+        # The peak is left to `SharedMeter`, which lets other readers note theirs before.
         self._device = device
         self._start_bytes = torch.cuda.memory_allocated(device)
-        self.reset_peak()
 
     @property
     def live_bytes(self) -> int:
@@ -137,7 +220,10 @@ class StorageMeter(torch_private.TorchDispatchMode):
         return output
 
     def _watch(self, tensor: torch.Tensor, *, counted: bool) -> None:
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors hold none
+            return
         key = torch_private.storage_key(storage)
         if key in self._watched:
             return

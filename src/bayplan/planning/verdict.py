@@ -46,32 +46,48 @@ def judge(
 
 
 def largest_batch(
-    peak_of: Callable[[int], int], *, limit_bytes: int, batch: int, peak_bytes: int
+    peak_of: Callable[[int], int | None], *, limit_bytes: int, batch: int, peak_bytes: int
 ) -> int:
     """Find the largest batch below `batch` whose peak is within the limit; 0 if none is.
 
-    The peak is nearly a straight line in the batch size, so a bracket that closes around the
-    line's guess takes few calls of `peak_of`, each of which captures the step anew.
+    The peak is nearly a straight line in the batch size, so the line's guess closes the bracket in
+    few calls of `peak_of`, each of which captures the step anew; where the line misleads, halving
+    bounds their number. None as a peak means that the step cannot be built at that size, as with
+    batch normalization of a single sample; it counts as not fitting.
+
+    Args:
+        peak_of: the peak at a batch size.
+        limit_bytes: what there is.
+        batch: a size that does not fit.
+        peak_bytes: its peak.
 
     Example:
         >>> largest_batch(lambda b: 100 + 10 * b, limit_bytes=255, batch=32, peak_bytes=420)
         15
     """
-    low, low_peak = 1, peak_of(1) if batch > 1 else peak_bytes
-    if low_peak > limit_bytes:
+    low, low_peak = 0, None
+    for smallest in (1, 2):
+        if low_peak is None and smallest < batch:
+            low, low_peak = smallest, peak_of(smallest)
+    if low_peak is None or low_peak > limit_bytes:
         return 0
     high, high_peak = batch, peak_bytes
-    while high - low > 1:
-        slope = max(high_peak - low_peak, 1) / (high - low)
-        guess = low + int((limit_bytes - low_peak) / slope)
-        # The guess is a floor: if it fits, its neighbour likely does not, and the bracket closes.
-        for candidate in (guess, guess + 1):
-            candidate = min(max(candidate, low + 1), high - 1)
+
+    def narrow(candidate: int) -> None:
+        nonlocal low, low_peak, high, high_peak
+        if low < candidate < high:
             peak = peak_of(candidate)
-            if peak > limit_bytes:
-                high, high_peak = candidate, peak
-                break
-            low, low_peak = candidate, peak
-            if high - low <= 1:
-                break
+            if peak is not None and peak <= limit_bytes:
+                low, low_peak = candidate, peak
+            else:
+                high, high_peak = candidate, high_peak if peak is None else peak
+
+    while high - low > 1:
+        width = high - low
+        guess = low + width * (limit_bytes - low_peak) // max(high_peak - low_peak, 1)
+        # The guess is a floor: if it fits, its neighbour likely does not, and the bracket closes.
+        narrow(min(guess, high - 1))
+        narrow(guess + 1)
+        if high - low > width // 2:
+            narrow((low + high) // 2)
     return low

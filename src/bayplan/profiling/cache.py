@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from bayplan.data import files
@@ -41,7 +42,8 @@ def cached_profile(
             and profile.fingerprint == graph.fingerprint
             and len(profile.seconds) == len(graph.nodes)
         ):
-            return profile
+            # The same step may have been profiled under another name.
+            return msgspec.structs.replace(profile, model=graph.model)
     profile = measure()
     try:
         files.write(path, profile)

@@ -154,7 +154,10 @@ class _Watch(torch_private.TorchDispatchMode):
 
     def _differs(self, index: int, what: str) -> NoReturn:
         node = self._nodes[index] if index < len(self._nodes) else None
-        expected = "end" if node is None else f"run {node.op} ({node.module} {node.source})"
+        expected = "end"
+        if node is not None:
+            place = " ".join(filter(None, (node.module, node.source)))
+            expected = f"run {node.op} ({place})" if place else f"run {node.op}"
         raise CaptureError(
             f"the step {what} at node {index}, where its captured graph would {expected}; the"
             " model's forward changes from step to step, or differs without data"

@@ -14,9 +14,14 @@ from bayplan.data.profile import Origin, Profile
 from bayplan.profiling.op_classes import op_class
 from bayplan.profiling.roofline import bytes_moved
 
-__all__ = ["scale_profile"]
+__all__ = ["same_operators", "scale_profile"]
 
 _STEADY_SECONDS = 2e-5  # shorter nodes measure their launch, not their rate
+
+
+def same_operators(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two steps run the same operators in the same order, so that one prices the other."""
+    return [node.op for node in one.nodes] == [node.op for node in other.nodes]
 
 
 def scale_profile(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
@@ -88,9 +93,10 @@ def _scaled_workspace(profile: Profile, measured: StepGraph, wanted: StepGraph, 
 def _check_same_operators(measured: StepGraph, wanted: StepGraph) -> None:
     for index, (old, new) in enumerate(zip(measured.nodes, wanted.nodes, strict=False)):
         if old.op != new.op:
+            place = " ".join(filter(None, (f"node {index}", new.module, new.source)))
             raise CaptureError(
-                f"the step at another batch size runs {new.op} at node {index} ({new.module}"
-                f" {new.source}) where the profiled one runs {old.op}; profile at this batch size"
+                f"the step at another batch size runs {new.op} ({place}) where the profiled one"
+                f" runs {old.op}; profile at this batch size"
             )
     if len(measured.nodes) != len(wanted.nodes):
         raise CaptureError(

@@ -5,7 +5,7 @@ from collections import defaultdict
 from bayplan.data.finding import Finding
 from bayplan.data.graph import StepGraph, StorageKind
 from bayplan.data.profile import Origin, Profile
-from bayplan.data.record import RunRecord, Source
+from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Verdict
 
@@ -42,8 +42,10 @@ def verdict_line(verdict: Verdict) -> str:
     if verdict.fits:
         return f"fits: peak {_of(verdict.peak_bytes, verdict.limit_bytes)}, {seconds} per step"
     over = format_bytes(verdict.peak_bytes - verdict.limit_bytes)
-    change = f"; would fit: {verdict.would_fit[0]}" if verdict.would_fit else ""
-    return f"does not fit: peak {peak}, limit {limit}, {over} too much{change}"
+    change = (
+        f"would fit: {verdict.would_fit[0]}" if verdict.would_fit else "no change tried would help"
+    )
+    return f"does not fit: peak {peak}, limit {limit}, {over} too much; {change}"
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -62,11 +64,7 @@ def verdict_text(verdict: Verdict) -> str:
         *_kind_lines(verdict.peak_by_kind),
         "",
         "largest values alive at the peak",
-        *(
-            f"  {format_bytes(value.size_bytes):>10}  {value.kind:<15}  {value.name}"
-            + (f"  {value.source}" if value.source else "")
-            for value in verdict.largest
-        ),
+        *map(_value_line, verdict.largest),
     ]
     if verdict.would_fit:
         lines += ["", "what would make it fit", *(f"  {change}" for change in verdict.would_fit)]
@@ -85,10 +83,15 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
         by_op[node.op] = (count + 1, so_far + seconds)
     slowest = sorted(range(len(graph.nodes)), key=lambda index: -profile.seconds[index])[:5]
     top_ops = sorted(by_op.items(), key=lambda item: -item[1][1])[:8]
+    how = (
+        "derived, nothing ran"
+        if profile.origin is Origin.DERIVED
+        else f"{profile.origin}, {_count(profile.repeats, 'repeat')}, {profile.clock} clock,"
+        f" {_count(profile.threads, 'thread')}"
+    )
     lines = [
         f"{profile.model} on {profile.device}: {format_seconds(total)} per step"
-        f" ± {format_seconds(profile.step_spread_seconds)} ({profile.origin}, {profile.repeats}"
-        f" repeats, {profile.clock} clock, {profile.threads} threads)",
+        f" ± {format_seconds(profile.step_spread_seconds)} ({how})",
         "",
         *(
             f"  {phase:<10} {format_seconds(seconds):>8}  {_share(seconds, total)}"
@@ -117,10 +120,12 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
 
 def record_text(record: RunRecord) -> str:
     """What a run did, or would do."""
-    what = "predicted" if record.source is Source.SIMULATED else f"{len(record.step_seconds)} steps"
+    num_steps = len(record.step_seconds)
+    what = "" if record.source is Source.SIMULATED else f" {_count(num_steps, 'step')},"
+    typical = format_seconds(record.typical_step_seconds) if num_steps else "none ended"
     lines = [
-        f"{record.model or 'a training loop'}: {record.source}, {what}, memory by {record.method}",
-        f"  step  {format_seconds(record.typical_step_seconds)} ({record.clock} clock)",
+        f"{record.model or 'a training loop'}: {record.source},{what} memory by {record.method}",
+        f"  step  {typical} ({record.clock} clock)",
     ]
     for device in record.devices:
         lines.append(f"  peak  {format_bytes(device.peak_bytes)} on {device.device}")
@@ -130,16 +135,27 @@ def record_text(record: RunRecord) -> str:
     return "\n".join(lines)
 
 
-def comparison_text(predicted: RunRecord, measured: RunRecord) -> str:
-    """Prediction next to reality, with the error of each."""
-    seconds = (predicted.typical_step_seconds, measured.typical_step_seconds)
-    peaks = (predicted.steady_peak_bytes, measured.steady_peak_bytes)
+def comparison_text(one: RunRecord, other: RunRecord) -> str:
+    """Prediction next to reality, in that order, with the error of each.
+
+    Two predictions, or two runs, stand in the order given, with the change between them.
+    """
+    if one.source is Source.MEASURED and other.source is Source.SIMULATED:
+        one, other = other, one
+    peaks = (one.steady_peak_bytes, other.steady_peak_bytes)
+    seconds = (one.typical_step_seconds, other.typical_step_seconds)
+    if one.source is other.source:
+        head = f"{'':<6}{'first':>12}{'second':>12}{'change':>10}"
+        errors = [_error(*pair[::-1]) for pair in (peaks, seconds)]
+    else:
+        head = f"{'':<6}{'predicted':>12}{'measured':>12}{'error':>10}"
+        errors = [_error(*pair) for pair in (peaks, seconds)]
     return "\n".join(
         [
-            f"{'':<6}{'predicted':>12}{'measured':>12}{'error':>10}",
-            f"{'peak':<6}{format_bytes(peaks[0]):>12}{format_bytes(peaks[1]):>12}{_error(*peaks):>10}",
+            head,
+            f"{'peak':<6}{format_bytes(peaks[0]):>12}{format_bytes(peaks[1]):>12}{errors[0]:>10}",
             f"{'step':<6}{format_seconds(seconds[0]):>12}{format_seconds(seconds[1]):>12}"
-            f"{_error(*seconds):>10}",
+            f"{errors[1]:>10}",
         ]
     )
 
@@ -163,16 +179,26 @@ def _kind_lines(by_kind: dict[str, int]) -> list[str]:
     ]
 
 
+def _value_line(value: LiveStorage) -> str:
+    kind = value.kind.replace("_", " ")
+    line = f"  {format_bytes(value.size_bytes):>10}  {kind:<15}  {value.name}  {value.source}"
+    return line.rstrip()
+
+
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:5.1f} %" if whole else "    -  "
 
 
-def _error(predicted: float, measured: float) -> str:
-    return f"{100 * (predicted / measured - 1):+.2f} %" if measured else "-"
+def _error(found: float, reference: float) -> str:
+    return f"{100 * (found / reference - 1):+.2f} %" if reference else "-"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of(part: int, whole: int) -> str:
-    """Two sizes in the unit of the larger, as in `5.1 of 8.0 GiB`."""
-    amount, unit = format_bytes(whole).split()
-    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
-    return f"{part / factor:.1f} of {amount} {unit}"
+    """Two sizes, the unit said once if it is the same, as in `5.1 of 8.0 GiB`."""
+    shown, limit = format_bytes(part), format_bytes(whole)
+    amount, unit = shown.split()
+    return f"{amount if limit.endswith(f' {unit}') else shown} of {limit}"

@@ -1,10 +1,12 @@
 """Recording an existing training loop: its true peak and its step times, without a plan.
 
-A step ends where the first optimizer seen ends its `step()`. Memory is what was there in tensors at
-the start plus what the device's meter counts from then on, so the peak is of the whole training and
-not only of what the loop adds. In peak-only mode the meter costs a few nanoseconds per allocation.
+A step ends where the first optimizer seen ends its `step()`, or where it is marked by hand. Memory
+is what was there in tensors at the start plus what the device's meter counts from then on, so the
+peak is of the whole training and not only of what the loop adds. In peak-only mode the meter costs
+a few nanoseconds per allocation.
 """
 
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,14 +18,26 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bayplan.data import files
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, MemoryCurve, RunRecord, Source
 from bayplan.devices.machine import describe_machine, device_name
-from bayplan.devices.malloc_counter import MallocCounter
-from bayplan.devices.meters import MemoryMeter, open_meter, resident_tensor_bytes
+from bayplan.devices.meters import MemoryMeter, SharedMeter, open_meter, resident_tensor_bytes
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "check_writable"]
+
+
+def check_writable(path: Path | str) -> None:
+    """Refuse a file that could not be written, before the work that it is to hold."""
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        folder = next(folder for folder in target.absolute().parents if folder.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as fault:
+        raise FileFault(f"cannot write {target}: {fault.strerror}") from None
 
 
 class Recorder:
@@ -46,8 +60,10 @@ class Recorder:
         self._stack = ExitStack()
         self._meter: MemoryMeter | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._marked_by_hand = False
         self._step_seconds: list[float] = []
         self._step_peaks: list[int] = []
+        self._not_counted: tuple[str, ...] = ()
         self._record: RunRecord | None = None
 
     @property
@@ -58,25 +74,30 @@ class Recorder:
         return self._record
 
     def step(self) -> None:
-        """Mark the end of a step by hand, for loops without an optimizer."""
-        assert self._meter is not None, "steps are marked inside the `with` block"
-        now = self._now()
-        self._step_seconds.append(now - self._step_started)
-        self._step_peaks.append(self._start_bytes + self._meter.peak_bytes)
-        self._meter.reset_peak()
-        self._step_started = now
+        """Mark the end of a step by hand; from then on optimizers are not listened to."""
+        if self._meter is None or self._record is not None:
+            raise UsageError("a step is marked inside the `with` block of its recording")
+        if not self._marked_by_hand:
+            self._marked_by_hand = True
+            self._forget_steps()
+        self._end_step()
 
     def __enter__(self) -> Self:
+        if self._meter is not None:
+            raise UsageError("a recording is made once; call bayplan.record() for another")
+        if self._path is not None:
+            check_writable(self._path)
         self._start_bytes = resident_tensor_bytes(self._device)
         self._meter = self._stack.enter_context(open_meter(self._device, self._cache))
-        if self._wants_curve and isinstance(self._meter, MallocCounter):
+        if self._wants_curve and isinstance(self._meter, SharedMeter):
             self._meter.start_curve()
         handle = register_optimizer_step_post_hook(self._on_optimizer_step)
         self._stack.callback(handle.remove)
         # The meter may be shared with an outer recording, so it is read relative to now.
         self._start_bytes -= self._meter.live_bytes
         self._meter.reset_peak()
-        self._step_started = self._now()
+        self._started = self._step_started = self._now()
+        self._earlier_peak_bytes = 0
         return self
 
     def __exit__(
@@ -87,8 +108,10 @@ class Recorder:
     ) -> None:
         # Also after Ctrl-C or an error in the loop: the steps so far are worth keeping.
         assert self._meter is not None, "left before it was entered"
+        if self._meter.method == "storages":
+            self._not_counted += ("scratch memory of kernels",)
         curve = self._read_curve(self._meter)
-        rest = self._start_bytes + self._meter.peak_bytes
+        rest = max(self._start_bytes + self._meter.peak_bytes, self._earlier_peak_bytes)
         self._stack.close()
         self._record = RunRecord(
             source=Source.MEASURED,
@@ -103,26 +126,52 @@ class Recorder:
                     curve=curve,
                 ),
             ),
+            not_counted=self._not_counted,
             versions=describe_machine(),
         )
         if self._path is not None:
-            files.write(self._path, self._record)
+            self._write(self._path, self._record, fault)
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-        if optimizer is self._optimizer:
-            self.step()
+        if optimizer is self._optimizer and not self._marked_by_hand:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        assert self._meter is not None, "steps end while a meter runs"
+        now = self._now()
+        peak_bytes = self._start_bytes + self._meter.peak_bytes
+        self._step_seconds.append(now - self._step_started)
+        self._step_peaks.append(max(peak_bytes, self._earlier_peak_bytes))
+        self._meter.reset_peak()
+        self._step_started = now
+        self._earlier_peak_bytes = 0
+
+    def _forget_steps(self) -> None:
+        """Count what optimizers have ended so far to the first step that is marked by hand."""
+        self._earlier_peak_bytes = max(self._step_peaks, default=0)
+        self._step_started = self._started
+        self._step_seconds.clear()
+        self._step_peaks.clear()
 
     def _read_curve(self, meter: MemoryMeter) -> MemoryCurve | None:
-        if not (self._wants_curve and isinstance(meter, MallocCounter)):
+        events = meter.take_curve() if isinstance(meter, SharedMeter) else None
+        if events is None or not events.times_ns:
             return None
-        events = meter.read_curve()
-        meter.stop_curve()
-        if not events.times_ns:
-            return None
+        if events.num_dropped:
+            self._not_counted += (f"the curve's last {events.num_dropped} changes",)
         start = events.times_ns[0]
         return MemoryCurve(
             seconds=tuple((moment - start) / 1e9 for moment in events.times_ns),
             total_bytes=tuple(self._start_bytes + live for live in events.live_bytes),
         )
+
+    @staticmethod
+    def _write(path: Path | str, record: RunRecord, fault: BaseException | None) -> None:
+        try:
+            files.write(path, record)
+        except FileFault as second:
+            if fault is None:
+                raise
+            fault.add_note(f"bayplan.record: {second}")  # the loop's own error is the one to see

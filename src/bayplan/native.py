@@ -1,0 +1,72 @@
+"""Small C files of ours, compiled on first use with the system's compiler and kept.
+
+No wheel per platform and no build step: a machine that can run PyTorch from source nearly always
+has `cc`, and those that have none get a clear reason, with which the caller falls back.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+__all__ = ["CompileFailed", "compile_library"]
+
+_COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_SECONDS = 120
+
+
+class CompileFailed(RuntimeError):
+    """The C file cannot be made into a library here; the message says why."""
+
+
+def compile_library(
+    source: Path, cache_dir: Path, *, flags: tuple[str, ...], libraries: tuple[str, ...] = ()
+) -> Path:
+    """Returns the compiled library, compiling it unless `cache_dir` has it already.
+
+    The name holds a hash of source, flags, machine and C library, and the file appears whole or
+    not at all, so processes and machines may share the directory.
+
+    Args:
+        source: The C file; its stem names the library.
+        cache_dir: Where libraries are kept, for this user alone to write, as they are loaded into
+            the process.
+        flags: For the compiler, before the source.
+        libraries: To link with, after the source, such as `-ldl`.
+
+    Raises:
+        CompileFailed: No compiler, a compiler that fails, or a directory that cannot be written.
+    """
+    key = repr((source.read_text("utf-8"), flags, platform.machine(), platform.libc_ver()))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    target = cache_dir / f"{source.stem}-{platform.machine()}-{digest}.so"
+    if target.exists():
+        return target
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise CompileFailed(
+            f"no C compiler ({', '.join(_COMPILERS)}) on PATH; install one, "
+            f"or put {target.name} compiled elsewhere into {cache_dir}"
+        )
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".compiling-") as folder:
+            built = Path(folder) / target.name
+            _run_compiler([compiler, *flags, "-o", str(built), str(source), *libraries])
+            os.replace(built, target)
+    except OSError as error:
+        raise CompileFailed(f"cannot write to {cache_dir}: {error}") from error
+    return target
+
+
+def _run_compiler(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise CompileFailed(f"{command[0]} hangs: {error}") from error
+    except subprocess.CalledProcessError as error:
+        output = error.stderr.decode(errors="replace").strip()
+        raise CompileFailed(f"{command[0]} fails:\n{output}") from error

@@ -1,0 +1,26 @@
+"""A progress bar on stderr; silent where stderr is no terminal, so that logs stay clean."""
+
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress
+
+__all__ = ["ProgressBar"]
+
+
+class ProgressBar:
+    """Called with what is being done, how many are done, and of how many."""
+
+    def __enter__(self) -> Self:
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._progress.start()
+        self._task = self._progress.add_task("starting", total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show how far a piece of work has come."""
+        self._progress.update(self._task, description=what, completed=done, total=total)

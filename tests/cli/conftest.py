@@ -1,0 +1,103 @@
+"""Running commands as a user does, in this process: torch is imported once, not per command."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from bayplan.cli import main
+
+TRAIN = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.head = nn.Linear(16 * 16 * 16, 10)
+
+    def forward(self, images):
+        hidden = torch.relu(self.conv(images))
+        return self.head(hidden.flatten(1))
+
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 3, 16, 16), torch.randint(10, (batch_size,))
+
+
+def build(batch_size=8):
+    return Net(), make_batch(batch_size), nn.CrossEntropyLoss()
+"""
+"""A user's project: one file, one function; other tests add to it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_own_cache(
+    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Neither the user's cache nor a busy neighbour decides a test."""
+    monkeypatch.setenv("BAYPLAN_CACHE", str(shared_cache))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def bayplan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run a command: `bayplan("fit", "resnet18", "--batch", 2)`."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(int(ended.value.code), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder a user works in, with `train.py` in it; what they import is forgotten again."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part != os.curdir])
+    known = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - known:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def add_to_project(project: Path) -> Callable[[str], None]:
+    """Write more functions into the user's `train.py`."""
+
+    def add(text: str) -> None:
+        (project / "train.py").write_text(TRAIN + "\n\n" + text)
+
+    return add

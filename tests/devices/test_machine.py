@@ -1,0 +1,65 @@
+"""What a figure needs beside it to mean something later."""
+
+import platform
+
+import torch
+
+from bayplan.devices.machine import (
+    available_memory_bytes,
+    cache_directory,
+    describe_machine,
+    device_name,
+)
+
+
+def test_description_names_what_times_depend_on():
+    machine = describe_machine()
+    assert machine["torch"] == torch.__version__
+    assert machine["python"] == platform.python_version()
+    assert machine["threads"] == str(torch.get_num_threads())
+    assert all(isinstance(word, str) and word for word in machine.values())
+    assert set(machine) == {
+        *("bayplan", "torch", "python", "system", "processor", "cores", "threads")
+    }
+
+
+def test_description_follows_the_number_of_threads():
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert describe_machine()["threads"] == "1"
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_processor_is_unknown_rather_than_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr("bayplan.devices.machine.Path", lambda path: tmp_path / "nothing there")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert describe_machine()["processor"] == "unknown"
+
+
+def test_free_memory_of_a_cpu_is_plausible():
+    assert 2**20 < available_memory_bytes(torch.device("cpu")) < 2**50
+
+
+def test_free_memory_of_a_gpu_is_what_its_driver_says(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
+    assert available_memory_bytes(torch.device("cuda")) == 3 * 2**30
+
+
+def test_devices_are_named_by_kind(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100")
+    assert device_name(torch.device("cpu")) == "cpu"
+    assert device_name(torch.device("cuda", 1)) == "NVIDIA H100"
+
+
+def test_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path / "chosen"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "chosen"
+    monkeypatch.delenv("BAYPLAN_CACHE")
+    assert cache_directory() == tmp_path / "xdg" / "bayplan"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == tmp_path / "home" / ".cache" / "bayplan"
+    assert not list(tmp_path.iterdir())  # asking makes no folder

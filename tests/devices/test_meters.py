@@ -1,0 +1,164 @@
+"""Meters: what they count, and that several readers of one counter do not disturb each other."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from bayplan.devices import meters
+from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
+from bayplan.devices.meters import (
+    CudaMeter,
+    SharedMeter,
+    StorageMeter,
+    open_meter,
+    resident_tensor_bytes,
+)
+
+MIB = 2**20
+SLACK_BYTES = 64 * 1024
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def block(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def test_cpu_is_metered_by_malloc(cache):
+    with open_meter(CPU, cache) as meter:
+        assert meter.method == "malloc"
+        before = meter.live_bytes
+        kept = block(6 * MIB)
+        block(2 * MIB)
+        assert abs(meter.live_bytes - before - 6 * MIB) < SLACK_BYTES
+        assert abs(meter.peak_bytes - before - 8 * MIB) < SLACK_BYTES
+        meter.reset_peak()
+        assert abs(meter.peak_bytes - meter.live_bytes) < SLACK_BYTES
+        del kept
+        assert abs(meter.live_bytes - before) < SLACK_BYTES
+
+
+def test_readers_of_one_counter_have_peaks_of_their_own(cache):
+    with open_meter(CPU, cache) as first, open_meter(CPU, cache) as second:
+        start = first.live_bytes
+        block(10 * MIB)
+        second.reset_peak()
+        block(4 * MIB)
+        assert abs(first.peak_bytes - start - 10 * MIB) < SLACK_BYTES
+        assert abs(second.peak_bytes - start - 4 * MIB) < SLACK_BYTES
+        first.reset_peak()
+        assert abs(second.peak_bytes - start - 4 * MIB) < SLACK_BYTES
+        assert abs(first.peak_bytes - start) < SLACK_BYTES
+    assert meters._sharing == []
+
+
+def test_reader_that_fails_is_forgotten(cache):
+    with pytest.raises(ZeroDivisionError), open_meter(CPU, cache):
+        raise ZeroDivisionError
+    assert meters._sharing == []
+
+
+def test_curve_is_taken_once(cache):
+    with open_meter(CPU, cache) as meter:
+        assert isinstance(meter, SharedMeter)
+        assert meter.take_curve() is None
+        meter.start_curve()
+        block(MIB)
+        curve = meter.take_curve()
+        assert curve is not None
+        assert len(curve.times_ns) == 2
+        assert meter.take_curve() is None
+
+
+class FakeCuda:
+    """The three statistics that `CudaMeter` reads, for want of a GPU."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.live = self.peak = 100 * MIB
+        monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: self.live)
+        monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", self.reset)
+
+    def reset(self, device) -> None:
+        self.peak = self.live
+
+    def take(self, size_bytes: int) -> None:
+        self.live += size_bytes
+        self.peak = max(self.peak, self.live)
+
+
+def test_cuda_is_metered_by_its_allocator(monkeypatch, cache):
+    cuda = FakeCuda(monkeypatch)
+    with open_meter(torch.device("cuda"), cache) as meter:
+        assert meter.method == CudaMeter.method == "cuda-allocator"
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
+        cuda.take(7 * MIB)
+        cuda.take(-3 * MIB)
+        assert (meter.live_bytes, meter.peak_bytes) == (4 * MIB, 7 * MIB)
+        assert isinstance(meter, SharedMeter)
+        meter.start_curve()  # it has none, and says so by giving none
+        assert meter.take_curve() is None
+        with open_meter(torch.device("cuda"), cache) as inner:
+            assert (inner.live_bytes, inner.peak_bytes) == (0, 0)
+            inner.reset_peak()
+        assert meter.peak_bytes == 7 * MIB
+
+
+def test_fallback_warns_with_the_reason(monkeypatch, cache):
+    def refuse(cache):
+        raise MeterUnavailable("malloc counter: no C compiler")
+
+    monkeypatch.setattr(MallocCounter, "attach", refuse)
+    with (
+        pytest.warns(UserWarning, match="scratch memory of kernels is missed.*no C compiler"),
+        open_meter(CPU, cache) as meter,
+    ):
+        assert isinstance(meter, StorageMeter)
+
+
+def test_storage_meter_counts_each_storage_once_until_it_is_released():
+    old = block(3 * MIB)
+    with StorageMeter() as meter:
+        view = old[1:]  # not new: it was there before
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
+        new = block(5 * MIB)
+        part = new[: 2 * MIB]
+        assert meter.live_bytes == 5 * MIB
+        del new
+        assert meter.live_bytes == 5 * MIB
+        del part
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 5 * MIB)
+        meter.reset_peak()
+        assert meter.peak_bytes == 0
+        old.add_(1)
+        assert meter.live_bytes == 0
+        del old, view
+        # As with malloc: what was there before and goes leaves less than there was.
+        assert meter.live_bytes == -3 * MIB
+
+
+def test_storage_meter_sees_backward():
+    model = nn.Linear(256, 256)
+    with StorageMeter() as meter:
+        model(torch.ones(8, 256)).sum().backward()
+        gc.collect()
+        assert meter.live_bytes == sum(parameter.nbytes for parameter in model.parameters())
+        assert meter.peak_bytes > meter.live_bytes
+
+
+def test_resident_bytes_leave_out_fake_sparse_and_meta_tensors():
+    before = resident_tensor_bytes(CPU)
+    with torch.device("meta"):
+        weightless = nn.Linear(1000, 1000)
+    sparse = torch.eye(4).to_sparse()
+    assert resident_tensor_bytes(CPU) - before < 1000
+    del weightless, sparse
+    dense = torch.ones(1000, 250)
+    assert resident_tensor_bytes(CPU) - before == 1_000_000
+    del dense

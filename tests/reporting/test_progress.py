@@ -1,0 +1,30 @@
+"""The progress bar: on the stderr of a terminal, and nowhere else."""
+
+import pytest
+
+from bayplan.reporting.progress import ProgressBar
+
+
+def test_no_terminal_no_word(capsys):
+    with ProgressBar() as bar:
+        bar("capturing", 0, 1)
+        bar("running the step", 1, 4)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_terminal_shows_what_is_done_and_is_clean_after(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressBar() as bar:
+        bar("running the step", 1, 4)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "running the step" in captured.err
+    assert "25%" in captured.err
+
+
+def test_error_passes_through_and_ends_the_bar(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(KeyboardInterrupt), ProgressBar() as bar:
+        raise KeyboardInterrupt
+    assert bar._progress.live.is_started is False

@@ -1,0 +1,149 @@
+"""The verbs of `import bayplan`, alone and joined."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import bayplan
+from bayplan.data import files
+from bayplan.data.errors import ForeignPlan, UsageError
+from bayplan.data.profile import Origin
+from bayplan.data.record import Source
+from bayplan.devices.meters import resident_tensor_bytes
+from bayplan.profiling.catalogue import load_device
+from bayplan.profiling.roofline import derive_profile
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache, monkeypatch):
+    monkeypatch.setenv("BAYPLAN_CACHE", str(cache))
+
+
+def make(batch: int = 4):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return model, (torch.randn(batch, 64), torch.randint(10, (batch,))), nn.CrossEntropyLoss()
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in bayplan.__all__:
+        assert getattr(bayplan, name) is not None
+    assert dir(bayplan) == sorted(bayplan.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'capturee'"):
+        _ = bayplan.capturee
+
+
+def test_import_waits_for_no_torch():
+    code = "import sys, bayplan, bayplan.cli, bayplan.data.files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_capture_profile_simulate_in_one_line_each():
+    model, batch, loss_fn = make()
+    graph = bayplan.capture(model, batch, loss_fn, optimizer=torch.optim.AdamW, name="mine")
+    profile = bayplan.profile(
+        model, batch, loss_fn, optimizer=torch.optim.AdamW, name="mine", repeats=1
+    )
+    record = bayplan.simulate(graph, profile)
+    assert graph.model == profile.model == record.model == "mine"
+    assert record.source is Source.SIMULATED
+    assert record.fingerprint == graph.fingerprint
+    assert record.step_seconds == (profile.step_seconds,)
+    assert sum(record.devices[0].peak_by_kind.values()) == record.peak_bytes
+    assert any("Python" in left_out for left_out in record.not_counted)
+
+
+def test_prediction_and_recording_agree_on_the_peak():
+    """The whole promise in small: simulated and measured peak of the same steps."""
+    others = resident_tensor_bytes(torch.device("cpu"))  # left over from other tests
+    model, batch, loss_fn = make(batch=2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = bayplan.capture(model, batch, loss_fn, optimizer=optimizer)
+    profile = bayplan.profile(model, batch, loss_fn, optimizer=optimizer, repeats=1)
+    predicted = bayplan.simulate(graph, profile).peak_bytes
+    with bayplan.record() as recording:
+        for _ in range(3):
+            optimizer.zero_grad()
+            output = model(batch[0])
+            loss = loss_fn(output, batch[1])
+            loss.backward()
+            optimizer.step()
+            del output, loss
+    measured = recording.result.steady_peak_bytes - others
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def test_device_may_be_a_name_a_file_or_a_kind(tmp_path):
+    model, batch, loss_fn = make()
+    graph = bayplan.capture(model, batch, loss_fn)
+    kind = load_device("v100")
+    files.write(tmp_path / "mine.json", kind)
+    records = [
+        bayplan.simulate(graph, device=device)
+        for device in ("v100", kind, str(tmp_path / "mine.json"))
+    ]
+    assert records[0] == records[1] == records[2]
+    assert any("CUDA" in left_out for left_out in records[0].not_counted)
+    assert records[0] == bayplan.simulate(graph, derive_profile(graph, kind), device="v100")
+
+
+def test_faster_device_takes_less_time_and_the_same_memory():
+    model, batch, loss_fn = make(batch=256)
+    graph = bayplan.capture(model, batch, loss_fn)
+    slow, fast = (bayplan.simulate(graph, device=name) for name in ("p100", "h100"))
+    assert fast.typical_step_seconds < slow.typical_step_seconds
+    assert fast.peak_bytes == slow.peak_bytes
+
+
+def test_derived_profile_of_a_gpu_is_rounded_as_a_gpu_rounds():
+    """Every block of a few bytes takes 512 on CUDA and 64 on a CPU."""
+    model, batch, loss_fn = make(batch=1)
+    graph = bayplan.capture(model, batch, loss_fn)
+    there = bayplan.simulate(graph, device="h100")
+    assert there.peak_bytes % 512 == 0
+    nothing_inside = msgspec.structs.replace(
+        derive_profile(graph, load_device("h100")), device="cpu"
+    )
+    here = bayplan.simulate(graph, nothing_inside)
+    assert here.peak_bytes % 64 == 0
+    assert here.peak_bytes < there.peak_bytes
+
+
+def test_simulate_needs_a_profile_or_a_device():
+    model, batch, loss_fn = make()
+    graph = bayplan.capture(model, batch, loss_fn)
+    with pytest.raises(UsageError, match="needs a profile, or a device"):
+        bayplan.simulate(graph)
+    with pytest.raises(UsageError, match="did you mean 'h100'"):
+        bayplan.simulate(graph, device="h10")
+
+
+def test_profile_of_another_step_is_refused():
+    model, batch, loss_fn = make()
+    other = bayplan.capture(*make(batch=8))
+    profile = bayplan.profile(model, batch, loss_fn, repeats=1)
+    with pytest.raises(ForeignPlan, match="make a new one with `bayplan profile`"):
+        bayplan.simulate(other, profile)
+
+
+def test_profile_is_carried_over_to_another_batch():
+    small, large = (bayplan.capture(*make(batch=batch)) for batch in (4, 64))
+    profile = bayplan.profile(*make(batch=4), repeats=1)
+    scaled = bayplan.scale(profile, small, large)
+    assert scaled.origin is Origin.SCALED
+    assert bayplan.simulate(large, scaled).peak_bytes > bayplan.simulate(small, profile).peak_bytes
+
+
+def test_errors_are_value_errors_that_callers_may_catch():
+    assert issubclass(bayplan.BayplanError, ValueError)
+    with pytest.raises(ValueError, match="repeats is -1"):
+        bayplan.profile(*make(), repeats=-1)

@@ -1,0 +1,62 @@
+"""What every benchmark shares: its options, its machine, its table and its result file."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayplan.devices.machine import describe_machine
+
+__all__ = ["finish", "options", "say"]
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
+    parser.add_argument("--quick", action="store_true", help="a tiny setting, to see that it runs")
+    return parser
+
+
+def say(*words: object) -> None:
+    """Progress goes to stderr, results to stdout."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def finish(
+    script: str,
+    result: dict[str, Any],
+    *,
+    columns: Sequence[str],
+    arguments: argparse.Namespace,
+) -> None:
+    """Print the table, keep the result beside the script, print JSON if asked."""
+    rows = result["rows"]
+    widths = [max(len(name), *(len(_shown(row.get(name))) for row in rows)) for name in columns]
+    for cells in ([*columns], *([_shown(row.get(name)) for name in columns] for row in rows)):
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    result = {
+        **result,
+        "machine": describe_machine(),
+        "command": " ".join([f"python {_relative(script)}", *sys.argv[1:]]),
+        "threads": torch.get_num_threads(),
+    }
+    folder = Path(script).parent / "results"
+    if arguments.quick:
+        folder /= "quick"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "latest.json").write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result))
+
+
+def _shown(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
+
+
+def _relative(script: str) -> str:
+    return "/".join(Path(script).resolve().parts[-3:])

@@ -1,0 +1,274 @@
+"""Choices judged by replay.c: tens of microseconds for a few thousand ops.
+
+Arrays are laid out once for a program and shared with C by pointer; nothing is allocated there.
+"""
+
+import ctypes
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+from bayplan.data.program import Program
+from bayplan.native import CompileFailed, compile_library
+from bayplan.planning.choices import (
+    FAR,
+    GIVEN_UP,
+    MOST_REPEATS,
+    WINDOWS,
+    Choices,
+    Evaluator,
+    Gap,
+    Moves,
+    Outcome,
+    PlainEvaluator,
+    Trace,
+    find_gaps,
+)
+
+__all__ = ["NativeEvaluator", "open_evaluator"]
+
+_SOURCE = Path(__file__).with_name("replay.c")
+_FLAGS = ("-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=default")
+
+
+class _Outcome(ctypes.Structure):
+    _fields_ = [
+        ("seconds", ctypes.c_double),
+        ("excess", ctypes.c_double),
+        ("peak", ctypes.c_int64),
+        ("length", ctypes.c_int32),
+    ]
+
+
+def _as_outcome(raw: _Outcome) -> Outcome:
+    if raw.length < 0:
+        return GIVEN_UP
+    return Outcome(raw.seconds, raw.excess, raw.peak, raw.length)
+
+
+class _Trace(ctypes.Structure):
+    _fields_ = [
+        ("curve", ctypes.c_void_p),
+        ("lives", ctypes.c_void_p),
+        ("last_read", ctypes.c_void_p),
+        ("num_lives", ctypes.c_int32),
+    ]
+
+
+_COUNTS = ("num_ops", "num_buffers", "first_backward", "num_gaps")
+_PER_BUFFER = ("bytes", "kind", "producer", "first_choice")
+_PER_GAP = ("gap_end", "window")
+_LISTS = ("reads_start", "reads", "writes_start", "writes", "takes_start", "takes")
+_PER_OP = ("workspace", "seconds")
+_SCRATCH = ("is_there", "is_live", "copies", "gap", "stamp", "cone", "stack")
+_SCHEDULE = ("schedule", "is_repeat")
+_ARRAYS = (*_PER_BUFFER, *_PER_GAP, *_LISTS, *_PER_OP, *_SCRATCH, *_SCHEDULE)
+
+
+class _Program(ctypes.Structure):
+    """`Program` of replay.c, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in _COUNTS),
+        ("end_bytes", ctypes.c_int64),
+        ("plain_seconds", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        ("capacity", ctypes.c_int32),
+    ]
+
+
+class NativeEvaluator:
+    """The same through replay.c: tens of microseconds for a few thousand ops."""
+
+    def __init__(self, program: Program, library: ctypes.CDLL) -> None:
+        self.program = program
+        self.gaps = find_gaps(program)
+        self._library = library
+        self._arrays = _flatten(program, self.gaps)
+        self._native = _Program(
+            num_ops=len(program.ops),
+            num_buffers=len(program.buffers),
+            first_backward=program.first_backward,
+            num_gaps=len(self.gaps),
+            end_bytes=program.always_bytes + sum(program.buffers[b] for b in program.outputs),
+            plain_seconds=program.plain_seconds,
+            capacity=MOST_REPEATS * len(program.ops) + 1,
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
+        self._old = numpy.zeros(1, numpy.uint8)
+
+    def evaluate(self, choices: Choices, *, limit_bytes: int) -> Outcome:
+        """See `Evaluator`."""
+        raw = _Outcome()
+        self._library.replay_evaluate(
+            ctypes.byref(self._native), choices.ctypes.data, limit_bytes, None, ctypes.byref(raw)
+        )
+        return _as_outcome(raw)
+
+    def schedule(self, choices: Choices) -> tuple[int, ...]:
+        """See `Evaluator`."""
+        length = self.evaluate(choices, limit_bytes=0).length
+        if length < 0:
+            return ()
+        first = self.program.first_backward
+        return (*range(first), *self._arrays["schedule"][first:length].tolist())
+
+    def trace(self, choices: Choices) -> Trace:
+        """See `Evaluator`."""
+        schedule = numpy.array(self.schedule(choices), numpy.int32)
+        first, raw = self.program.first_backward, _Outcome()
+        is_repeat = self._arrays["is_repeat"][: len(schedule)].astype(numpy.bool_)
+        is_repeat[:first] = False
+        most_writes = max(len(op.writes) for op in self.program.ops)
+        curve = numpy.zeros(len(schedule), numpy.int64)
+        lives = numpy.zeros((len(schedule) * most_writes, 3), numpy.int32)
+        last_read = numpy.zeros(len(self.program.buffers), numpy.int32)
+        trace = _Trace(curve.ctypes.data, lives.ctypes.data, last_read.ctypes.data, 0)
+        self._library.replay_evaluate(
+            ctypes.byref(self._native),
+            choices.ctypes.data,
+            0,
+            ctypes.byref(trace),
+            ctypes.byref(raw),
+        )
+        lives = lives[: trace.num_lives]
+        order = numpy.lexsort((lives[:, 0], lives[:, 2]))
+        return Trace(schedule, is_repeat, curve, lives[order])
+
+    def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
+        """See `Evaluator`."""
+        following = 0
+        for step, index in enumerate(schedule):
+            self._arrays["schedule"][step] = index
+            self._arrays["is_repeat"][step] = index != following
+            following += index == following
+        raw = _Outcome()
+        self._library.replay_simulate(
+            ctypes.byref(self._native), len(schedule), limit_bytes, ctypes.byref(raw)
+        )
+        return _as_outcome(raw)
+
+    def _room(self, moves: Moves) -> int:
+        longest = int(numpy.diff(moves.starts).max(initial=1))
+        if len(self._old) < longest:
+            self._old = numpy.zeros(longest, numpy.uint8)
+        return self._old.ctypes.data
+
+    def try_moves(self, choices: Choices, moves: Moves, *, limit_bytes: int) -> list[Outcome]:
+        """See `Evaluator`."""
+        num_moves = len(moves.starts) - 1
+        raws = (_Outcome * num_moves)()
+        self._library.replay_try(
+            ctypes.byref(self._native),
+            choices.ctypes.data,
+            limit_bytes,
+            num_moves,
+            *(array.ctypes.data for array in moves),
+            self._room(moves),
+            raws,
+        )
+        return [_as_outcome(raw) for raw in raws]
+
+    def walk(
+        self,
+        choices: Choices,
+        moves: Moves,
+        slack: NDArray[numpy.float64],
+        *,
+        limit_bytes: int,
+        weight: float,
+        best: Choices,
+        best_seconds: float,
+    ) -> tuple[float, Outcome]:
+        """See `Evaluator`."""
+        raw, fastest = _Outcome(), ctypes.c_double(best_seconds)
+        native = ctypes.byref(self._native)
+        data = choices.ctypes.data
+        self._library.replay_evaluate(native, data, limit_bytes, None, ctypes.byref(raw))
+        self._library.replay_walk(
+            *(native, data, limit_bytes, weight, len(slack)),
+            *(array.ctypes.data for array in moves),
+            *(slack.ctypes.data, self._room(moves), best.ctypes.data),
+            *(ctypes.byref(fastest), ctypes.byref(raw)),
+        )
+        return fastest.value, _as_outcome(raw)
+
+
+def _flatten(program: Program, gaps: Sequence[Gap]) -> dict[str, NDArray]:
+    num_ops, num_buffers = len(program.ops), len(program.buffers)
+    first_choice = numpy.full(num_buffers, -1, numpy.int32)
+    for index in range(len(gaps) - 1, -1, -1):
+        first_choice[gaps[index].buffer] = index
+    kind = numpy.zeros(num_buffers, numpy.uint8)
+    kind[sorted(program.outputs)] = 1
+    reads = [sorted({*op.reads} - program.inputs) for op in program.ops]
+    takes = [[b for b in op.takes_over if b not in program.inputs] for op in program.ops]
+    capacity = MOST_REPEATS * num_ops + 1
+
+    def starts(rows: Sequence[Sequence[int]]) -> NDArray[numpy.int32]:
+        return numpy.cumsum([0, *map(len, rows)], dtype=numpy.int32)
+
+    def flat(rows: Sequence[Sequence[int]]) -> NDArray[numpy.int32]:
+        return numpy.array([item for row in rows for item in row], numpy.int32)
+
+    writes = [op.writes for op in program.ops]
+    return {
+        "bytes": numpy.array(program.buffers, numpy.int64),
+        "kind": kind,
+        "producer": numpy.array(program.producers, numpy.int32),
+        "first_choice": first_choice,
+        "gap_end": numpy.array([gap.end if gap.end >= 0 else FAR for gap in gaps], numpy.int32),
+        "window": numpy.array(WINDOWS, numpy.int32),
+        **{"reads_start": starts(reads), "reads": flat(reads)},
+        **{"writes_start": starts(writes), "writes": flat(writes)},
+        **{"takes_start": starts(takes), "takes": flat(takes)},
+        "workspace": numpy.array([op.workspace_bytes for op in program.ops], numpy.int64),
+        "seconds": numpy.array([op.seconds for op in program.ops], numpy.float64),
+        "is_there": numpy.zeros(num_buffers, numpy.uint8),
+        "is_live": numpy.zeros(num_buffers, numpy.uint8),
+        "copies": numpy.zeros(num_buffers, numpy.int32),
+        "gap": numpy.zeros(num_buffers, numpy.int32),
+        "stamp": numpy.full(num_ops, -1, numpy.int32),
+        "cone": numpy.zeros(num_ops, numpy.int32),
+        "stack": numpy.zeros(num_ops, numpy.int32),
+        "schedule": numpy.zeros(capacity, numpy.int32),
+        "is_repeat": numpy.zeros(capacity, numpy.uint8),
+    }
+
+
+def open_evaluator(program: Program, *, cache_dir: Path | None = None) -> Evaluator:
+    """The fast evaluator, or the plain one where C cannot be compiled.
+
+    Args:
+        program: the step.
+        cache_dir: where the compiled library is kept; None compiles it for this process alone.
+    """
+    try:
+        return NativeEvaluator(program, _load(cache_dir))
+    except CompileFailed:
+        return PlainEvaluator(program)
+
+
+@cache
+def _load(cache_dir: Path | None) -> ctypes.CDLL:
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
+            library = ctypes.CDLL(str(compile_library(_SOURCE, Path(folder), flags=_FLAGS)))
+    else:
+        path = compile_library(_SOURCE, cache_dir, flags=_FLAGS)
+        library = ctypes.CDLL(str(path.absolute()))
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures: dict[str, list[type]] = {
+        "replay_evaluate": [pointer, pointer, size, pointer, pointer],
+        "replay_simulate": [pointer, number, size, pointer],
+        "replay_try": [pointer, pointer, size, number, *[pointer] * 5],
+        "replay_walk": [pointer, pointer, size, ctypes.c_double, number, *[pointer] * 8],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    return library

@@ -1,0 +1,271 @@
+/* The planner's inner loop: from choices to a schedule, its seconds, its peak and its excess.
+
+   The Python twin (search.py's reference, `choices.py`) says the same slowly and explains the
+   rules; the tests hold the two equal. Nothing is allocated here and nothing is kept between
+   calls: all arrays belong to the caller, scratch arrays are left as they were found. */
+
+#include <stdint.h>
+#include <string.h>
+
+enum { KEEP = 0 };
+enum { FREE = 0, OUTPUT = 1 };
+
+typedef struct {
+    int32_t num_ops, num_buffers, first_backward, num_choices;
+    int64_t end_bytes;              /* live after the last op: inputs, resident, outputs */
+    double plain_seconds;
+    const int64_t *bytes;           /* per buffer */
+    const uint8_t *kind;            /* per buffer: OUTPUT or FREE; inputs are never listed */
+    const int32_t *producer;        /* per buffer */
+    const int32_t *first_choice;    /* per buffer: its first gap, or -1 */
+    const int32_t *gap_end;         /* per gap: the next use, far beyond all ops if there is none */
+    const int32_t *window;          /* per choice: how many ops ahead the next use may be for a
+                                       buffer made again to stay */
+    const int32_t *reads_start, *reads;
+    const int32_t *writes_start, *writes;
+    const int32_t *takes_start, *takes;
+    const int64_t *workspace;       /* per op */
+    const double *seconds;          /* per op */
+    /* scratch */
+    uint8_t *is_there;              /* per buffer: the generator may read it */
+    uint8_t *is_live;               /* per buffer, all zero between calls */
+    int32_t *copies;                /* per buffer, all zero between calls: repeats of outputs */
+    int32_t *gap;                   /* per buffer: the gap it is in */
+    int32_t *stamp;                 /* per op, all -1 between generator calls */
+    int32_t *cone, *stack;          /* per op */
+    int32_t *schedule;              /* capacity entries */
+    uint8_t *is_repeat;             /* capacity entries */
+    int32_t capacity;
+} Program;
+
+typedef struct {
+    double seconds;
+    double excess;                  /* bytes over the limit, summed over plain ops: each counts
+                                       its own highest moment and that of repeats before it */
+    int64_t peak;
+    int32_t length;                 /* of the schedule; -1 if abandoned */
+} Outcome;
+
+/* Step by step, for one schedule. Rows of `lives`: buffer, step of birth, step of last read. */
+typedef struct {
+    int64_t *curve;                 /* bytes while each step runs */
+    int32_t *lives, *last_read;     /* 3 entries per copy that is read; scratch per buffer */
+    int32_t num_lives;
+} Trace;
+
+static void sort_cone(const Program *p, int32_t op, int32_t count) {
+    int32_t *cone = p->cone;
+    if (count > 24) { /* wide: read the order off the stamps */
+        int32_t low = cone[0], high = cone[0], filled = 0;
+        for (int32_t i = 1; i < count; i++) {
+            if (cone[i] < low) low = cone[i];
+            if (cone[i] > high) high = cone[i];
+        }
+        for (int32_t j = low; j <= high; j++)
+            if (p->stamp[j] == op) cone[filled++] = j;
+        return;
+    }
+    for (int32_t i = 1; i < count; i++) {
+        int32_t value = cone[i], k = i;
+        for (; k > 0 && cone[k - 1] > value; k--) cone[k] = cone[k - 1];
+        cone[k] = value;
+    }
+}
+
+/* What must be repeated before `op`: the missing buffers' producers, and theirs. */
+static int32_t collect_cone(const Program *p, int32_t op) {
+    int32_t count = 0, depth = 0, reader = op;
+    for (;;) {
+        for (int32_t r = p->reads_start[reader]; r < p->reads_start[reader + 1]; r++) {
+            int32_t buffer = p->reads[r];
+            if (p->is_there[buffer]) continue;
+            int32_t maker = p->producer[buffer];
+            if (p->stamp[maker] == op) continue;
+            p->stamp[maker] = op;
+            p->cone[count++] = maker;
+            p->stack[depth++] = maker;
+        }
+        if (!depth) break;
+        reader = p->stack[--depth];
+    }
+    if (count > 1) sort_cone(p, op, count);
+    return count;
+}
+
+/* Fills the schedule; returns its length, or -1 once it costs more than `most_seconds`. */
+static int32_t generate(const Program *p, const uint8_t *choices, double most_seconds,
+                        double *seconds) {
+    int32_t length = p->first_backward, result = -1;
+    double total = p->plain_seconds;
+    for (int32_t b = 0; b < p->num_buffers; b++) {
+        int32_t choice = p->first_choice[b];
+        p->gap[b] = choice;
+        p->is_there[b] = choice < 0 || choices[choice] == KEEP;
+    }
+    for (int32_t op = p->first_backward; op < p->num_ops; op++) {
+        int32_t count = collect_cone(p, op);
+        if (length + count >= p->capacity) goto done;
+        for (int32_t i = 0; i < count; i++) {
+            int32_t j = p->cone[i];
+            p->schedule[length] = j;
+            p->is_repeat[length++] = 1;
+            total += p->seconds[j];
+            for (int32_t w = p->writes_start[j]; w < p->writes_start[j + 1]; w++) {
+                int32_t buffer = p->writes[w];
+                int32_t gap = p->gap[buffer];
+                if (gap >= 0 && p->gap_end[gap] - op <= p->window[choices[gap]])
+                    p->is_there[buffer] = 1;
+            }
+        }
+        if (total > most_seconds) goto done;
+        p->schedule[length] = op;
+        p->is_repeat[length++] = 0;
+        for (int32_t r = p->reads_start[op]; r < p->reads_start[op + 1]; r++) {
+            int32_t buffer = p->reads[r];
+            if (p->first_choice[buffer] >= 0)
+                p->is_there[buffer] = choices[++p->gap[buffer]] == KEEP;
+        }
+    }
+    result = length;
+done:
+    for (int32_t op = 0; op < p->num_ops; op++) p->stamp[op] = -1;
+    *seconds = total;
+    return result;
+}
+
+/* Walks the schedule from its end; see replay_schedule. */
+static void simulate(const Program *p, int32_t length, int64_t limit, Trace *trace,
+                     Outcome *outcome) {
+    int64_t live = p->end_bytes, peak = 0, highest = 0;
+    double excess = 0;
+    for (int32_t s = p->first_backward; s < length; s++)
+        if (p->is_repeat[s]) {
+            int32_t j = p->schedule[s];
+            for (int32_t w = p->writes_start[j]; w < p->writes_start[j + 1]; w++)
+                if (p->kind[p->writes[w]] == OUTPUT) p->copies[p->writes[w]]++;
+        }
+    for (int32_t s = length - 1; s >= 0; s--) {
+        int32_t op = s < p->first_backward ? s : p->schedule[s];
+        int is_repeat = s >= p->first_backward && p->is_repeat[s];
+        int64_t gone = 0, saved = 0;
+        for (int32_t w = p->writes_start[op]; w < p->writes_start[op + 1]; w++) {
+            int32_t buffer = p->writes[w];
+            int64_t size = p->bytes[buffer];
+            gone += size;
+            if (p->kind[buffer] == OUTPUT) {
+                if (!is_repeat) continue;
+                p->copies[buffer]--;
+            }
+            if (!p->is_live[buffer]) {
+                live += size;
+            } else if (trace) {
+                int32_t *life = trace->lives + 3 * trace->num_lives++;
+                life[0] = buffer, life[1] = s, life[2] = trace->last_read[buffer];
+            }
+            p->is_live[buffer] = 0;
+        }
+        for (int32_t k = p->takes_start[op]; k < p->takes_start[op + 1]; k++) {
+            int32_t buffer = p->takes[k];
+            if (!p->is_live[buffer] && (p->kind[buffer] == FREE || p->copies[buffer])) {
+                saved = p->bytes[buffer];
+                break;
+            }
+        }
+        for (int32_t r = p->reads_start[op]; r < p->reads_start[op + 1]; r++) {
+            int32_t buffer = p->reads[r];
+            if (p->is_live[buffer] || (p->kind[buffer] == OUTPUT && !p->copies[buffer])) continue;
+            p->is_live[buffer] = 1;
+            live += p->bytes[buffer];
+            if (trace) trace->last_read[buffer] = s;
+        }
+        int64_t during = live + p->workspace[op] - saved;
+        if (trace) trace->curve[s] = during;
+        if (during > peak) peak = during;
+        if (!is_repeat) { /* a new group begins, seen from the end */
+            if (highest > limit) excess += (double)(highest - limit);
+            highest = 0;
+        }
+        if (during > highest) highest = during;
+        live -= gone;
+    }
+    if (highest > limit) excess += (double)(highest - limit);
+    outcome->peak = peak;
+    outcome->excess = excess;
+    outcome->length = length;
+}
+
+/* trace may be null; its arrays have room for `capacity` steps and three lives per step's write. */
+void replay_evaluate(const Program *p, const uint8_t *choices, int64_t limit, Trace *trace,
+                     Outcome *outcome) {
+    int32_t length = generate(p, choices, 1e300, &outcome->seconds);
+    outcome->length = length;
+    outcome->peak = INT64_MAX;
+    outcome->excess = 1e300;
+    if (length >= 0) simulate(p, length, limit, trace, outcome);
+}
+
+/* A schedule as it stands, with p->schedule and p->is_repeat filled by the caller. */
+void replay_simulate(const Program *p, int32_t length, int64_t limit, Outcome *outcome) {
+    double seconds = p->plain_seconds;
+    for (int32_t s = p->first_backward; s < length; s++)
+        if (p->is_repeat[s]) seconds += p->seconds[p->schedule[s]];
+    outcome->seconds = seconds;
+    simulate(p, length, limit, 0, outcome);
+}
+
+static void apply(uint8_t *choices, const int32_t *where, const uint8_t *what, int32_t first,
+                  int32_t last, uint8_t *old) {
+    for (int32_t k = first; k < last; k++) {
+        old[k - first] = choices[where[k]];
+        choices[where[k]] = what[k];
+    }
+}
+
+static void revert(uint8_t *choices, const int32_t *where, int32_t first, int32_t last,
+                   const uint8_t *old) {
+    for (int32_t k = last - 1; k >= first; k--) choices[where[k]] = old[k - first];
+}
+
+/* Every move tried alone from the same choices. Move m changes where[starts[m]..starts[m+1]). */
+void replay_try(const Program *p, uint8_t *choices, int64_t limit, int32_t num_moves,
+                const int32_t *starts, const int32_t *where, const uint8_t *what, uint8_t *old,
+                Outcome *outcomes) {
+    for (int32_t m = 0; m < num_moves; m++) {
+        apply(choices, where, what, starts[m], starts[m + 1], old);
+        replay_evaluate(p, choices, limit, 0, &outcomes[m]);
+        revert(choices, where, starts[m], starts[m + 1], old);
+    }
+}
+
+/* Moves tried one after the other: move m stays if the energy seconds + weight * excess grows by
+   no more than slack[m]. `best` takes the fastest choices within the limit that were met.
+   Returns how many moves stayed. */
+int32_t replay_walk(const Program *p, uint8_t *choices, int64_t limit, double weight,
+                    int32_t num_moves, const int32_t *starts, const int32_t *where,
+                    const uint8_t *what, const double *slack, uint8_t *old, uint8_t *best,
+                    double *best_seconds, Outcome *current) {
+    int32_t num_taken = 0;
+    double energy = current->seconds + weight * current->excess;
+    for (int32_t m = 0; m < num_moves; m++) {
+        Outcome next;
+        double most = energy + slack[m];
+        int32_t k = starts[m];
+        while (k < starts[m + 1] && choices[where[k]] == what[k]) k++;
+        if (k == starts[m + 1]) continue;
+        apply(choices, where, what, starts[m], starts[m + 1], old);
+        int32_t length = generate(p, choices, most, &next.seconds);
+        if (length >= 0) simulate(p, length, limit, 0, &next);
+        if (length < 0 || next.seconds + weight * next.excess > most) {
+            revert(choices, where, starts[m], starts[m + 1], old);
+            continue;
+        }
+        num_taken++;
+        *current = next;
+        energy = next.seconds + weight * next.excess;
+        if (next.peak <= limit && next.seconds < *best_seconds) {
+            *best_seconds = next.seconds;
+            memcpy(best, choices, (size_t)p->num_choices);
+        }
+    }
+    return num_taken;
+}

@@ -1,0 +1,181 @@
+"""Running a graph as plain calls of torch's own kernels, releasing every value after its last use.
+
+The graph is turned into a list of calls once; a run walks the list. Values live in numbered
+slots, and a slot is emptied right after the last call that reads it, inputs included: they arrive
+in a list that is emptied at once, so that nobody else holds them. The parts of a tuple are taken
+out as soon as it is made, for the tuple would keep all of them alive.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from bayplan.operators import in_place_form
+from bayplan.running.partition import OVERWRITES
+
+__all__ = ["compile_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a value in the arguments of a call."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call.
+
+    Attributes:
+        arguments: values by slot or as they are; nested where `is_nested`.
+        parts: (position, slot) of each part to take out of a tuple; None for a plain result.
+        released: slots to empty afterwards.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    is_nested: bool
+    result: int
+    parts: tuple[tuple[int, int], ...] | None
+    released: tuple[int, ...]
+
+
+def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """Return a function from a list of inputs, which it empties, to a list of outputs.
+
+    Args:
+        module: the graph; a node's meta may name an argument for its result to overwrite.
+    """
+    calls, inputs, outputs, num_slots = _calls_of(module)
+
+    def run(arguments: list[Any]) -> list[Any]:
+        slots: list[Any] = [None] * num_slots
+        for slot, argument in zip(inputs, arguments, strict=True):
+            slots[slot] = argument
+        argument = None
+        arguments.clear()
+        for call in calls:
+            if call.is_nested:
+                values = [_filled(part, slots) for part in call.arguments]
+            else:
+                values = [
+                    slots[part.index] if type(part) is _Slot else part for part in call.arguments
+                ]
+            result = call.function(*values, **_filled(call.options, slots))
+            del values
+            if call.parts is None:
+                slots[call.result] = result
+            else:
+                for position, slot in call.parts:
+                    slots[slot] = result[position]
+            del result
+            for slot in call.released:
+                slots[slot] = None
+        return [_filled(output, slots) for output in outputs]
+
+    run._boxed_call = True  # pyrefly: ignore[missing-attribute] - torch's mark for such functions
+    return run
+
+
+def _filled(thing: Any, slots: list[Any]) -> Any:
+    if type(thing) is _Slot:
+        return slots[thing.index]
+    if type(thing) is list or type(thing) is tuple:
+        return type(thing)(_filled(part, slots) for part in thing)
+    if type(thing) is dict:
+        return {key: _filled(part, slots) for key, part in thing.items()} if thing else thing
+    return thing
+
+
+def _calls_of(
+    module: fx.GraphModule,
+) -> tuple[list[_Call], list[int], list[Any], int]:
+    nodes = list(module.graph.nodes)
+    slot_of = {node: index for index, node in enumerate(nodes)}
+    released = _releases(nodes)
+    inputs = [slot_of[node] for node in nodes if node.op == "placeholder"]
+    calls, outputs, unpacked = [], [], set()
+    for node in nodes:
+        if node.op == "output":
+            outputs = _with_slots(list(node.args[0]), slot_of)
+        elif node.op == "get_attr":
+            constant = getattr(module, str(node.target))
+            calls.append(_constant(slot_of[node], constant, released[node], slot_of))
+        elif node.op == "call_function" and node not in unpacked:
+            takers = [user for user in node.users if user.target is operator.getitem]
+            parts = None
+            gone = list(released[node])
+            if takers and len(takers) == len(node.users):
+                unpacked.update(takers)
+                parts = tuple((user.args[1], slot_of[user]) for user in takers)
+                gone += [later for user in takers for later in released[user] if later is not node]
+            calls.append(_call(node, parts, gone, slot_of))
+    return calls, inputs, outputs, len(nodes)
+
+
+def _call(
+    node: fx.Node,
+    parts: tuple[tuple[int, int], ...] | None,
+    gone: list[fx.Node],
+    slot_of: dict[fx.Node, int],
+) -> _Call:
+    function: Any = node.target
+    overwritten = node.meta.get(OVERWRITES)
+    if overwritten is not None:
+        function = in_place_form(node.target, overwritten)
+    arguments = tuple(_with_slots(list(node.args), slot_of))
+    return _Call(
+        function=function,
+        arguments=arguments,
+        options=_with_slots(dict(node.kwargs), slot_of),
+        is_nested=any(isinstance(part, list | tuple | dict) for part in arguments),
+        result=slot_of[node],
+        parts=parts,
+        released=tuple(slot_of[one] for one in gone),
+    )
+
+
+def _constant(slot: int, value: Any, gone: list[fx.Node], slot_of: dict[fx.Node, int]) -> _Call:
+    return _Call(
+        function=lambda: value,
+        arguments=(),
+        options={},
+        is_nested=False,
+        result=slot,
+        parts=None,
+        released=tuple(slot_of[one] for one in gone),
+    )
+
+
+def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    released: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes):
+        sources = node.all_input_nodes
+        if node not in seen and node.op != "output":
+            released[node].append(node)
+            seen.add(node)
+        for source in sources:
+            if source not in seen:
+                seen.add(source)
+                if node.op != "output":
+                    released[node].append(source)
+    return released
+
+
+def _with_slots(thing: Any, slot_of: dict[fx.Node, int]) -> Any:
+    if isinstance(thing, fx.Node):
+        return _Slot(slot_of[thing])
+    if isinstance(thing, list):  # fx has lists of its own kind, which kernels do not take
+        return [_with_slots(part, slot_of) for part in thing]
+    if isinstance(thing, tuple):
+        return tuple(_with_slots(part, slot_of) for part in thing)
+    if isinstance(thing, dict):
+        return {key: _with_slots(part, slot_of) for key, part in thing.items()}
+    return thing

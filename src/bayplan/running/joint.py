@@ -1,0 +1,212 @@
+"""The joint graph of forward and backward as a `Program`: operators and the buffers they make.
+
+torch hands a compile backend the whole step as one functional graph. Planning needs to know which
+of its values share memory, so the graph is run once more on fake tensors: a node that makes a new
+storage is an operator with a buffer; one whose outputs lie in known storages (views, `getitem`,
+`detach`) is only another name for them, and is made anew wherever it is needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from bayplan import torch_private
+from bayplan.data.program import Op, Program
+from bayplan.operators import in_place_positions
+
+__all__ = ["JointStep", "analyse_joint", "positions_to_overwrite"]
+
+Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """A joint graph seen as a program, with the way back from numbers to nodes.
+
+    Attributes:
+        graph: the joint graph, dead code removed.
+        program: its operators and buffers.
+        op_nodes: the node of each operator.
+        buffers_of: the buffers behind each node's value, in order of its outputs.
+        bases: the nodes that stand for a whole buffer: operators and inputs, or one output of an
+            operator that has several.
+        forward_outputs: what the forward returns to the caller; backward_outputs: the gradients.
+    """
+
+    graph: fx.Graph
+    program: Program
+    op_nodes: tuple[fx.Node, ...]
+    buffers_of: dict[fx.Node, tuple[int, ...]]
+    bases: frozenset[fx.Node]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+
+
+def analyse_joint(
+    joint: fx.GraphModule, *, num_forward_outputs: int, cost_of: Cost, resident_bytes: int = 0
+) -> JointStep:
+    """Find the operators and buffers of a joint graph.
+
+    Args:
+        joint: the graph; dead code in it is removed.
+        num_forward_outputs: how many of its outputs are the forward's.
+        cost_of: what an operator costs.
+        resident_bytes: memory that is there all the time beside the graph's inputs.
+    """
+    joint.graph.eliminate_dead_code()
+    survey = _Survey(joint)
+    survey.run_on_fakes()
+    outputs = joint.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list), "a joint graph returns a list"
+    nodes = [node for node in joint.graph.nodes if node in survey.makes]
+    first_backward = next(
+        (index for index, node in enumerate(nodes) if node in survey.after_tangents), len(nodes)
+    )
+    ops = []
+    for node in nodes:
+        seconds, workspace_bytes = cost_of(node)
+        ops.append(
+            Op(
+                name=node.name,
+                reads=survey.reads_of(node),
+                writes=survey.makes[node],
+                seconds=seconds,
+                workspace_bytes=workspace_bytes,
+                can_repeat=not _is_random(node),
+                takes_over=survey.may_take_over(node),
+            )
+        )
+    kept = {
+        buffer
+        for output in outputs
+        if isinstance(output, fx.Node)
+        for buffer in survey.buffers_of.get(output, ())
+    }
+    program = Program(
+        buffers=tuple(survey.sizes),
+        ops=tuple(ops),
+        first_backward=first_backward,
+        inputs=frozenset(survey.inputs),
+        outputs=frozenset(kept - survey.inputs),
+        resident_bytes=resident_bytes,
+    )
+    return JointStep(
+        graph=joint.graph,
+        program=program,
+        op_nodes=tuple(nodes),
+        buffers_of=survey.buffers_of,
+        bases=frozenset(survey.base_of_buffer.values()),
+        forward_outputs=tuple(outputs[:num_forward_outputs]),
+        backward_outputs=tuple(outputs[num_forward_outputs:]),
+    )
+
+
+def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
+    """The arguments that an in-place form of a node's operator could overwrite."""
+    return in_place_positions(node.target, len(node.args), bool(node.kwargs))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a repeat would draw other numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+@dataclass
+class _Survey:
+    """One walk over the graph on fake tensors."""
+
+    joint: fx.GraphModule
+    sizes: list[int] = field(default_factory=list)
+    inputs: set[int] = field(default_factory=set)
+    makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    buffers_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    after_tangents: set[fx.Node] = field(default_factory=set)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    buffer_of_storage: dict[int, int] = field(default_factory=dict)
+    base_of_buffer: dict[int, fx.Node] = field(default_factory=dict)
+
+    def run_on_fakes(self) -> None:
+        """Follow every value to its storage."""
+        graph = self.joint.graph
+        fakes = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+        with torch_private.fake_mode_of(fakes):
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    self._placeholder(node)
+                elif node.op == "call_function":
+                    self._call(node)
+                elif node.op == "get_attr":
+                    self._constant(node)
+
+    def reads_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The buffers behind a node's arguments, each once."""
+        found = (buffer for source in node.all_input_nodes for buffer in self.buffers_of[source])
+        return tuple(dict.fromkeys(found))
+
+    def may_take_over(self, node: fx.Node) -> tuple[int, ...]:
+        """The buffers that an in-place form of this operator could write into."""
+        if len(self.makes[node]) != 1:
+            return ()
+        sources = (node.args[position] for position in positions_to_overwrite(node))
+        return tuple(
+            self.buffers_of[source][0]
+            for source in sources
+            if isinstance(source, fx.Node) and self._could_hold(source, node)
+        )
+
+    def _could_hold(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether a result fits exactly where an argument lies."""
+        before, after = self.values[source], self.values[node]
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            return False
+        (buffer,) = self.buffers_of[source]
+        return (
+            buffer not in self.inputs
+            and before.shape == after.shape
+            and before.stride() == after.stride()
+            and before.dtype == after.dtype
+            and self.sizes[buffer] == self.sizes[self.makes[node][0]]
+        )
+
+    def _placeholder(self, node: fx.Node) -> None:
+        value = self.values[node] = node.meta["val"]
+        if torch_private.is_tangent(node):
+            self.after_tangents.add(node)
+        self._name(node, value, is_input=True)
+
+    def _constant(self, node: fx.Node) -> None:
+        value = self.values[node] = getattr(self.joint, str(node.target))
+        self._name(node, value, is_input=True)
+
+    def _call(self, node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        assert callable(node.target), "a joint graph calls functions only"
+        value = self.values[node] = node.target(*args, **kwargs)
+        if any(source in self.after_tangents for source in node.all_input_nodes):
+            self.after_tangents.add(node)
+        self._name(node, value, is_input=False)
+
+    def _name(self, node: fx.Node, value: Any, *, is_input: bool) -> None:
+        """Find or make the buffer of every tensor in a value."""
+        found, made = [], []
+        for tensor in torch_private.tree_leaves(value):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = torch_private.storage_key(storage)
+            buffer = self.buffer_of_storage.get(key)
+            if buffer is None:
+                buffer = self.buffer_of_storage[key] = len(self.sizes)
+                self.sizes.append(storage.nbytes())
+                made.append(buffer)
+                if is_input:
+                    self.inputs.add(buffer)
+            found.append(buffer)
+        self.buffers_of[node] = tuple(found)
+        if isinstance(value, torch.Tensor):
+            self.base_of_buffer.setdefault(found[0], node)
+        if made and not is_input:
+            self.makes[node] = tuple(made)

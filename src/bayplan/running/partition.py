@@ -1,0 +1,169 @@
+"""Cutting a joint graph into the forward and backward graphs that a schedule asks for.
+
+The forward graph runs the forward operators and hands on exactly the buffers the schedule keeps.
+The backward graph runs the rest of the schedule in its order, repeats included. Views are not part
+of a schedule: each is made right where the first reader of a copy needs it.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from bayplan import torch_private
+from bayplan.operators import repeat_form
+from bayplan.running.joint import JointStep, positions_to_overwrite
+
+__all__ = ["OVERWRITES", "cut"]
+
+OVERWRITES = "bayplan_overwrites"  # in a node's meta: the argument it overwrites
+
+# torch keeps tensors that carry this mark without checking their version, behind all others.
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+
+
+def cut(
+    joint: JointStep,
+    schedule: Sequence[int],
+    taken_over: Sequence[int | None],
+    owner: fx.GraphModule,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward module.
+
+    Args:
+        joint: the step.
+        schedule: operator indices; the forward ones first, in order.
+        taken_over: for each step of the schedule, the buffer that its result overwrites, or None.
+        owner: the module of the joint graph, for its constants.
+    """
+    first_backward = joint.program.first_backward
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    backward = _Builder(joint, joint.backward_outputs, is_forward=False)
+    for node in inputs:
+        if torch_private.is_tangent(node):
+            backward.take(node)
+    for step in range(first_backward, len(schedule)):
+        backward.run(schedule[step], taken_over[step])
+    backward.finish()
+    # Only now does it show what backward takes from forward.
+    saved = backward.order_saved()
+
+    forward = _Builder(joint, [*joint.forward_outputs, *saved], is_forward=True)
+    for node in inputs:
+        if not torch_private.is_tangent(node):
+            forward.take(node)
+    for step in range(first_backward):
+        forward.run(schedule[step], taken_over[step])
+    forward.finish()
+    return fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph)
+
+
+class _Builder:
+    """Copies nodes of a joint graph into a new one, always reading the latest copies."""
+
+    def __init__(self, joint: JointStep, outputs: Sequence[Any], *, is_forward: bool) -> None:
+        self.graph = fx.Graph()
+        self._is_forward = is_forward
+        self._joint = joint
+        self._outputs = outputs
+        self._given: dict[fx.Node, fx.Node] = {}
+        self._latest: dict[fx.Node, fx.Node] = {}
+        self._saved: dict[fx.Node, fx.Node] = {}
+        self._aliases: dict[int, list[fx.Node]] = defaultdict(list)
+        for node, buffers in joint.buffers_of.items():
+            for buffer in buffers:
+                self._aliases[buffer].append(node)
+
+    def take(self, node: fx.Node) -> None:
+        """Make an input of the joint graph an input of this one."""
+        self._latest[node] = self.graph.node_copy(node)
+
+    def run(self, index: int, taken_over: int | None) -> None:
+        """Execute an operator; what was seen of its older copies is forgotten."""
+        node = self._joint.op_nodes[index]
+        copy = self._copy(node) if self._is_plain(index) else self._repeat(node)
+        if taken_over is not None:
+            copy.meta[OVERWRITES] = self._overwritten_position(node, taken_over)
+        writes = self._joint.program.ops[index].writes
+        for buffer in writes:
+            for alias in self._aliases[buffer]:
+                self._latest.pop(alias, None)
+        self._latest[node] = copy
+        # An output is the first copy of its buffer: later ones are for their readers only.
+        for output in self._outputs:
+            if not isinstance(output, fx.Node) or output in self._given:
+                continue
+            if not set(writes).isdisjoint(self._joint.buffers_of[output]):
+                self._give(output)
+
+    def finish(self) -> None:
+        """End the graph with its outputs."""
+        for output in self._outputs:
+            if isinstance(output, fx.Node) and output not in self._given:
+                self._give(output)
+        self.graph.output(
+            tuple(
+                self._given[output] if isinstance(output, fx.Node) else output
+                for output in self._outputs
+            )
+        )
+        self.graph.eliminate_dead_code()
+
+    def order_saved(self) -> list[fx.Node]:
+        """Put what is taken from forward in front, in the order torch wants, and return it."""
+        order = sorted(self._saved, key=lambda node: bool(node.meta.get(_UNCHECKED)))
+        for node in reversed(order):
+            placeholder, first = self._saved[node], next(iter(self.graph.nodes))
+            if placeholder is not first:
+                first.prepend(placeholder)
+        return order
+
+    def _give(self, output: fx.Node) -> None:
+        self._reach(output)
+        self._given[output] = self._latest[output]
+
+    def _reach(self, node: fx.Node) -> None:
+        """Have the latest value of a node at hand: seen through views, or saved by forward."""
+        if node in self._latest:
+            return
+        if node.op == "get_attr":
+            self._latest[node] = self.graph.node_copy(node)
+        elif node in self._joint.bases and not self._is_part_of_latest(node):
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                placeholder = self.graph.placeholder(node.name)
+            placeholder.meta = dict(node.meta)
+            self._latest[node] = self._saved[node] = placeholder
+        else:
+            self._latest[node] = self._copy(node)
+
+    def _is_plain(self, index: int) -> bool:
+        """Whether an operator runs in the part of the step where it belongs."""
+        return self._is_forward == (index < self._joint.program.first_backward)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        for source in node.all_input_nodes:
+            self._reach(source)
+        return self.graph.node_copy(node, self._latest.__getitem__)
+
+    def _repeat(self, node: fx.Node) -> fx.Node:
+        target, arguments = repeat_form(node.target, node.args)
+        fx.node.map_arg((arguments, node.kwargs), self._reach)
+        arguments, options = fx.node.map_arg((arguments, node.kwargs), self._latest.__getitem__)
+        copy = self.graph.call_function(target, arguments, options)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _overwritten_position(self, node: fx.Node, buffer: int) -> int | None:
+        """The argument to write the result into; never a tensor that others may hold."""
+        for position in positions_to_overwrite(node):
+            source = node.args[position]
+            if isinstance(source, fx.Node) and self._joint.buffers_of[source] == (buffer,):
+                is_ours = self._latest[source] not in self._saved.values()
+                return position if is_ours else None
+        return None
+
+    def _is_part_of_latest(self, node: fx.Node) -> bool:
+        """Whether a node is one output of an operator that has run in this graph."""
+        return node.target is operator.getitem and node.all_input_nodes[0] in self._latest

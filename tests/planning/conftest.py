@@ -1,0 +1,155 @@
+"""Programs to plan: random ones, a drawing a human can check, and a small residual network."""
+
+import random
+
+import pytest
+from hypothesis import strategies as st
+
+from bayplan.data.program import Op, Program
+
+
+def random_program(seed: int, *, num_forward: int = 6, num_backward: int = 6) -> Program:
+    """Any graph the rules allow, with multi-output ops, take-overs and ops that cannot repeat."""
+    rng = random.Random(seed)
+    sizes = [rng.randint(0, 6) for _ in range(2)]
+    inputs = set(range(len(sizes)))
+    ops: list[Op] = []
+    outputs: set[int] = set()
+    for index in range(num_forward + num_backward):
+        reads = tuple(rng.choices(range(len(sizes)), k=rng.randint(1, 3)))
+        num_writes = rng.choice((1, 1, 1, 2))
+        writes = tuple(range(len(sizes), len(sizes) + num_writes))
+        sizes += [rng.randint(0, 9) for _ in writes]
+        takes_over: tuple[int, ...] = ()
+        if num_writes == 1 and rng.random() < 0.4:
+            taken = rng.choice(reads)
+            sizes[-1], takes_over = sizes[taken], (taken,)
+        outputs.update(buffer for buffer in writes if rng.random() < 0.15)
+        ops.append(
+            Op(
+                name=f"{'f' if index < num_forward else 'b'}{index}",
+                reads=reads,
+                writes=writes,
+                seconds=rng.randint(1, 8) / 8,
+                workspace_bytes=rng.choice((0, 0, 3)),
+                can_repeat=rng.random() < 0.85,
+                takes_over=takes_over,
+            )
+        )
+    return Program(
+        buffers=tuple(sizes),
+        ops=tuple(ops),
+        first_backward=num_forward,
+        inputs=frozenset(inputs),
+        outputs=frozenset(outputs),
+        resident_bytes=rng.choice((0, 5)),
+    )
+
+
+def chain_program(num_layers: int, *, size: int = 10, gradient: int = 1) -> Program:
+    """x -> f0 -> f1 -> ... and back; backward of layer i reads layer i's input and a gradient."""
+    ops: list[Op] = []
+    for layer in range(num_layers):
+        ops.append(Op(name=f"f{layer}", reads=(layer,), writes=(layer + 1,), seconds=1.0))
+    last = num_layers
+    for layer in reversed(range(num_layers)):
+        ops.append(Op(name=f"b{layer}", reads=(layer, last), writes=(last + 1,), seconds=2.0))
+        last += 1
+    return Program(
+        buffers=(size,) * (num_layers + 1) + (gradient,) * num_layers,
+        ops=tuple(ops),
+        first_backward=num_layers,
+        inputs=frozenset({0}),
+        outputs=frozenset({last}),
+    )
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.ops: list[Op] = []
+
+    def buffer(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def run(self, name, reads, sizes, seconds, takes_over=()) -> tuple[int, ...]:
+        writes = tuple(self.buffer(size) for size in sizes)
+        number = sum(op.name.startswith(name) for op in self.ops)
+        op = Op(
+            name=f"{name}_{number}",
+            reads=tuple(reads),
+            writes=writes,
+            seconds=seconds,
+            takes_over=tuple(takes_over),
+        )
+        self.ops.append(op)
+        return writes
+
+
+def residual_program(num_blocks: int, *, size: int = 1000) -> Program:
+    """Blocks of conv, batch norm, relu and an add, saved for backward as autograd saves them."""
+    make = _Builder()
+    image = make.buffer(size)
+    weights = [make.buffer(40) for _ in range(2 * num_blocks)]
+    saved, x = [], image
+    for block in range(num_blocks):
+        kept, y = [], x
+        for half in range(2):
+            weight = weights[2 * block + half]
+            (conv,) = make.run("conv", (y, weight), (size,), 10.0)
+            norm, mean, rstd = make.run("norm", (conv,), (size, 2, 2), 1.0)
+            if half:
+                (norm,) = make.run("add", (norm, x), (size,), 0.5, (norm,))
+            (relu,) = make.run("relu", (norm,), (size,), 0.5, (norm,))
+            kept.append((y, weight, conv, mean, rstd, relu))
+            y = relu
+        saved.append(kept)
+        x = y
+    first_backward = len(make.ops)
+    (grad,) = make.run("loss_backward", (x,), (size,), 0.1)
+    outputs = set()
+    for kept in reversed(saved):
+        skip = None
+        for half in (1, 0):
+            y, weight, conv, mean, rstd, relu = kept[half]
+            (grad,) = make.run("relu_backward", (grad, relu), (size,), 0.5, (grad,))
+            skip = grad if half else skip
+            (inner,) = make.run("norm_backward", (grad, conv, mean, rstd), (size,), 2.0)
+            grad, weight_grad = make.run("conv_backward", (inner, y, weight), (size, 40), 20.0)
+            outputs.add(weight_grad)
+        (grad,) = make.run("add_backward", (grad, skip), (size,), 0.5, (grad, skip))
+    return Program(
+        buffers=tuple(make.sizes),
+        ops=tuple(make.ops),
+        first_backward=first_backward,
+        inputs=frozenset({image, *weights}),
+        outputs=frozenset(outputs),
+    )
+
+
+@pytest.fixture(scope="session")
+def programs() -> st.SearchStrategy[Program]:
+    """Random programs of twelve ops."""
+    return st.builds(random_program, st.integers(0, 10**9))
+
+
+@pytest.fixture(scope="session")
+def tiny_programs() -> st.SearchStrategy[Program]:
+    """Random programs of at most seven ops, small enough for exhaustive search."""
+    return st.builds(
+        random_program,
+        st.integers(0, 10**9),
+        num_forward=st.integers(2, 4),
+        num_backward=st.integers(1, 3),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_chain():
+    return chain_program
+
+
+@pytest.fixture(scope="session")
+def make_residual():
+    return residual_program

@@ -127,6 +127,38 @@ def test_simulate_needs_a_profile_or_a_device():
         bayplan.simulate(graph, device="h10")
 
 
+def test_profile_of_another_device_is_refused():
+    model, batch, loss_fn = make()
+    graph = bayplan.capture(model, batch, loss_fn)
+    profile = bayplan.profile(model, batch, loss_fn, repeats=1)
+    with pytest.raises(
+        UsageError, match="profile is of cpu, the device asked about is h100; leave"
+    ):
+        bayplan.simulate(graph, profile, device="h100")
+    with pytest.raises(UsageError, match="is of v100, the device asked about is h100"):
+        bayplan.simulate(graph, derive_profile(graph, load_device("v100")), device="h100")
+
+
+def test_model_without_parameters_cannot_be_profiled():
+    inputs = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(UsageError, match="ReLU has no parameters, so no parameter requires a grad"):
+        bayplan.profile(nn.ReLU(), inputs, lambda output: output.sum())
+
+
+def test_unknown_clock_is_a_mistake_of_the_user():
+    with pytest.raises(UsageError, match="no clock 'cpuu'; did you mean 'cpu'"):
+        bayplan.profile(*make(), clock="cpuu")
+    with pytest.raises(UsageError, match="no clock 'wal'; did you mean 'wall'"):
+        bayplan.record(clock="wal")
+
+
+def test_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(make()[0].parameters(), lr=0.1)
+    for verb in (bayplan.capture, bayplan.profile):
+        with pytest.raises(UsageError, match="holds 4 parameters, none of them among the 4"):
+            verb(*make(), optimizer=other)
+
+
 def test_profile_of_another_step_is_refused():
     model, batch, loss_fn = make()
     other = bayplan.capture(*make(batch=8))

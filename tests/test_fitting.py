@@ -1,5 +1,6 @@
 """`fit` without a command line: where its profile comes from, and which changes it tries."""
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -193,3 +194,38 @@ def test_threads_come_back_after_the_cpu_clock_even_from_an_error():
     )
     assert profile.threads == 1
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("titan-v", "fp16"), ("p100", "fp16"), ("v100", "fp16"), ("t4", "fp16"), ("a100", "bf16")],
+)
+def test_precision_that_is_offered_is_one_the_device_has(name, precision):
+    kind = load_device(name)
+    full = fit(question(device=kind, batch=64))
+    half = fit(question(device=kind, batch=64, autocast=precision))
+    between = (full.peak_bytes + half.peak_bytes) // 2
+    verdict = fit(question(device=kind, batch=64), memory_bytes=between)
+    offered = [change for change in verdict.would_fit if change.startswith("--autocast")]
+    assert offered == [f"--autocast {precision}"]
+
+
+def test_device_without_half_precision_is_offered_none(h100):
+    only = {"float32": h100.flops_per_s["float32"]}
+    kind = msgspec.structs.replace(h100, flops_per_s=only)
+    half = fit(question(device=kind, batch=64, autocast="bf16"))
+    verdict = fit(question(device=kind, batch=64), memory_bytes=half.peak_bytes)
+    assert not verdict.fits
+    assert not any("autocast" in change for change in verdict.would_fit)
+
+
+def test_without_the_cache_each_step_is_measured_anew_and_once(built):
+    limit_bytes = fit(question(batch=11), memory_bytes=2**30).peak_bytes
+    built.clear()
+    fit(question(batch=11), memory_bytes=limit_bytes)
+    fit(question(batch=11), memory_bytes=limit_bytes - 1, use_cache=False)
+    assert built.count(11) >= 2
+    built.clear()
+    renewed = fit(question(batch=11), memory_bytes=2**30, use_cache=False)
+    assert built == [11]
+    assert fit(question(batch=11), memory_bytes=2**30) == renewed

@@ -1,6 +1,8 @@
 """Torch's private names, one by one: what we rely on, so that a new release breaks here first."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -271,3 +273,33 @@ def test_error_of_a_backend_is_unwrapped():
     assert isinstance(torch_private.compile_fault(caught.value), KeyError)
     other = ValueError("not wrapped")
     assert torch_private.compile_fault(other) is other
+
+
+def test_compiled_module_knows_what_it_was_made_from():
+    plain = nn.Linear(2, 2)
+    assert torch_private.uncompiled(torch.compile(plain)) is plain
+    assert torch_private.uncompiled(plain) is plain
+
+
+def test_compiled_function_runs_as_written_while_asked_to():
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with torch_private.running_eagerly():
+        assert double(torch.ones(1)).item() == 2
+    assert compiled == []
+    assert double(torch.ones(1)).item() == 2
+    assert len(compiled) == 1
+
+
+def test_running_eagerly_does_not_load_the_compiler():
+    code = (
+        "import sys; from bayplan import torch_private\n"
+        "with torch_private.running_eagerly(): pass\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -94,7 +94,7 @@ def _measure(name: str, case: Case, batch: int, rounds: int) -> dict[str, Any]:
             clock="cpu",
             use_cache=False,
         )
-        predictions.append(bayplan.simulate(graph, bayplan.scale(profile, half, graph)))
+        predictions.append(bayplan.simulate(graph, bayplan.scale(profile, half, graph, step=whole)))
         del half_inputs
         gc.collect()
         with bayplan.record(clock="cpu") as recording:

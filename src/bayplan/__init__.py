@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bayplan.data.plan import Plan
     from bayplan.data.profile import Profile
     from bayplan.data.record import RunRecord
+    from bayplan.fitted import fit
 
 __all__ = [
     "BayplanError",
@@ -25,6 +26,7 @@ __all__ = [
     "RunRecord",
     "StepGraph",
     "capture",
+    "fit",
     "profile",
     "record",
     "scale",
@@ -40,6 +42,7 @@ _HOME_OF = {
     "RunRecord": "bayplan.data.record",
     "StepGraph": "bayplan.data.graph",
     "capture": "bayplan.api",
+    "fit": "bayplan.fitted",
     "profile": "bayplan.api",
     "record": "bayplan.api",
     "scale": "bayplan.api",

@@ -4,11 +4,12 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
 from bayplan.capturing.fake import OptimizerSource
-from bayplan.capturing.step import capture_step
+from bayplan.capturing.step import capture_step, follow_step
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import StepGraph
@@ -21,6 +22,7 @@ from bayplan.profiling.catalogue import load_device
 from bayplan.profiling.measure import measure_profile
 from bayplan.profiling.roofline import derive_profile
 from bayplan.profiling.scaling import scale_profile
+from bayplan.profiling.workspaces import WorkspaceWatch, nodes_that_may_set_the_peak
 from bayplan.running.recorder import Recorder
 from bayplan.simulating.step import CPU_GRANULARITY_BYTES, simulate_step
 from bayplan.training import Batch, LossFunction, TrainingStep
@@ -84,7 +86,8 @@ def profile(
     """Measure seconds and workspace of each node by running the step on the device it is on.
 
     A copy of the model is trained for `2 * repeats + 1` steps; yours stays as it is. A profile made
-    before of the same step on the same machine is taken from the cache (`BAYPLAN_CACHE`).
+    before of the same step on the same machine is taken from the cache (`BAYPLAN_CACHE`). What
+    `torch.compile` made runs as it was written, as it does in a capture.
 
     Args:
         model: as for `capture`, on the device to measure.
@@ -95,11 +98,13 @@ def profile(
         name: as for `capture`.
         repeats: steps to time, plain and watched, each.
         clock: `wall`, or `cpu` for the processor time of one thread, which ignores neighbours.
-        use_cache: False measures anew.
+        use_cache: False measures anew, and replaces what the cache has of this step.
         on_progress: hears of each step done, and of how many.
     """
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
+    clock = Clock.parse(clock)
+    _device_of(model)  # a model that cannot be measured is refused before it is captured
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast, name=name)
     # One deepcopy of both, so that the optimizer's copy holds the parameters of the model's.
     is_built = isinstance(optimizer, torch.optim.Optimizer)
@@ -114,7 +119,7 @@ def profile(
         step,
         graph,
         repeats=repeats,
-        clock=Clock(clock),
+        clock=clock,
         use_cache=use_cache,
         on_progress=on_progress,
     )
@@ -130,43 +135,82 @@ def profile_step(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure a step that may be trained on; random numbers go on as if nothing had run."""
-    device = next(step.model.parameters()).device
+    device, cache = _device_of(step.model), cache_directory()
     if clock is Clock.CPU and torch.get_num_threads() != 1:
         raise UsageError(
             f"the cpu clock sees one thread, but torch uses {torch.get_num_threads()};"
             " call torch.set_num_threads(1) first, or use the wall clock"
         )
 
-    def measure() -> Profile:
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), open_meter(device, cache_directory()) as meter:
-            return measure_profile(
-                step,
-                graph,
-                meter=meter,
-                device=device,
-                repeats=repeats,
-                clock=clock,
-                granularity_bytes=granularity_of(device.type),
-                on_progress=on_progress,
-            )
+    with open_meter(device, cache) as meter:
 
-    if not use_cache:
-        return measure()
-    return cached_profile(
-        cache_directory(), graph, device=device, repeats=repeats, clock=clock, measure=measure
-    )
+        def measure() -> Profile:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                return measure_profile(
+                    step,
+                    graph,
+                    meter=meter,
+                    device=device,
+                    repeats=repeats,
+                    clock=clock,
+                    granularity_bytes=granularity_of(device.type),
+                    on_progress=on_progress,
+                )
+
+        return cached_profile(
+            cache,
+            graph,
+            device=device,
+            repeats=repeats,
+            clock=clock,
+            method=meter.method,
+            measure=measure,
+            renew=not use_cache,
+        )
 
 
-def scale(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
+def _device_of(model: nn.Module) -> torch.device:
+    """Where a model is, and so is measured."""
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise UsageError(
+            f"{type(model).__name__} has no parameters, so no parameter requires a gradient and"
+            " there is nothing to train; give the module that holds them"
+        )
+    return parameter.device
+
+
+def scale(
+    profile: Profile,
+    measured: StepGraph,
+    wanted: StepGraph,
+    *,
+    step: TrainingStep | None = None,
+    optimizer: OptimizerSource = None,
+) -> Profile:
     """Carry the profile of one batch size over to another batch size of the same model.
 
     Args:
         profile: of `measured`.
         measured: the step that was profiled.
         wanted: the same model's step at another batch size.
+        step: what `wanted` was captured from. With it, operators whose scratch memory could decide
+            the peak are run once, each alone; without it their scratch memory is scaled as well.
+        optimizer: as for `capture`; that of the step by default.
     """
-    return scale_profile(profile, measured, wanted)
+    scaled = scale_profile(profile, measured, wanted)
+    if step is None or measured.fingerprint == wanted.fingerprint:
+        return scaled
+    device = _device_of(step.model)
+    granularity_bytes = granularity_of(device.type)
+    nodes = nodes_that_may_set_the_peak(
+        wanted, scaled.workspace_bytes, granularity_bytes=granularity_bytes
+    )
+    with open_meter(device, cache_directory()) as meter:
+        watch = WorkspaceWatch(wanted, nodes, meter=meter, granularity_bytes=granularity_bytes)
+        follow_step(step, optimizer=optimizer or step.optimizer, watcher=watch)
+    sizes = [watch.found.get(index, size) for index, size in enumerate(scaled.workspace_bytes)]
+    return msgspec.structs.replace(scaled, workspace_bytes=tuple(sizes))
 
 
 def simulate(
@@ -181,7 +225,7 @@ def simulate(
         graph: the step.
         profile: what its nodes cost; derived for the device if there is none.
         device: a device of the catalogue (`h100`), a device file or a `DeviceKind`; without one,
-            the device that the profile was measured on.
+            the device that the profile is of. A profile of another device is refused.
 
     Example:
         >>> import torch
@@ -191,6 +235,11 @@ def simulate(
     """
     if device is not None:
         kind = load_device(device) if isinstance(device, str) else device
+        if profile is not None and profile.device != kind.name:
+            raise UsageError(
+                f"the profile is of {profile.device}, the device asked about is {kind.name}; leave"
+                " one of them out: without a profile its times are derived"
+            )
         return simulate_step(
             graph,
             derive_profile(graph, kind) if profile is None else profile,
@@ -238,7 +287,11 @@ def record(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return Recorder(
-        path, cache=cache_directory(), device=torch.device(device), curve=curve, clock=Clock(clock)
+        path,
+        cache=cache_directory(),
+        device=torch.device(device),
+        curve=curve,
+        clock=Clock.parse(clock),
     )
 
 

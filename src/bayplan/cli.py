@@ -64,6 +64,9 @@ Device = Annotated[
         " then derived from its figures. Default: this machine, on which the step is measured."
     ),
 ]
+Cache = Annotated[
+    bool, Parameter(help="Take a kept profile; --no-cache measures anew and replaces it.")
+]
 Json = Annotated[
     bool,
     Parameter(name="--json", negative="", show_default=False, help="Print JSON for machines."),
@@ -107,6 +110,7 @@ def fit(
     ] = None,
     optimizer: Optimizer = "adamw",
     autocast: Autocast = "none",
+    cache: Cache = True,
     json: Json = False,
 ) -> int:
     """Say whether a training step fits, why, and how fast it will be."""
@@ -123,7 +127,8 @@ def fit(
     from bayplan.fitting import fit as answer  # here: a mistake is told before torch is imported
 
     with ProgressBar() as bar:
-        verdict = answer(question, memory_bytes=memory_bytes, profile=given, on_progress=bar)
+        options = {"memory_bytes": memory_bytes, "profile": given, "use_cache": cache}
+        verdict = answer(question, **options, on_progress=bar)
     print(_json(verdict) if json else verdict_text(verdict))
     return ExitCode.DONE if verdict.fits else ExitCode.DOES_NOT_FIT
 
@@ -153,19 +158,16 @@ def profile(
         str,
         Parameter(help="wall, or cpu: processor time of one thread, which ignores neighbours."),
     ] = "wall",
-    cache: Annotated[
-        bool, Parameter(help="Take a profile made before of the same step on this machine.")
-    ] = True,
+    cache: Cache = True,
     json: Json = False,
 ) -> int:
     """Measure seconds and workspace of every operator by running the step."""
-    from bayplan.data.errors import UsageError, did_you_mean
+    from bayplan.data.errors import UsageError
     from bayplan.data.profile import Clock
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import profile_text
 
-    if clock not in list(Clock):
-        raise UsageError(f"no clock {clock!r}; {did_you_mean(clock, list(Clock))}")
+    chosen_clock = Clock.parse(clock)
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
     question = _question(target, batch=batch, device=device, optimizer=optimizer, autocast=autocast)
@@ -175,7 +177,7 @@ def profile(
     with ProgressBar() as bar:
         bar("capturing", 0, 1)
         graph = question.capture()
-        options = {"repeats": repeats, "clock": Clock(clock), "use_cache": cache}
+        options = {"repeats": repeats, "clock": chosen_clock, "use_cache": cache}
         measured = profile_question(question, graph, **options, on_progress=bar)
     if output is not None:
         files.write(output, measured)

@@ -1,17 +1,23 @@
 """`torch.compile(model, backend="bayplan", options={"memory": "8GiB"})`.
 
-torch finds this function by its entry point and hands it the options as keyword arguments.
+torch finds this function by its entry point. The limit is for what the graph holds: parameters,
+gradients and activations. What lies outside (the optimizer's state, the loss) `bayplan.fit` counts
+too, so prefer that where the limit is the device's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from bayplan.api import granularity_of
+from bayplan.choosing import Within
 from bayplan.data.errors import UsageError
 from bayplan.data.limit import Limit
 from bayplan.devices.machine import cache_directory
-from bayplan.planned import PlannedBackend, within
+from bayplan.planned import Circumstances, PlannedBackend
+from bayplan.pricing import measured_prices
 
 __all__ = ["bayplan"]
 
@@ -20,21 +26,29 @@ def bayplan(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    memory: str | int | None = None,
-    **unknown: Any,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Callable[..., Any]:
     """Plan and compile one graph under a memory limit.
 
     Args:
         module: the traced forward.
         inputs: examples of its inputs.
-        memory: the limit for parameters, gradients and activations, like `8GiB` or `40%`.
-        **unknown: refused, so that a misspelt option is not lost.
+        options: `memory`, a limit like `8GiB` or `40%`.
+        **more: the same as keywords; unknown ones are refused, so that a misspelt one is not lost.
     """
-    if unknown or memory is None:
+    given = {**(options or {}), **more}
+    memory = given.pop("memory", None)
+    if given or memory is None:
         raise UsageError(
             "backend 'bayplan' takes options={'memory': '8GiB'}, in bytes or as a share like '40%';"
-            f" got {sorted(unknown) or 'none'}"
+            f" got {sorted(given) or 'none'}"
         )
     cache = cache_directory()
-    return PlannedBackend(within(Limit.parse(memory), cache=cache), cache)(module, inputs)
+    tensors = (value for value in inputs if hasattr(value, "device"))
+    device_type = next((tensor.device.type for tensor in tensors), "cpu")
+    around = Circumstances(
+        prices=partial(measured_prices, cache=cache),
+        granularity_bytes=granularity_of(device_type),
+    )
+    return PlannedBackend(Within(Limit.parse(memory), cache=cache), around)(module, inputs)

@@ -76,12 +76,14 @@ def _cache() -> Iterator[Finding]:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             pass
-    except OSError as fault:
+        num_profiles = len(list(Path(cache, "profiles").glob("*.json")))
+    except OSError as fault:  # costs time and no result, so it is advice and nothing is amiss
         yield Finding(
-            "cache", f"{cache}: {fault.strerror}", is_good=False, change="set BAYPLAN_CACHE"
+            "cache",
+            f"{cache} ({where}) cannot be written: {fault.strerror}; every step is measured anew",
+            change="set BAYPLAN_CACHE to a folder that can",
         )
         return
-    num_profiles = len(list(Path(cache, "profiles").glob("*.json")))
     kept = "1 profile" if num_profiles == 1 else f"{num_profiles} profiles"
     yield Finding("cache", f"{cache} ({where}), {kept}")
 

@@ -1,23 +1,26 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from bayplan import torch_private
-from bayplan.api import capture
+from bayplan.api import capture, granularity_of
 from bayplan.capturing.fake import OptimizerSource
-from bayplan.data.errors import BayplanError, CaptureError
-from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.choosing import Within
 from bayplan.data.limit import Limit
 from bayplan.devices.machine import cache_directory
-from bayplan.planned import PlannedBackend, within
+from bayplan.planned import Circumstances, Decide, PlannedBackend
+from bayplan.pricing import measured_prices
 from bayplan.simulating.memory import replay_memory
+from bayplan.swap_space import SwapSpace
+from bayplan.tracing import loss_bytes, resident_bytes, untraceable
 from bayplan.training import Batch, LossFunction, TrainingStep, call_model, split_batch
 
-__all__ = ["fit"]
+__all__ = ["bind", "fit"]
 
 
 def fit(
@@ -28,7 +31,10 @@ def fit(
     memory: str | int | Limit,
     optimizer: OptimizerSource = None,
     autocast: torch.dtype | None = None,
+    swap: Path | str | None = None,
+    pack: bool = True,
     time_limit_seconds: float = 10.0,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> nn.Module:
     """Make a model's training step fit a memory limit; returns the same module.
 
@@ -43,45 +49,74 @@ def fit(
         memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
         optimizer: the one you train with, so that its state is counted.
         autocast: dtype of mixed precision that you call the model under.
+        swap: a directory for activations that pay to be swapped; None swaps nothing.
+        pack: whether activations may be packed, without loss.
         time_limit_seconds: for the search.
+        on_progress: hears the share of the search that is done.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
+
+    Example:
+        >>> import torch
+        >>> layers = [torch.nn.Linear(64, 64) for _ in range(6)]
+        >>> model, batch = torch.nn.Sequential(*layers), torch.ones(2048, 64)
+        >>> model = fit(model, batch, lambda y: y.square().mean(), memory="90%")
+        >>> model(batch).square().mean().backward()
     """
     limit = Limit.parse(memory)
-    graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
-    plain_peak_bytes = replay_memory(graph, [0] * len(graph.nodes)).peak_bytes
-    cache = cache_directory()
-    strategy = within(
-        limit,
-        cache=cache,
-        time_limit_seconds=time_limit_seconds,
-        plain_peak_bytes=plain_peak_bytes,
-    )
-    backend = PlannedBackend(strategy, cache, resident_bytes=_state_bytes(graph))
-    # One graph for the whole forward, and a plan per batch size: memory is exact or nothing.
-    model.compile(backend=backend, fullgraph=True, dynamic=False)
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
-    try:
-        with _unchanged(model), step.precision():
-            call_model(model, split_batch(batch, loss_fn)[0])
-    except BaseException as fault:
-        model._compiled_call_impl = None
-        inner = torch_private.compile_fault(fault)
-        if isinstance(inner, BayplanError):
-            raise inner from None
-        if isinstance(fault, Exception):
-            raise CaptureError(f"torch cannot trace the model's forward as one: {fault}") from fault
-        raise
+    graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
+    device = next(model.parameters()).device
+    granularity_bytes = granularity_of(device.type)
+    space = None if swap is None else SwapSpace.measured(device, Path(swap))
+    decide = Within(
+        limit,
+        cache=cache_directory(),
+        time_limit_seconds=time_limit_seconds,
+        plain_peak_bytes=replay_memory(
+            graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes
+        ).peak_bytes,
+        tier=None if space is None else space.tier,
+        may_pack=pack,
+        on_progress=on_progress,
+    )
+    around = Circumstances(
+        prices=partial(measured_prices, cache=cache_directory()),
+        resident_bytes=resident_bytes(graph),
+        loss_bytes=loss_bytes(step),
+        granularity_bytes=granularity_bytes,
+    )
+    bind(step, decide, around, space=space)
     return model
 
 
-def _state_bytes(graph: StepGraph) -> int:
-    return sum(
-        storage.size_bytes
-        for storage in graph.storages
-        if storage.kind is StorageKind.OPTIMIZER_STATE
-    )
+def bind(
+    step: TrainingStep, decide: Decide, around: Circumstances, *, space: SwapSpace | None = None
+) -> PlannedBackend:
+    """Let a model run as decided from now on, and have it planned by one forward.
+
+    Args:
+        step: the model, with a batch to plan for.
+        decide: finds the order of each graph.
+        around: what counts in memory beside it.
+        space: where swapped activations go.
+    """
+    backend = PlannedBackend(decide, around)
+    if space is not None:
+        backend.open_store = space.open
+    model = step.model
+    # One graph for the whole forward, and a plan per batch size: memory is exact or nothing.
+    model.compile(backend=backend, fullgraph=True, dynamic=False)
+    try:
+        with _unchanged(model), step.precision():
+            call_model(model, split_batch(step.batch, step.loss_fn)[0])
+    except BaseException as fault:
+        model._compiled_call_impl = None  # as it was
+        if isinstance(fault, Exception):
+            raise untraceable(fault) from fault
+        raise
+    return backend
 
 
 @contextmanager

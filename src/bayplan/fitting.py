@@ -38,6 +38,7 @@ def fit(
     *,
     memory_bytes: int | None = None,
     profile: Profile | None = None,
+    use_cache: bool = True,
     on_progress: Progress = lambda what, done, total: None,
 ) -> Verdict:
     """Answer a question.
@@ -47,21 +48,22 @@ def fit(
         memory_bytes: the limit; what the device has free by default.
         profile: measured before; otherwise the step runs here at a batch size small enough to be
             measured in seconds, or is derived for the question's device.
+        use_cache: False measures anew, and replaces what the cache has of these steps.
         on_progress: hears what is being done.
     """
     if profile is not None:
         _check_device(profile, question)
-    made: dict[str, Profile] = {}
+    profiles = _Profiles(use_cache, on_progress)
     on_progress("capturing", 0, 1)
     graph = question.capture()
     on_progress("capturing", 1, 1)
     if profile is None:
-        profile = _best_profile(question, graph, made, on_progress)
+        profile = profiles.best(question, graph)
     record = simulate(graph, profile, device=question.device)
     limit_bytes = memory_bytes or _memory_bytes(question, profile)
     changes: list[str] = []
     if record.peak_bytes > limit_bytes:
-        search = _Changes(question, graph, profile, made, limit_bytes, on_progress)
+        search = _Changes(question, graph, profile, profiles, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
         changes += (
             [f"--memory {_rounded_up(record.peak_bytes)}"]
@@ -133,6 +135,19 @@ def _memory_bytes(question: Question, profile: Profile) -> int:
     return available_memory_bytes(torch.device("cuda"))
 
 
+def _half_precision(kind: DeviceKind | None, profile: Profile) -> str | None:
+    """The mixed precision to offer: bf16 needs no loss scaling, but older GPUs cannot compute it.
+
+    A processor takes bf16, slowly where it has no instructions for it.
+    """
+    if kind is not None:
+        known = (("bfloat16", "bf16"), ("float16", "fp16"))
+        return next((word for dtype, word in known if dtype in kind.flops_per_s), None)
+    if profile.device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16"
+
+
 def _usable_bytes(kind: DeviceKind) -> int:
     return int(kind.memory_bytes.value - kind.context_bytes.value)
 
@@ -143,24 +158,33 @@ def _free_bytes_here() -> int:
     return min(available_memory_bytes(torch.device(name)) for name in names)
 
 
-def _best_profile(
-    question: Question, graph: StepGraph, made: dict[str, Profile], on_progress: Progress
-) -> Profile:
-    """Measured at the largest batch that is quick and surely fits here, scaled to this one.
+class _Profiles:
+    """What steps cost, for one answer: each is measured only once, also without the cache."""
 
-    What is measured goes into `made` by its graph's fingerprint, and is measured only once.
-    """
-    if question.device is not None:
-        return derive_profile(graph, question.device)
-    small, small_graph = _quick(question, graph)
-    needed_bytes = replay_memory(small_graph, [0] * len(small_graph.nodes)).peak_bytes
-    if needed_bytes * 1.5 > _free_bytes_here():
-        return derive_profile(graph, probe_cpu())  # cannot run here even at its smallest
-    if small_graph.fingerprint not in made:
-        made[small_graph.fingerprint] = profile_question(
-            small, small_graph, repeats=_MEASURED_REPEATS, on_progress=on_progress
-        )
-    return scale_profile(made[small_graph.fingerprint], small_graph, graph)
+    def __init__(self, use_cache: bool, on_progress: Progress) -> None:
+        self._use_cache, self._on_progress = use_cache, on_progress
+        self._measured: dict[str, Profile] = {}  # by the fingerprint of its graph
+
+    def best(self, question: Question, graph: StepGraph) -> Profile:
+        """Measured at the largest batch that is quick and surely fits here, scaled to this one."""
+        if question.device is not None:
+            return derive_profile(graph, question.device)
+        small, small_graph = _quick(question, graph)
+        needed_bytes = replay_memory(small_graph, [0] * len(small_graph.nodes)).peak_bytes
+        if needed_bytes * 1.5 > _free_bytes_here():
+            return derive_profile(graph, probe_cpu())  # cannot run here even at its smallest
+        return scale_profile(self._measure(small, small_graph), small_graph, graph)
+
+    def _measure(self, question: Question, graph: StepGraph) -> Profile:
+        if graph.fingerprint not in self._measured:
+            self._measured[graph.fingerprint] = profile_question(
+                question,
+                graph,
+                repeats=_MEASURED_REPEATS,
+                use_cache=self._use_cache,
+                on_progress=self._on_progress,
+            )
+        return self._measured[graph.fingerprint]
 
 
 def _quick(question: Question, graph: StepGraph) -> tuple[Question, StepGraph]:
@@ -189,12 +213,12 @@ class _Changes:
         question: Question,
         graph: StepGraph,
         profile: Profile,
-        made: dict[str, Profile],
+        profiles: _Profiles,
         limit_bytes: int,
         on_progress: Progress,
     ) -> None:
         self._question, self._graph = question, graph
-        self._profile, self._made = profile, made
+        self._profile, self._profiles = profile, profiles
         self._limit_bytes, self._on_progress = limit_bytes, on_progress
         self._num_tried = 0
 
@@ -204,8 +228,9 @@ class _Changes:
         batch = self._largest_batch(peak_bytes)
         if batch:
             yield f"--batch {batch}"
-        if question.autocast == "none" and self._fits(replace(question, autocast="bf16")):
-            yield "--autocast bf16"
+        half = _half_precision(question.device, self._profile)
+        if half and question.autocast == "none" and self._fits(replace(question, autocast=half)):
+            yield f"--autocast {half}"
         if question.optimizer.startswith("adam") and self._fits(replace(question, optimizer="sgd")):
             yield "--optimizer sgd"
 
@@ -255,7 +280,7 @@ class _Changes:
         if graph is None or self._peak_without_workspace(graph) > limit_bytes:
             return False
         try:
-            costs = _best_profile(changed, graph, self._made, self._on_progress)
+            costs = self._profiles.best(changed, graph)
         except BayplanError:  # captured, but a kernel refuses it: a dtype it does not know
             return False
         return simulate(graph, costs, device=changed.device).peak_bytes <= limit_bytes

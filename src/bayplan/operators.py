@@ -1,11 +1,11 @@
-"""Other forms of operators that give the same bits: in place, or free of side work."""
+"""In-place forms of operators that give the same bits."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["in_place_form", "in_place_positions", "repeat_form"]
+__all__ = ["in_place_form", "in_place_positions"]
 
 aten = torch.ops.aten
 
@@ -52,17 +52,3 @@ def in_place_positions(operator: Any, num_arguments: int, has_options: bool) -> 
 def in_place_form(operator: Any, position: int) -> Callable[..., Any]:
     """The function that overwrites the argument at a position."""
     return _FORMS[operator][position]
-
-
-def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """What to call when an operator is repeated, with which of its arguments.
-
-    A repeated BatchNorm needs its output and batch statistics again, but its running statistics
-    have been updated since, once and for all: it is repeated without them. They have no part in
-    what it computes in training.
-    """
-    if operator is aten._native_batch_norm_legit_functional.default and arguments[5]:
-        image, weight, bias, _, _, training, momentum, epsilon = arguments
-        form = aten._native_batch_norm_legit.no_stats
-        return form, (image, weight, bias, training, momentum, epsilon)
-    return operator, arguments

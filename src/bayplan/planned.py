@@ -1,77 +1,114 @@
 """A `torch.compile` backend that runs each training step as planned.
 
 torch traces forward and backward into one graph; the backend rewrites it where that is free, prices
-its operators, chooses a schedule, and cuts it into the two graphs that torch then runs for forward
-and backward. Everything else (guards, buffers, autograd, autocast, evaluation) stays torch's.
+its operators, asks for a plan, and cuts the graph into the two that torch then runs for forward and
+backward. Everything else (guards, buffers, autograd, autocast, evaluation) stays torch's.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from bayplan import torch_private
-from bayplan.data.limit import Limit
-from bayplan.data.profile import Clock
-from bayplan.data.program import Program
-from bayplan.devices.meters import open_meter
-from bayplan.planning.schedule import Replay, check_schedule, plain_schedule, replay_schedule
-from bayplan.planning.search import Planned, plan_schedule
-from bayplan.profiling.measure import clock_function
-from bayplan.profiling.signatures import OperatorCosts
+from bayplan.data.errors import UsageError
+from bayplan.data.order import StepOrder
+from bayplan.data.units import format_bytes, round_up
+from bayplan.devices.tiers import SwapStore
+from bayplan.planning.schedule import plain_schedule, replay_schedule
+from bayplan.planning.swaps import Arrangement, Swap, Swapped
+from bayplan.pricing import Price
 from bayplan.running.executor import compile_graph
 from bayplan.running.joint import JointStep, analyse_joint
-from bayplan.running.partition import cut
+from bayplan.running.packing import Pack, apply_packs, find_packs
+from bayplan.running.partition import Step, cut
+from bayplan.running.repeats import make_repeatable
 from bayplan.running.rewrites import free_rewrites
+from bayplan.running.swapping import SwapKind, Swapper, SwapStep
 
-__all__ = ["GraphPlan", "PlannedBackend", "Strategy", "within"]
-
-Strategy = Callable[[Program], Sequence[int]]  # from a step to the order of its operators
+__all__ = ["Circumstances", "Decide", "PlannedBackend", "TracedStep", "arrangement_of", "steps_of"]
 
 
 @dataclass(frozen=True)
-class GraphPlan:
-    """What was decided for one traced graph."""
+class Circumstances:
+    """What surrounds a traced graph and counts in its memory.
 
-    program: Program
-    schedule: tuple[int, ...]
-    replay: Replay
-    plain: Replay
-
-
-def within(
-    limit: Limit,
-    *,
-    cache: Path | None = None,
-    time_limit_seconds: float = 10.0,
-    plain_peak_bytes: int | None = None,
-    on_planned: Callable[[Planned], None] = lambda planned: None,
-) -> Strategy:
-    """Our own strategy: the fastest schedule found within a memory limit.
-
-    Args:
-        limit: bytes, or a share of the plain step's peak.
-        cache: where the planner's compiled inner loop is kept.
-        time_limit_seconds: for the search.
-        plain_peak_bytes: what a share is taken of; the peak of the rewritten step by default.
-        on_planned: hears of the plan found.
+    Attributes:
+        resident_bytes: memory beside the graph's inputs, such as the optimizer's state.
+        loss_bytes: memory of a loss that is computed outside the graph.
+        granularity_bytes: the allocator's rounding.
+        prices: makes the function that prices operators, for a device.
     """
 
-    def choose(program: Program) -> Sequence[int]:
-        plain = replay_schedule(program, plain_schedule(program))
-        limit_bytes = limit.of(plain_peak_bytes or plain.peak_bytes)
-        if plain.peak_bytes <= limit_bytes:
-            return plain_schedule(program)
-        planned = plan_schedule(
-            program, limit_bytes, time_limit_seconds=time_limit_seconds, cache_dir=cache
-        )
-        on_planned(planned)
-        return planned.schedule
+    prices: Callable[[torch.device], AbstractContextManager[Price]]
+    resident_bytes: int = 0
+    loss_bytes: int = 0
+    granularity_bytes: int = 1
 
-    return choose
+
+@dataclass
+class TracedStep:
+    """A joint graph as torch hands it over, and its variants as programs.
+
+    Attributes:
+        joint: rewritten where that is free.
+        num_forward_outputs: how many of its outputs are the forward's.
+        packs: the ways to pack its activations, as far as they are known to lose nothing.
+    """
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    around: Circumstances
+    packs: tuple[Pack, ...] = ()
+    _variants: dict[tuple[str, ...], JointStep] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, joint: fx.GraphModule, num_forward_outputs: int, around: Circumstances
+    ) -> "TracedStep":
+        """Rewrite a joint graph, in place, where that costs nothing."""
+        joint.graph.eliminate_dead_code()
+        free_rewrites(joint.graph)
+        make_repeatable(joint.graph)
+        return cls(joint, num_forward_outputs, around, tuple(find_packs(joint.graph)))
+
+    def with_packs(self, names: Sequence[str] = ()) -> JointStep:
+        """The step with some activations packed, analysed and priced once."""
+        key = tuple(sorted(names))
+        if key not in self._variants:
+            self._variants[key] = self._analyse(key)
+        return self._variants[key]
+
+    def _analyse(self, names: tuple[str, ...]) -> JointStep:
+        module = self.joint
+        if names:  # on a copy, for the graph may be asked for without
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(module.graph, {}))
+            module = fx.GraphModule(module, graph)
+            apply_packs(module.graph, names)
+        with self.around.prices(_device_of(module)) as price:
+            return analyse_joint(
+                module,
+                num_forward_outputs=self.num_forward_outputs,
+                cost_of=price,
+                resident_bytes=self.around.resident_bytes,
+                loss_bytes=self.around.loss_bytes,
+                granularity_bytes=self.around.granularity_bytes,
+            )
+
+
+Decide = Callable[[TracedStep], StepOrder]
+
+_PAGE_BYTES = 4096
+
+
+def _no_store(size_bytes: int) -> SwapStore:
+    raise UsageError(
+        f"the plan swaps {format_bytes(size_bytes)}; say where to, with --swap-dir or `swap=`"
+    )
 
 
 @dataclass
@@ -79,19 +116,16 @@ class PlannedBackend:
     """The backend: give it to `torch.compile`, or to a module's own `compile`.
 
     Attributes:
-        strategy: chooses each graph's schedule.
-        cache: where compiled helpers are kept.
-        resident_bytes: memory beside the graph's inputs, such as the optimizer's state.
-        clock: for pricing operators.
-        plans: one for each graph planned so far; a changed batch size makes a new one.
+        decide: finds the plan of each graph that torch traces; a changed batch size is another.
+        around: what counts in memory beside the graph.
+        open_store: opens the place that swapped activations go to, of a size in bytes.
+        orders: what was decided for each graph so far.
     """
 
-    strategy: Strategy
-    cache: Path
-    resident_bytes: int = 0
-    clock: Clock = Clock.WALL
-    plans: list[GraphPlan] = field(default_factory=list)
-    _costs: dict[str, tuple[float, int]] = field(default_factory=dict)
+    decide: Decide
+    around: Circumstances
+    open_store: Callable[[int], SwapStore] = _no_store
+    orders: list[StepOrder] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph, as torch asks a backend to."""
@@ -103,25 +137,53 @@ class PlannedBackend:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Torch's question which part of a joint graph is forward and what it hands on."""
-        step = self._analyse(joint, num_fwd_outputs)
-        schedule = tuple(self.strategy(step.program))
-        check_schedule(step.program, schedule)
-        replay = replay_schedule(step.program, schedule)
-        plain = replay_schedule(step.program, plain_schedule(step.program))
-        self.plans.append(GraphPlan(step.program, schedule, replay, plain))
-        return cut(step, schedule, replay.taken_over, joint)
+        traced = TracedStep.of(joint, num_fwd_outputs, self.around)
+        order = self.decide(traced)
+        step = traced.with_packs(order.packs)
+        order.check_belongs_to(step.program)
+        swapped = arrangement_of(order).apply(step.program)
+        self.orders.append(order)
+        return cut(
+            step,
+            steps_of(swapped),
+            num_forward=swapped.program.first_backward,
+            owner=joint,
+            swapper=self._swapper(swapped),
+        )
 
-    def _analyse(self, joint: fx.GraphModule, num_forward_outputs: int) -> JointStep:
-        free_rewrites(joint.graph)
-        device = _device_of(joint)
-        with torch_private.outside_tracing(), open_meter(device, self.cache) as meter:
-            costs = OperatorCosts(meter, clock_function(self.clock, device), self._costs)
-            return analyse_joint(
-                joint,
-                num_forward_outputs=num_forward_outputs,
-                cost_of=costs,
-                resident_bytes=self.resident_bytes,
-            )
+    def _swapper(self, swapped: Swapped) -> Swapper | None:
+        """Opened for the first plan that swaps, and large enough for all that are away at once."""
+        if not swapped.swap_ops:
+            return None
+        size_bytes = sum(round_up(swap.size_bytes, _PAGE_BYTES) for swap in swapped.swap_ops)
+        return Swapper(self.open_store(size_bytes))
+
+
+def arrangement_of(order: StepOrder) -> Arrangement:
+    """What the planner makes of a plan's order."""
+    swaps = (Swap(one.buffer, one.away_before, one.backs_before) for one in order.swaps)
+    return Arrangement(order.schedule, tuple(swaps))
+
+
+def steps_of(swapped: Swapped) -> list[Step]:
+    """The steps that carry an arrangement out, as the executor knows them."""
+    parts: dict[int, SwapStep] = {}
+    for swap in swapped.swap_ops:
+        buffer = swapped.buffer_of[swap.buffer]
+        parts[swap.out] = SwapStep(SwapKind.OUT, buffer)
+        parts[swap.away] = SwapStep(SwapKind.AWAY, buffer)
+        for back, here in swap.returns:
+            parts[back] = SwapStep(SwapKind.BACK, buffer)
+            parts[here] = SwapStep(SwapKind.HERE, buffer, is_last=here == swap.returns[-1][1])
+    replay = replay_schedule(swapped.program, plain_schedule(swapped.program))
+    steps: list[Step] = []
+    for index, op in enumerate(swapped.op_of):
+        if index in parts:
+            steps.append(Step(parts[index]))
+        else:
+            taken = replay.taken_over[index]
+            steps.append(Step(op, None if taken is None else swapped.buffer_of[taken]))
+    return steps
 
 
 def _compile(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

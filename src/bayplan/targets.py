@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
-from bayplan.models import default_batch_size, load, reference_models
+from bayplan.models import UnknownModel, default_batch_size, load
 
 __all__ = ["Target", "resolve_target"]
 
@@ -104,18 +104,15 @@ def _default_batch(parameter: inspect.Parameter | None) -> int | None:
 
 
 def _reference_model(name: str) -> Target:
-    if name not in reference_models():
-        raise UsageError(
-            f"no reference model {name!r}; {did_you_mean(name, reference_models())}"
-            " (a model of your own is written module:function)"
-        )
+    try:
+        default_batch = default_batch_size(name)
+    except UnknownModel as fault:
+        raise UsageError(f"{fault} (a model of your own is written module:function)") from None
 
     def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
-        return load(name)(batch_size or default_batch_size(name))
+        return load(name)(batch_size or default_batch)
 
-    return Target(
-        name=name, build=build, takes_batch_size=True, default_batch=default_batch_size(name)
-    )
+    return Target(name=name, build=build, takes_batch_size=True, default_batch=default_batch)
 
 
 def _import_users(module_name: str) -> Any:

@@ -3,12 +3,13 @@
 Each name has a test of its own in `tests/test_torch_private.py` that says what we rely on.
 """
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -33,14 +34,17 @@ __all__ = [
     "current_backward_sequence",
     "fake_mode_of",
     "is_bookkeeping",
+    "is_faking",
     "is_tangent",
     "mutated_arguments",
     "next_forward_sequence",
     "outside_tracing",
     "replayed_views",
+    "running_eagerly",
     "storage_key",
     "tree_leaves",
     "tree_map_only",
+    "uncompiled",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -92,6 +96,11 @@ def fake_mode_of(values: list[Any]) -> FakeTensorMode:
     return mode
 
 
+def is_faking() -> bool:
+    """Whether tensors made now are fake."""
+    return detect_fake_mode() is not None
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a joint graph's input is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
@@ -133,6 +142,21 @@ def compile_joint(
         bw_compiler=compile_graph,
         partition_fn=partition,
     )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was given; any other is itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def running_eagerly() -> AbstractContextManager[Any]:
+    """Let what `torch.compile` has made run as it was written; to be entered at once.
+
+    Where the compiler was never loaded nothing is compiled, and loading it takes two seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def compile_fault(fault: BaseException) -> BaseException:

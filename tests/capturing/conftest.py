@@ -1,6 +1,9 @@
 """What the tests of capture share: a real step to compare with, and a count of real memory."""
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -76,3 +79,21 @@ def counter(counter_directory) -> Iterator[MallocCounter]:
     with attached:
         yield attached
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[[str], ModuleType]:
+    """Import a text as a module of an installed package: no line in it is the user's."""
+
+    def load(text: str) -> ModuleType:
+        path = tmp_path / "site-packages" / "library.py"
+        path.parent.mkdir()
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("library", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

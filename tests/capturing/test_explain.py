@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,36 @@ def test_operator_without_a_fake_kernel():
     assert place(message) == "return linear(x) + torch.ops.bayplan_test.mystery(x)"
     assert "bayplan_test.mystery.default" in message
     assert "torch.library.register_fake" in message
+
+
+@torch.library.custom_op("bayplan_test::secret", mutates_args=())
+def secret(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_custom_operator_without_a_fake_kernel():
+    """torch says it in a plain RuntimeError, which looks like a mistake of the model's."""
+
+    def call_secret(linear, x):
+        return linear(x) + secret(x)
+
+    message = error_of(call_secret)
+    assert place(message) == "return linear(x) + secret(x)"
+    assert "the operator bayplan_test::secret" in message
+    assert "torch.library.register_fake" in message
+
+
+def test_failure_inside_a_library_names_the_users_line_or_else_the_librarys(install):
+    library = install("def decide(linear, x):\n    return linear(x) * x.sum().item()\n")
+
+    def ask_library(linear, x):
+        return library.decide(linear, x)
+
+    assert place(error_of(ask_library)) == "return library.decide(linear, x)"
+    model = nn.Linear(4, 4)
+    model.forward = partial(library.decide, nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"^site-packages/library.py:2 \(`return linear"):
+        bayplan.capture(model, X, total)
 
 
 # The model's own mistakes.

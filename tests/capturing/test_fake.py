@@ -11,7 +11,7 @@ from torch import nn
 import bayplan
 from bayplan.capturing.fake import build_without_memory, fake_step, without_memory
 from bayplan.data.errors import BayplanError, CaptureError, UsageError
-from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.torch_private import FakeTensor, FakeTensorMode, storage_key
 from bayplan.training import TrainingStep
 
@@ -203,13 +203,51 @@ def test_lazy_parameters_are_named():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled_modules_are_refused_by_name():
+def test_scripted_modules_are_refused_by_name():
     x = torch.ones(2, 2)
-    with pytest.raises(CaptureError, match=r"the model is compiled \(OptimizedModule\)"):
-        bayplan.capture(torch.compile(nn.Linear(2, 2)), x, total)
     model = nn.Sequential(nn.ReLU(), torch.jit.trace(nn.Linear(2, 2), x))
-    with pytest.raises(CaptureError, match=r"1 is compiled .*capture the module it was made from"):
+    with pytest.raises(CaptureError, match=r"1 is scripted .*capture the module it was made from"):
         bayplan.capture(model, x, total)
+
+
+# Optimizers.
+
+
+def make_two() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["optimizer", "function"])
+def test_optimizer_of_another_model_is_refused_with_both_counts(is_built):
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer = other if is_built else lambda parameters: other
+    expected = "holds 2 parameters, none of them among the 3 of the model"
+    with pytest.raises(UsageError, match=expected):
+        bayplan.capture(make_two(), torch.ones(2, 2), total, optimizer=optimizer)
+
+
+def test_optimizer_may_leave_parameters_out_and_hold_others():
+    model, other = make_two(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model[1].weight, *other.parameters()], lr=0.1)
+    graph = bayplan.capture(model, torch.ones(2, 2), total, optimizer=optimizer)
+    updated = {node.module for node in graph.nodes if node.op == "aten.add_.Tensor"}
+    assert updated == {"1.weight"}
+
+
+def test_optimizer_may_train_the_loss_alone():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output):
+            return (output * self.scale).sum()
+
+    loss_fn = Scaled()
+    optimizer = torch.optim.SGD(loss_fn.parameters(), lr=0.1)
+    model = make_two().requires_grad_(False)
+    graph = bayplan.capture(model, torch.ones(2, 2), loss_fn, optimizer=optimizer)
+    assert any(node.phase is Phase.UPDATE for node in graph.nodes)
 
 
 # Building without memory.

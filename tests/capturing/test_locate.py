@@ -1,7 +1,5 @@
 """Every node knows its module and the user's line, backward ones those of their forward."""
 
-import importlib.util
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from torch import nn
 
 import bayplan
-from bayplan.capturing.locate import is_users_file, short_path
 from bayplan.data.graph import Phase, StepGraph
+from bayplan.data.source import short_path
 from bayplan.models import resnet
 
 THIS_FILE = short_path(__file__)
@@ -181,30 +179,33 @@ def test_reference_models_are_user_code():
     assert node.module == "conv1"
 
 
-# Files.
+# Libraries.
+
+LIBRARY = """\
+def rounded(x):
+    return x.ceil()
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        (torch.__file__, False),
-        (nn.modules.linear.__file__, False),
-        (bayplan.__file__, False),
-        (resnet.__file__, True),
-        (importlib.util.__file__, False),
-        ("<string>", False),
-        (__file__, True),
-        (pytest.__file__, True),
-        (str(Path(torch.__file__).parent) + "vision/models/resnet.py", True),
-        (str(Path(bayplan.__file__).parent) + "_zoo/net.py", True),
-        (str(Path(sysconfig.get_path("stdlib")).parent.parent / "project" / "net.py"), True),
-    ],
-)
-def test_whose_file_it_is(path, expected):
-    assert is_users_file(path) is expected
+def call(function, *arguments):
+    return function(*arguments)
+"""
 
 
-def test_short_path_is_relative_or_the_last_two_parts(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert short_path(str(tmp_path / "deep" / "er" / "net.py")) == "deep/er/net.py"
-    assert short_path("/home/someone/project/net.py") == "project/net.py"
+def test_line_of_a_library_gives_way_to_the_users_that_calls_it(install):
+    library = install(LIBRARY)
+
+    class Calls(nn.Linear):
+        def forward(self, x):
+            return library.rounded(super().forward(x))  # calls the library
+
+    graph = bayplan.capture(Calls(4, 4), torch.randn(3, 4), loss_of)
+    assert places(graph, "ceil", Phase.FORWARD) == [("", line_of("calls the library"))]
+
+
+def test_step_that_a_library_starts_has_no_line_of_it(install):
+    """So does a command line's parser; with no line of the user on the stack, none is named."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+    graph = install(LIBRARY).call(bayplan.capture, model, batch, nn.MSELoss())
+    assert {node.source for node in graph.nodes} == {""}
+    assert {"0", "1"} <= {node.module for node in graph.nodes}

@@ -5,6 +5,7 @@ import torch
 
 import bayplan
 from bayplan.data.graph import StorageKind
+from bayplan.data.source import short_path
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,3 +115,26 @@ def test_built_without_memory_is_the_same():
         model, batch = build_llama()
     real_model, real_batch = build_llama()
     assert bayplan.capture(model, batch) == bayplan.capture(real_model, real_batch)
+
+
+def test_lines_are_of_the_files_that_the_models_modules_are_in():
+    model, batch = build_gpt2()
+    files = {node.source.rsplit(":")[0] for node in bayplan.capture(model, batch).nodes}
+    assert files <= {
+        *("gpt2/modeling_gpt2.py", "transformers/pytorch_utils.py", "transformers/activations.py"),
+        "",
+    }
+
+
+def test_line_of_the_user_that_calls_a_librarys_model_comes_first():
+    class Mine(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, _ = build_gpt2()
+
+        def forward(self, **batch):
+            return self.backbone(**batch)
+
+    graph = bayplan.capture(Mine(), tokens())
+    files = {node.source.rsplit(":")[0] for node in graph.nodes}
+    assert files == {short_path(__file__), ""}

@@ -11,6 +11,8 @@ import torch
 
 from bayplan.cli import main
 
+ONE_SCREEN = 24
+
 TRAIN = """\
 import torch
 from torch import nn
@@ -101,3 +103,33 @@ def add_to_project(project: Path) -> Callable[[str], None]:
         (project / "train.py").write_text(TRAIN + "\n\n" + text)
 
     return add
+
+
+@pytest.fixture
+def check_refusal() -> Callable[..., None]:
+    """Check what every refusal has in common: `check_refusal(outcome, code, *phrases)`."""
+
+    def check(outcome: Outcome, code: int, *phrases: str) -> None:
+        assert outcome.code == code, outcome.err
+        assert outcome.out == ""
+        assert outcome.err.startswith("bayplan: ")
+        assert "Traceback" not in outcome.err
+        assert len(outcome.err.splitlines()) <= ONE_SCREEN
+        for phrase in phrases:
+            assert phrase in outcome.err
+
+    return check
+
+
+@pytest.fixture
+def files_in() -> Callable[[Path], set[str]]:
+    """List the files below a folder."""
+
+    def find(folder: Path) -> set[str]:
+        return {
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+
+    return find

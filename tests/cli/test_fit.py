@@ -1,5 +1,6 @@
 """`bayplan fit`: the verdict, what explains it, and what would make it fit."""
 
+import json
 import re
 from pathlib import Path
 
@@ -324,3 +325,15 @@ def test_progress_goes_to_stderr_of_a_terminal(bayplan, project, monkeypatch):
     outcome = bayplan("fit", "train:build", "--device", "h100")
     assert FITS.fullmatch(outcome.out.splitlines()[0])
     assert "capturing" in outcome.err
+
+
+def test_profile_is_kept_between_answers_and_renewed_when_asked(
+    bayplan, project, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path / "own cache"))
+    command = ("fit", "train:build", "--memory", "1GiB", "--json")
+    first = bayplan(*command).out
+    assert bayplan(*command).out == first
+    renewed = bayplan(*command, "--no-cache").out
+    assert json.loads(renewed)["step_seconds"] != json.loads(first)["step_seconds"]
+    assert bayplan(*command).out == renewed

@@ -121,7 +121,7 @@ def plan(graph: StepGraph, cluster: Cluster) -> Plan:
             Stage(first=1, last=1, devices=(1,), shares=(2,)),
         ),
         num_micro_batches=2,
-        decisions=(Decision(storage=2, choice=Choice.RECOMPUTE),),
+        decisions=(Decision(value="relu_2", choice=Choice.RECOMPUTE),),
         buckets=(Bucket(parameters=("linear.weight",), size_bytes=48),),
         actions=(
             ("0F0", "0S0", "0F1", "0S1", "0R0", "0B0", "0R1", "0B1", "0A0", "0U0"),

@@ -52,8 +52,21 @@ def test_a_storage_is_not_released_before_it_is_born():
 
 
 def test_a_storage_has_no_negative_size():
-    with pytest.raises(ValueError, match="size_bytes is -1, must be at least 0"):
+    with pytest.raises(ValueError, match="size_bytes is -1, must be 0 or more"):
         Storage(size_bytes=-1, kind=StorageKind.TEMPORARY)
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "message"),
+    [
+        (with_value, {"size_bytes": -1}, "size_bytes is -1, must be 0 or more"),
+        (with_value, {"shape": (3, -4)}, r"shape\[1\] is -4, must be 0 or more"),
+        (with_node, {"flops": -1}, "flops is -1, must be 0 or more"),
+    ],
+)
+def test_no_figure_of_a_graph_is_negative(graph, change, fields, message):
+    with pytest.raises(ValueError, match=message):
+        change(graph, 0, **fields)
 
 
 def test_an_empty_step_is_a_step():

@@ -116,7 +116,7 @@ def test_any_list_of_actions_survives_a_file(plan, lists):
 
 @pytest.mark.parametrize("choice", list(Choice))
 def test_choices_are_written_as_words(plan, choice):
-    written = replace(plan, decisions=(Decision(storage=3, choice=choice),))
+    written = replace(plan, decisions=(Decision(value="relu_3", choice=choice),))
     assert f'"choice": "{choice}"'.encode() in files.encode(written)
 
 

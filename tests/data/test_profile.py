@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bayplan.data.errors import ExitCode, ForeignPlan
+from bayplan.data.errors import ExitCode, ForeignPlan, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
 
@@ -24,9 +24,11 @@ def test_seconds_are_of_the_wall_clock_unless_said_otherwise(profile):
         ({"seconds": (1.0, -1.0, 1.0)}, r"seconds\[1\] is -1\.0, must be 0 or more"),
         ({"seconds": (1.0, 1.0, float("nan"))}, r"seconds\[2\] is nan, must be 0 or more"),
         ({"spread_seconds": (float("inf"), 0, 0)}, r"spread_seconds\[0\] is inf, must be 0"),
-        ({"workspace_bytes": (0, -8, 0)}, "workspace_bytes has a negative entry"),
+        ({"workspace_bytes": (0, -8, 0)}, r"workspace_bytes\[1\] is -8, must be 0 or more"),
         ({"overhead_seconds": -0.1}, r"overhead_seconds is -0\.1, must be 0 or more"),
         ({"step_spread_seconds": -0.1}, r"step_spread_seconds is -0\.1, must be 0 or more"),
+        ({"repeats": -1}, "repeats is -1, must be 0 or more"),
+        ({"threads": -2}, "threads is -2, must be 0 or more"),
     ],
 )
 def test_impossible_costs_are_refused(profile, fields, message):
@@ -66,3 +68,16 @@ def test_an_empty_profile_takes_no_time():
         workspace_bytes=(),
     )
     assert empty.step_seconds == 0.0
+
+
+@pytest.mark.parametrize("text", ["wall", "cpu", Clock.CPU])
+def test_a_clock_is_read_by_its_name(text):
+    assert Clock.parse(text) == text
+    assert type(Clock.parse(text)) is Clock
+
+
+def test_an_unknown_clock_is_refused_with_the_nearest():
+    with pytest.raises(UsageError, match=r"^no clock 'cpuu'; did you mean 'cpu'\?$"):
+        Clock.parse("cpuu")
+    with pytest.raises(UsageError, match=r"^no clock 'sundial'; known: cpu, wall$"):
+        Clock.parse("sundial")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data import files
-from bayplan.data.record import MemoryCurve, RunRecord
+from bayplan.data.record import MemoryCurve, RunRecord, Source
 
 replace = msgspec.structs.replace
 
@@ -73,3 +73,50 @@ def test_defaults_are_not_shared_between_records(record):
     first, second = RunRecord(**bare), RunRecord(**bare)
     assert first.versions == {}
     assert first.versions is not second.versions
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        (lambda record: record, {"step_seconds": (1.0, -1.0)}, r"step_seconds\[1\] is -1\.0, must"),
+        (
+            lambda record: record,
+            {"step_spread_seconds": float("nan")},
+            "step_spread_seconds is nan",
+        ),
+        (lambda record: record.devices[0], {"peak_bytes": -1}, "peak_bytes is -1, must be 0"),
+        (lambda record: record.devices[0], {"peak_by_kind": {"input": -2}}, r"\['input'\] is -2"),
+        (lambda record: record.devices[0], {"peak_node": -1}, "peak_node is -1"),
+        (lambda record: record.devices[0], {"step_peak_bytes": (5, -5)}, r"bytes\[1\] is -5"),
+        (lambda record: record.devices[0].largest[0], {"size_bytes": -1}, "size_bytes is -1"),
+        (lambda record: record.devices[0].events[0], {"seconds": -0.5}, r"seconds is -0\.5"),
+        (lambda record: record.devices[0].events[0], {"start_seconds": -1}, "start_seconds is -1"),
+        (lambda record: record.devices[0].messages[0], {"count": -1}, "count is -1"),
+        (lambda record: record.devices[0].messages[0], {"total_bytes": -1}, "total_bytes is -1"),
+        (lambda record: record.devices[0].messages[0], {"upper_bytes": -1}, "upper_bytes is -1"),
+        (lambda record: record.devices[0].messages[0], {"seconds": float("inf")}, "seconds is inf"),
+        (lambda record: record.devices[0].curve, {"seconds": (0, -1, 2)}, r"seconds\[1\] is -1"),
+    ],
+)
+def test_impossible_figures_are_refused_by_name(record, part, fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(part(record), **fields)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"total_bytes": (-1,)}, r"devices\[0\]\.curve\.total_bytes\[0\] is -1"),
+        (
+            {"total_bytes": (1,), "by_kind": {"input": (-1,)}},
+            r"devices\[0\]\.curve\.by_kind\['input'\]\[0\] is -1",
+        ),
+    ],
+)
+def test_only_a_measured_curve_may_fall_below_zero(record, columns, message):
+    """A loop that frees what is no tensor, such as a data set, may end below where it began."""
+    curve = MemoryCurve(seconds=(0.0,), **columns)
+    devices = (replace(record.devices[0], curve=curve),)
+    assert replace(record, devices=devices).source is Source.MEASURED
+    with pytest.raises(ValueError, match=message):
+        replace(record, devices=devices, source=Source.SIMULATED)

@@ -1,11 +1,16 @@
 """Meters: what they count, and that several readers of one counter do not disturb each other."""
 
 import gc
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import bayplan
 from bayplan.devices import meters
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import (
@@ -110,16 +115,56 @@ def test_cuda_is_metered_by_its_allocator(monkeypatch, cache):
         assert meter.peak_bytes == 7 * MIB
 
 
-def test_fallback_warns_with_the_reason(monkeypatch, cache):
+@pytest.fixture
+def _no_compiler(monkeypatch):
+    """As in a process that has not warned yet."""
+
     def refuse(cache):
         raise MeterUnavailable("malloc counter: no C compiler")
 
     monkeypatch.setattr(MallocCounter, "attach", refuse)
+    meters._warn_of_storages.cache_clear()
+    yield
+    meters._warn_of_storages.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_fallback_warns_with_the_reason(cache):
     with (
         pytest.warns(UserWarning, match="scratch memory of kernels is missed.*no C compiler"),
         open_meter(CPU, cache) as meter,
     ):
         assert isinstance(meter, StorageMeter)
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_fallback_warns_once_and_at_the_users_line(monkeypatch, cache):
+    monkeypatch.setenv("BAYPLAN_CACHE", str(cache))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with bayplan.record() as recording:  # the user's line
+                recording.step()
+            bayplan.profile(nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), repeats=1)
+    (warning,) = caught
+    assert warning.filename == __file__
+    line = Path(__file__).read_text().splitlines()[warning.lineno - 1]
+    assert line.endswith("# the user's line")
+
+
+def test_fallback_of_the_command_line_warns_at_its_first_line(tmp_path):
+    """No frame is the user's there; the parser of the command line is none to name."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "parser.py").write_text("def call(function):\n    function('no C compiler')\n")
+    program = folder / "program.py"
+    program.write_text(
+        "import parser\nfrom bayplan.devices import meters\nparser.call(meters._warn_of_storages)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr.startswith(f"{program}:3: UserWarning: memory is measured by tensor")
 
 
 def test_storage_meter_counts_each_storage_once_until_it_is_released():

@@ -60,5 +60,5 @@ def test_default_sample_shape(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownModel, match="Known: alexnet, "):
-        load("lenet")
+    with pytest.raises(UnknownModel, match="no reference model 'bert'; known: alexnet, "):
+        load("bert")

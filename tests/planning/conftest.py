@@ -1,6 +1,11 @@
-"""Programs to plan: random ones, a drawing a human can check, and a small residual network."""
+"""Programs to plan, random or drawn by hand, and the optimum by looking at every schedule."""
 
+import heapq
+import itertools
+import math
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -128,6 +133,79 @@ def residual_program(num_blocks: int, *, size: int = 1000) -> Program:
     )
 
 
+class _Exhaustive:
+    """Dijkstra's search over all valid schedules.
+
+    A state is the next plain op, the copies in memory beside the outputs' own, and the outputs
+    whose latest copy is a repeat's. A copy in memory never hurts until it is dropped for room, so
+    only the least sets of copies that make room for an op are dropped, just before it.
+    """
+
+    def __init__(self, program: Program, limit_bytes: int) -> None:
+        self.program, self.limit_bytes = program, limit_bytes
+        self.kept_until = [program.always_bytes]
+        for op in program.ops:
+            made = program.outputs.intersection(op.writes)
+            self.kept_until.append(self.kept_until[-1] + self.size(made))
+
+    def size(self, buffers) -> int:
+        return sum(self.program.buffers[buffer] for buffer in buffers)
+
+    def seconds(self) -> float:
+        begin = (0, frozenset(), frozenset())
+        best, done = {begin: 0.0}, set()
+        queue: list[tuple] = [(0.0, 0, begin)]
+        numbers = itertools.count(1)
+        while queue:
+            seconds, _, state = heapq.heappop(queue)
+            if state[0] == len(self.program.ops):
+                return seconds
+            if state in done:
+                continue
+            done.add(state)
+            for cost, after in self.steps(*state):
+                if seconds + cost < best.get(after, math.inf):
+                    best[after] = seconds + cost
+                    heapq.heappush(queue, (seconds + cost, next(numbers), after))
+        return math.inf
+
+    def steps(self, following: int, there: frozenset, renewed: frozenset) -> Iterator[tuple]:
+        repeats = range(following) if following >= self.program.first_backward else ()
+        for index in (following, *repeats):
+            op, is_repeat = self.program.ops[index], index < following
+            copies = there.difference(op.writes)
+            needed = (set(op.reads) - self.program.inputs) - (self.program.outputs - renewed)
+            if (is_repeat and not op.can_repeat) or not needed <= copies:
+                continue
+            made = frozenset(op.writes) - (frozenset() if is_repeat else self.program.outputs)
+            now_renewed = renewed | (made & self.program.outputs)
+            last = following + (not is_repeat)
+            taken_over = [None, *(b for b in op.takes_over if b in needed)]
+            for taken in taken_over:
+                saved = 0 if taken is None else self.program.buffers[taken]
+                fixed = self.kept_until[last] + self.size(made) + op.workspace_bytes - saved
+                for held in self.largest_held(copies, needed, self.limit_bytes - fixed):
+                    yield op.seconds, (last, (held - {taken}) | made, now_renewed)
+
+    def largest_held(self, copies: frozenset, needed: set, room_bytes: int) -> Iterator[frozenset]:
+        """The largest sets of copies, the needed ones among them, that leave room."""
+        others = sorted(b for b in copies - needed if self.program.buffers[b])
+        dropped: list[set] = []
+        for count in range(len(others) + 1):
+            for group in map(set, itertools.combinations(others, count)):
+                if any(smaller <= group for smaller in dropped):
+                    continue
+                if self.size(copies - group) <= room_bytes:
+                    dropped.append(group)
+                    yield copies - group
+
+
+@pytest.fixture(scope="session")
+def optimal_seconds():
+    """The least seconds of any schedule within a limit, or infinity; for small programs."""
+    return lambda program, limit_bytes: _Exhaustive(program, limit_bytes).seconds()
+
+
 @pytest.fixture(scope="session")
 def programs() -> st.SearchStrategy[Program]:
     """Random programs of twelve ops."""
@@ -153,3 +231,14 @@ def make_chain():
 @pytest.fixture(scope="session")
 def make_residual():
     return residual_program
+
+
+@pytest.fixture(scope="session")
+def make_random():
+    return random_program
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the planner's inner loop is compiled once for all tests."""
+    return tmp_path_factory.mktemp("compiled")

@@ -11,6 +11,7 @@ import bayplan
 from bayplan.data import files
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
+from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.profiling.cache import cached_profile
 
 CPU = torch.device("cpu")
@@ -43,8 +44,9 @@ class Measurement:
         )
 
 
-def look_up(cache: Path, graph: StepGraph, measure, *, repeats=5, clock=Clock.WALL) -> Profile:
-    return cached_profile(cache, graph, device=CPU, repeats=repeats, clock=clock, measure=measure)
+def look_up(cache: Path, graph: StepGraph, measure, **changed) -> Profile:
+    options = {"device": CPU, "repeats": 5, "clock": Clock.WALL, "method": "malloc"} | changed
+    return cached_profile(cache, graph, measure=measure, **options)
 
 
 def the_file(cache: Path) -> Path:
@@ -109,15 +111,27 @@ def test_everything_that_changes_times_changes_the_name(tmp_path, graph, monkeyp
     look_up(tmp_path, graph, measure)
     look_up(tmp_path, graph, measure, clock=Clock.CPU)
     assert measure.count == 2
+    look_up(tmp_path, graph, measure, method="storages")
+    assert measure.count == 3
     monkeypatch.setattr(
         "bayplan.profiling.cache.describe_machine", lambda: {"torch": "another version"}
     )
     look_up(tmp_path, graph, measure)
-    assert measure.count == 3
+    assert measure.count == 4
     monkeypatch.setattr("bayplan.profiling.cache.device_name", lambda device: "NVIDIA H100")
     look_up(tmp_path, graph, measure)
-    assert measure.count == 4
-    assert len(list((tmp_path / "profiles").iterdir())) == 4
+    assert measure.count == 5
+    assert len(list((tmp_path / "profiles").iterdir())) == 5
+
+
+def test_renewed_profile_replaces_the_kept_one(tmp_path, graph):
+    measure = Measurement(graph)
+    old = look_up(tmp_path, graph, measure)
+    new = look_up(tmp_path, graph, measure, renew=True)
+    assert new != old
+    assert files.read(the_file(tmp_path), Profile) == new
+    assert look_up(tmp_path, graph, measure) == new
+    assert measure.count == 2
 
 
 def test_same_step_under_another_name_is_found_and_renamed(tmp_path, graph):
@@ -168,5 +182,28 @@ def test_cache_hit_does_not_run_the_step_again(tmp_path, monkeypatch):
     assert Counting.num_real == 2 * 2 + 1
     assert profile() == first
     assert Counting.num_real == 5
-    profile(use_cache=False)
+    renewed = profile(use_cache=False)
     assert Counting.num_real == 10
+    assert profile() == renewed
+    assert Counting.num_real == 10
+
+
+@pytest.mark.filterwarnings("ignore:memory is measured by tensor storages")
+def test_profile_by_storages_does_not_serve_where_malloc_is_counted(tmp_path, monkeypatch):
+    """What kernels allocate inside is missed by the one and seen by the other."""
+    monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path))
+
+    def refuse(cache):
+        raise MeterUnavailable("malloc counter: no C compiler")
+
+    def sorts(output: torch.Tensor) -> torch.Tensor:
+        return output.sort().values.sum()
+
+    def workspace_bytes() -> int:
+        profile = bayplan.profile(nn.Linear(4, 4096), torch.ones(64, 4), sorts, repeats=1)
+        return sum(profile.workspace_bytes)
+
+    with monkeypatch.context() as without:
+        without.setattr(MallocCounter, "attach", refuse)
+        assert workspace_bytes() == 0
+    assert workspace_bytes() > 0

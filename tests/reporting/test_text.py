@@ -257,6 +257,7 @@ def test_comparison_with_nothing_has_no_error(simulated, measured):
 def test_findings(snapshot):
     findings = [
         Finding("torch", "2.13.0"),
-        Finding("cache", "/no/where: Permission denied", is_good=False, change="set BAYPLAN_CACHE"),
+        Finding("cache", "/no/where cannot be written", change="set BAYPLAN_CACHE"),
+        Finding("memory", "no C compiler", is_good=False, change="install one"),
     ]
     assert findings_text(findings) == snapshot

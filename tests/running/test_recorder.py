@@ -1,12 +1,6 @@
-"""`bayplan.record` around real loops: steps, the true peak, the curve, and what may go wrong.
+"""`bayplan.record` around real loops: its steps, the true peak, and what may go wrong."""
 
-`SLACK_BYTES` is what Python and torch allocate beside the tensors of a small loop, and what malloc
-rounds them up by.
-"""
-
-import contextlib
 import gc
-import time
 
 import pytest
 import torch
@@ -16,42 +10,21 @@ import bayplan
 from bayplan.data import files
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.record import RunRecord, Source
-from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import resident_tensor_bytes
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MIB = 2**20
+# What Python and torch allocate beside a small loop's tensors, and what malloc rounds them up by.
 SLACK_BYTES = 128 * 1024
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache, monkeypatch):
-    monkeypatch.setenv("BAYPLAN_CACHE", str(cache))
 
 
 def block(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
-def make_training():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, optimizer, torch.randn(32, 256)
-
-
-def train_one(model, optimizer, inputs) -> None:
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-
-
-def test_steps_of_an_optimizer_are_counted_and_timed():
+def test_steps_of_an_optimizer_are_counted_and_timed(make_training, train_one):
     model, optimizer, inputs = make_training()
     with bayplan.record() as recording:
         for _ in range(4):
@@ -128,7 +101,7 @@ def test_shared_storage_is_counted_once():
     assert resident_tensor_bytes(CPU) <= before - 5 * MIB
 
 
-def test_steps_by_hand_need_no_optimizer():
+def test_steps_by_hand_need_no_optimizer(make_training):
     model, _, inputs = make_training()
     with bayplan.record() as recording:
         for _ in range(3):
@@ -138,7 +111,7 @@ def test_steps_by_hand_need_no_optimizer():
     assert len(recording.result.step_seconds) == 3
 
 
-def test_steps_by_hand_win_over_an_optimizer():
+def test_steps_by_hand_win_over_an_optimizer(make_training, train_one):
     """A loop with both is one step per mark, and its first step reaches back to the start."""
     model, optimizer, inputs = make_training()
     with bayplan.record() as recording:
@@ -153,7 +126,7 @@ def test_steps_by_hand_win_over_an_optimizer():
     assert device.step_peak_bytes[1] < device.peak_bytes - 15 * MIB
 
 
-def test_second_optimizer_ends_no_step():
+def test_second_optimizer_ends_no_step(make_training, train_one):
     model, optimizer, inputs = make_training()
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with bayplan.record() as recording:
@@ -171,7 +144,7 @@ def test_no_steps_at_all_is_a_record_too(tmp_path):
     assert record.typical_step_seconds == 0.0
 
 
-def test_written_record_is_the_result(tmp_path):
+def test_written_record_is_the_result(tmp_path, make_training, train_one):
     model, optimizer, inputs = make_training()
     with bayplan.record(str(tmp_path / "new" / "run.json"), curve=True) as recording:
         train_one(model, optimizer, inputs)
@@ -180,7 +153,7 @@ def test_written_record_is_the_result(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit])
-def test_loop_that_ends_early_is_recorded_so_far(tmp_path, error):
+def test_loop_that_ends_early_is_recorded_so_far(tmp_path, error, make_training, train_one):
     model, optimizer, inputs = make_training()
 
     def train() -> None:
@@ -194,7 +167,7 @@ def test_loop_that_ends_early_is_recorded_so_far(tmp_path, error):
     assert len(files.read(tmp_path / "run.json", RunRecord).step_seconds) == 2
 
 
-def test_nothing_is_listened_to_after_the_block():
+def test_nothing_is_listened_to_after_the_block(make_training, train_one):
     model, optimizer, inputs = make_training()
     with bayplan.record() as recording:
         train_one(model, optimizer, inputs)
@@ -245,171 +218,3 @@ def test_path_that_breaks_meanwhile_hides_no_error_of_the_loop(tmp_path):
     ):
         block_folder()
     assert recording.result.step_seconds == ()
-
-
-def test_nested_recordings_each_see_their_own_peak():
-    """Both read one counter, and each resets its peak at its own steps."""
-    before = resident_tensor_bytes(CPU)
-    with bayplan.record() as outer:
-        block(20 * MIB)
-        with bayplan.record() as inner:
-            block(5 * MIB)
-            inner.step()
-            block(3 * MIB)
-            inner.step()
-        outer.step()
-        block(2 * MIB)
-        outer.step()
-    for recording, megabytes in ((outer, (20, 2)), (inner, (5, 3))):
-        (device,) = recording.result.devices
-        for found, wanted in zip(device.step_peak_bytes, megabytes, strict=True):
-            assert abs(found - before - wanted * MIB) < SLACK_BYTES
-
-
-def test_nested_recordings_both_hear_the_optimizer():
-    model, optimizer, inputs = make_training()
-    train_one(model, optimizer, inputs)
-    with bayplan.record() as outer, bayplan.record() as inner:
-        for _ in range(3):
-            train_one(model, optimizer, inputs)
-            block(8 * MIB)
-    peaks = [recording.result.devices[0].step_peak_bytes for recording in (outer, inner)]
-    assert len(peaks[0]) == len(peaks[1]) == 3
-    # The first step of the outer one also saw how the inner one looked for tensors.
-    for one, other in zip(peaks[0][1:], peaks[1][1:], strict=True):
-        assert one > 8 * MIB
-        assert abs(one - other) < SLACK_BYTES
-
-
-def test_profile_inside_a_recording_leaves_its_peak_alone():
-    """The profiler resets the counter's peak at every operator."""
-    before = resident_tensor_bytes(CPU)
-    with bayplan.record() as recording:
-        block(32 * MIB)
-        bayplan.profile(
-            nn.Linear(8, 8), torch.ones(2, 8), lambda y: y.sum(), repeats=1, use_cache=False
-        )
-    assert abs(recording.result.peak_bytes - before - 32 * MIB) < 2 * SLACK_BYTES
-
-
-def test_curve_runs_forward_in_time_and_reaches_the_peak():
-    model, optimizer, inputs = make_training()
-    with bayplan.record(curve=True) as recording:
-        for _ in range(3):
-            train_one(model, optimizer, inputs)
-            block(4 * MIB)
-    (device,) = recording.result.devices
-    curve = device.curve
-    assert curve is not None
-    assert curve.seconds[0] == 0.0
-    assert list(curve.seconds) == sorted(curve.seconds)
-    assert len(curve.seconds) > 10
-    assert max(curve.total_bytes) <= device.peak_bytes
-    assert device.peak_bytes - max(curve.total_bytes) < SLACK_BYTES
-    assert recording.result.not_counted == ()
-
-
-def test_no_curve_unless_asked_for():
-    with bayplan.record() as recording:
-        block(MIB)
-    assert recording.result.devices[0].curve is None
-
-
-def test_nested_curves_each_have_their_own_part():
-    with bayplan.record(curve=True) as outer:
-        block(2 * MIB)
-        with bayplan.record(curve=True) as inner:
-            block(4 * MIB)
-        block(8 * MIB)
-    wide, narrow = (recording.result.devices[0].curve for recording in (outer, inner))
-    assert wide is not None
-    assert narrow is not None
-    assert len(narrow.seconds) == 2
-    assert len(wide.seconds) >= 6
-    assert abs(max(wide.total_bytes) - max(narrow.total_bytes) - 4 * MIB) < SLACK_BYTES
-
-
-def test_cpu_clock_leaves_out_waiting():
-    with bayplan.record(clock="cpu") as recording:
-        time.sleep(0.2)
-        recording.step()
-    assert recording.result.clock == "cpu"
-    assert recording.result.step_seconds[0] < 0.2
-    with pytest.raises(ValueError, match="sundial"):
-        bayplan.record(clock="sundial")
-
-
-@pytest.fixture
-def _no_compiler(monkeypatch):
-    def refuse(cache):
-        raise MeterUnavailable("malloc counter: no C compiler (cc) on PATH")
-
-    monkeypatch.setattr("bayplan.devices.meters.MallocCounter.attach", refuse)
-
-
-@pytest.mark.usefixtures("_no_compiler")
-def test_without_a_compiler_storages_are_counted_and_it_is_said(tmp_path):
-    before = resident_tensor_bytes(CPU)
-    recording = bayplan.record(tmp_path / "run.json", curve=True)
-    with pytest.warns(UserWarning, match="tensor storages only.*no C compiler"):
-        recording.__enter__()
-    with contextlib.ExitStack() as stack:
-        stack.push(recording)
-        first = block(8 * MIB)
-        recording.step()
-        del first
-        block(4 * MIB)
-        recording.step()
-    record = files.read(tmp_path / "run.json", RunRecord)
-    assert record.method == "storages"
-    assert record.not_counted == ("scratch memory of kernels",)
-    (device,) = record.devices
-    assert device.curve is None
-    # The second step starts before the first block is gone.
-    assert device.step_peak_bytes == (before + 8 * MIB, before + 8 * MIB)
-
-
-@pytest.mark.usefixtures("_no_compiler")
-@pytest.mark.filterwarnings("ignore:memory is measured by tensor storages")
-def test_without_a_compiler_training_is_the_same():
-    losses = []
-    for recorded in (False, True):
-        model, optimizer, inputs = make_training()
-        if recorded:
-            with bayplan.record() as recording:
-                for _ in range(3):
-                    train_one(model, optimizer, inputs)
-            assert len(recording.result.step_seconds) == 3
-        else:
-            for _ in range(3):
-                train_one(model, optimizer, inputs)
-        losses.append(model(inputs).square().mean().item())
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.usefixtures("_no_compiler")
-@pytest.mark.filterwarnings("ignore:memory is measured by tensor storages")
-def test_without_a_compiler_sparse_gradients_do_not_break_the_loop():
-    table = nn.Embedding(100, 8, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    with bayplan.record() as recording:
-        optimizer.zero_grad()
-        table(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
-    assert len(recording.result.step_seconds) == 1
-
-
-def test_dropped_changes_of_the_curve_are_confessed(monkeypatch):
-    start = MallocCounter.start_curve
-
-    monkeypatch.setattr(
-        "bayplan.devices.meters.MallocCounter.start_curve",
-        lambda counter: start(counter, capacity=3),
-    )
-    with bayplan.record(curve=True) as recording:
-        for _ in range(4):
-            block(MIB)
-    assert recording.result.not_counted == ("the curve's last 5 changes",)
-    curve = recording.result.devices[0].curve
-    assert curve is not None
-    assert len(curve.seconds) == 3

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_private
 from bayplan.capturing.explain import explained
-from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.data.errors import BayplanError, CaptureError, UsageError
 from bayplan.training import TrainingStep
 
 __all__ = ["OptimizerSource", "build_without_memory", "fake_step", "without_memory"]
@@ -40,7 +40,11 @@ def without_memory() -> Iterator[torch_private.FakeTensorMode]:
     logger = logging.getLogger(torch_private.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        with torch_private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # What is compiled hides its operators, and cannot run on fake tensors.
+        with (
+            torch_private.running_eagerly(),
+            torch_private.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
             yield mode
     finally:
         logger.disabled = was_disabled
@@ -79,10 +83,13 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     elif optimizer is not None:
         fake_optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
     batch = copier.convert(step.batch)
+    loss_fn = copier.copy_loss(step.loss_fn)
+    if fake_optimizer is not None:
+        _check_trains(fake_optimizer, model, loss_fn)
     return TrainingStep(
         model=model,
         batch=batch,
-        loss_fn=copier.copy_loss(step.loss_fn),
+        loss_fn=loss_fn,
         optimizer=fake_optimizer,
         autocast=step.autocast,
     )
@@ -90,9 +97,9 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
 
 def _check_can_be_captured(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{name or 'the model'} is compiled ({type(module).__name__}), which hides its"
+                f"{name or 'the model'} is scripted ({type(module).__name__}), which hides its"
                 " operators; capture the module it was made from"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -101,6 +108,20 @@ def _check_can_be_captured(model: nn.Module) -> None:
                 f"the model has lazy parameters with no shape yet ({name}); run it once on a real"
                 " batch first"
             )
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any) -> None:
+    """Refuse an optimizer of another model; one that leaves some parameters out is fine."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = list(model.parameters())
+    if isinstance(loss_fn, nn.Module):
+        known += loss_fn.parameters()
+    if {*map(id, held)}.isdisjoint(map(id, known)):
+        raise UsageError(
+            f"the optimizer holds {len(held)} parameters, none of them among the"
+            f" {len(known)} of the model, so it would train nothing of it; make it from"
+            " model.parameters() of this very model"
+        )
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -147,12 +168,21 @@ class _Copier:
         """A deep copy with a fake twin for each tensor, also for those that are in no register."""
         try:
             with _TwinsForCopies(self):
+                if isinstance(thing, nn.Module):
+                    self._add_uncompiled(thing)
                 return copy.deepcopy(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise CaptureError(
                 f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
                 " generators and the like out of its attributes"
             ) from fault
+
+    def _add_uncompiled(self, model: nn.Module) -> None:
+        """Remember the copy of each module before `torch.compile`, which hides its operators."""
+        for module in reversed(list(model.modules())):  # inner ones first, for outer ones hold them
+            original = torch_private.uncompiled(module)
+            if original is not module:
+                self.memo[id(module)] = copy.deepcopy(original, self.memo)
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         device = "cpu" if tensor.device.type == "meta" else tensor.device

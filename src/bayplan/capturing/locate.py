@@ -5,47 +5,24 @@ autograd numbers each forward operator it records and its gradient formula carri
 so the forward's place is remembered by number and looked up again.
 """
 
-import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
-from bayplan import torch_private, training
+from bayplan import torch_private
+from bayplan.data.source import Owner, is_users_file, owner_of, short_path
+from bayplan.training import TrainingStep
 
-__all__ = ["Locator", "Place", "is_users_file", "short_path"]
+__all__ = ["Locator", "Place"]
 
 Place = tuple[str, str]  # module path, source line
 
-# With the separator at the end: torchvision is not torch.
-_TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
-_PYTHON_ROOT = sysconfig.get_path("stdlib") + os.sep
-_OUR_ROOT = str(Path(__file__).parent.parent) + os.sep
-_OUR_MODELS = str(Path(_OUR_ROOT) / "models") + os.sep
-
-
-def is_users_file(path: str) -> bool:
-    """Whether a file belongs to the model being captured, not to torch, Python or us."""
-    if path.startswith("<") or path.startswith(_TORCH_ROOT):
-        return False
-    if path.startswith(_OUR_ROOT):
-        return path.startswith(_OUR_MODELS)
-    return not path.startswith(_PYTHON_ROOT) or "site-packages" in path
-
-
-def short_path(path: str) -> str:
-    """A path that means something on another machine: relative, or its last two parts."""
-    parts = Path(path).parts
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return "/".join(parts[-2:])
+# Whoever started the step stands further out than this, and made no operator of it.
+_STEP_FILE = TrainingStep.__call__.__code__.co_filename
 
 
 class Locator:
@@ -53,6 +30,7 @@ class Locator:
 
     def __init__(self, model: nn.Module) -> None:
         self._path_of = {module: path for path, module in model.named_modules()}
+        self._model_files = _files_of(model)
         self._running: list[str] = [""]
         self._place_of_sequence: dict[int, Place] = {}
         self._next_sequence = 0
@@ -81,7 +59,7 @@ class Locator:
 
     def forward_place(self) -> Place:
         """The place of the operator running now, remembered for its gradient."""
-        place = (self._running[-1], _users_line())
+        place = (self._running[-1], _line_of_operator(self._model_files))
         upto = torch_private.next_forward_sequence()
         for sequence in range(self._next_sequence, upto):
             self._place_of_sequence[sequence] = place
@@ -94,14 +72,25 @@ class Locator:
         return self._place_of_sequence.get(-1 if sequence is None else sequence, ("", ""))
 
 
-def _users_line() -> str:
-    """The innermost line of user code on the stack; none where torch's own modules do it all."""
+def _files_of(model: nn.Module) -> frozenset[str]:
+    """The files of libraries that the model's modules are written in."""
+    homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    paths = {getattr(home, "__file__", None) for home in homes}
+    return frozenset(path for path in paths if path and owner_of(path) is Owner.LIBRARY)
+
+
+def _line_of_operator(model_files: frozenset[str]) -> str:
+    """The innermost line of the user's own on the stack, else of a library's model.
+
+    None where torch's modules do it all: better no line than one of a file that is not the model's.
+    """
+    line = ""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _STEP_FILE:
         path = frame.f_code.co_filename
-        if path == training.__file__:  # whoever started the step stands further out
-            return ""
         if is_users_file(path):
             return f"{short_path(path)}:{frame.f_lineno}"
+        if not line and path in model_files:
+            line = f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return line

@@ -20,7 +20,7 @@ from bayplan.capturing.tracer import StepTracer
 from bayplan.data.graph import StepGraph, StorageKind
 from bayplan.training import TrainingStep
 
-__all__ = ["capture_step", "trace_step"]
+__all__ = ["capture_step", "follow_step", "trace_step"]
 
 
 def capture_step(
@@ -36,7 +36,22 @@ def capture_step(
     with _untouched_generators(), explained(), without_memory():
         fake = fake_step(step, optimizer)
         fake()
-        return trace_step(fake, name=name or type(step.model).__name__)
+        return trace_step(fake, name=name or type(fake.model).__name__)
+
+
+def follow_step(
+    step: TrainingStep, *, optimizer: OptimizerSource, watcher: torch_private.TorchDispatchMode
+) -> None:
+    """Run a steady-state step on fake tensors once more, under a mode that watches it.
+
+    The mode sees the nodes of the step's graph in their order.
+    """
+    with _untouched_generators(), explained(), without_memory():
+        fake = fake_step(step, optimizer)
+        fake()
+        fake.model.zero_grad()
+        with torch_private.replayed_views(), watcher:
+            fake()
 
 
 def trace_step(step: TrainingStep, *, name: str) -> StepGraph:

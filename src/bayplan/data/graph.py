@@ -12,6 +12,8 @@ from functools import cached_property
 
 import msgspec
 
+from bayplan.data.checks import check_figures, check_not_negative
+
 __all__ = ["Node", "Phase", "StepGraph", "Storage", "StorageKind", "Value"]
 
 
@@ -53,8 +55,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.size_bytes < 0:
-            raise ValueError(f"size_bytes is {self.size_bytes}, must be at least 0")
+        check_not_negative(size_bytes=self.size_bytes)
         if self.born is not None and self.released is not None and self.released < self.born:
             raise ValueError(f"released after node {self.released} but born at node {self.born}")
 
@@ -67,6 +68,10 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str
     size_bytes: int
     producer: int | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative(size_bytes=self.size_bytes)
+        check_figures("shape", self.shape)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +97,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     arguments: str = ""
     flops: int = 0
     is_random: bool = False
+
+    def __post_init__(self) -> None:
+        check_not_negative(flops=self.flops)
 
 
 class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):

@@ -9,7 +9,9 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Action", "ActionKind", "Bucket", "Choice", "Decision", "Plan", "Stage"]
+from bayplan.data.order import StepOrder
+
+__all__ = ["Action", "ActionKind", "Bucket", "Choice", "Decision", "Plan", "Request", "Stage"]
 
 
 class Choice(StrEnum):
@@ -94,10 +96,42 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The choice for one activation's storage."""
+    """The choice for one activation, and what it costs.
 
-    storage: int
+    Attributes:
+        value: the op that makes it, with the module it belongs to in `place`.
+        size_bytes: what it takes while it is there.
+        seconds: what the choice adds to the step.
+    """
+
+    value: str
     choice: Choice
+    place: str = ""
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
+        if not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise ValueError(f"seconds is {self.seconds}, must be finite and 0 or more")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The step that was asked about, so that a plan can be run without repeating it.
+
+    Attributes:
+        target: a reference model, or `module:function`; the latter is code, so it is never
+            imported from a plan alone.
+        batch: samples; None for the target's own.
+        memory: the limit as it was given, `8GiB` or `40%`.
+    """
+
+    target: str
+    batch: int | None = None
+    optimizer: str = "adamw"
+    autocast: str = "none"
+    memory: str = ""
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +146,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         actions: per device, its whole list in order.
+        order: inside a stage, what happens to each operator and activation; for one device.
+        decisions: the same by activation, for readers; those not named are kept.
         gap: how much faster than predicted an optimal plan could be at most, as a share;
             None where no bound is known.
     """
@@ -125,6 +161,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_bytes: int | None = None
     stages: tuple[Stage, ...]
     num_micro_batches: int = 1
+    request: Request | None = None
+    order: StepOrder | None = None
     decisions: tuple[Decision, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     actions: tuple[tuple[str, ...], ...]

@@ -5,7 +5,8 @@ from enum import StrEnum
 
 import msgspec
 
-from bayplan.data.errors import ForeignPlan
+from bayplan.data.checks import check_figures, check_not_negative
+from bayplan.data.errors import ForeignPlan, UsageError, did_you_mean
 from bayplan.data.graph import StepGraph
 
 __all__ = ["Clock", "Origin", "Profile"]
@@ -24,6 +25,19 @@ class Clock(StrEnum):
 
     WALL = "wall"
     CPU = "cpu"  # processor time of the calling thread; ignores noisy neighbours
+
+    @classmethod
+    def parse(cls, text: "str | Clock") -> "Clock":
+        """Read a clock by its name.
+
+        Example:
+            >>> str(Clock.parse("cpu"))
+            'cpu'
+        """
+        names = [str(clock) for clock in cls]
+        if text not in names:
+            raise UsageError(f"no clock {str(text)!r}; {did_you_mean(str(text), names)}")
+        return cls(text)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,16 +72,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lengths = [len(column) for column in columns]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
-        for name, column in zip(("seconds", "spread_seconds"), columns, strict=False):
-            for index, figure in enumerate(column):
-                if not (math.isfinite(figure) and figure >= 0):
-                    raise ValueError(f"{name}[{index}] is {figure}, must be 0 or more")
-        if any(figure < 0 for figure in self.workspace_bytes):
-            raise ValueError("workspace_bytes has a negative entry")
-        for name in ("overhead_seconds", "step_spread_seconds"):
-            figure = getattr(self, name)
-            if not (math.isfinite(figure) and figure >= 0):
-                raise ValueError(f"{name} is {figure}, must be 0 or more")
+        check_figures("seconds", self.seconds)
+        check_figures("spread_seconds", self.spread_seconds)
+        check_figures("workspace_bytes", self.workspace_bytes)
+        check_not_negative(
+            overhead_seconds=self.overhead_seconds,
+            step_spread_seconds=self.step_spread_seconds,
+            repeats=self.repeats,
+            threads=self.threads,
+        )
 
     @property
     def step_seconds(self) -> float:

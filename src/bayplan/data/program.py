@@ -6,6 +6,7 @@ the forward ops and then the backward ops, each once; every schedule keeps that 
 insert repeats.
 """
 
+import hashlib
 from functools import cached_property
 
 import msgspec
@@ -26,6 +27,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         can_repeat: whether a repeat gives the same bits.
         takes_over: buffers among `reads` whose memory the only output may take over, if the copy
             that is read dies here.
+        place: the module it runs for, `layer1.0.conv2`; empty where that is not known.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: int = 0
     can_repeat: bool = True
     takes_over: tuple[int, ...] = ()
+    place: str = ""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -92,6 +95,13 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{op.name} takes over what it does not read, or in many outputs")
             if {self.buffers[b] for b in op.takes_over} != {self.buffers[op.writes[0]]}:
                 raise ValueError(f"{op.name} takes over a buffer of another size")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells programs apart by what a schedule depends on: ops and sizes, not their costs."""
+        shape = [(op.name, op.reads, op.writes, op.can_repeat, op.takes_over) for op in self.ops]
+        ends = (self.first_backward, sorted(self.inputs), sorted(self.outputs))
+        return hashlib.sha256(repr((self.buffers, shape, ends)).encode()).hexdigest()[:24]
 
     @cached_property
     def producers(self) -> tuple[int, ...]:

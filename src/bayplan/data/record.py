@@ -5,6 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
+from bayplan.data.checks import check_figures, check_not_negative
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
@@ -38,7 +39,10 @@ class Lane(StrEnum):
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Live bytes over time; `by_kind` splits them where the kinds are known."""
+    """Live bytes over time; `by_kind` splits them where the kinds are known.
+
+    Measured bytes may be below 0: a loop may free what was there before it and is no tensor.
+    """
 
     seconds: tuple[float, ...]
     total_bytes: tuple[int, ...]
@@ -49,6 +53,7 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         lengths = [len(column) for column in columns]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
+        check_figures("seconds", self.seconds)
 
 
 class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +64,9 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     source: str
 
+    def __post_init__(self) -> None:
+        check_not_negative(size_bytes=self.size_bytes)
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something a device did, from `start_seconds` on for `seconds`."""
@@ -68,6 +76,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_seconds: float
     seconds: float
 
+    def __post_init__(self) -> None:
+        check_not_negative(start_seconds=self.start_seconds, seconds=self.seconds)
+
 
 class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Messages of one size class, summed."""
@@ -76,6 +87,14 @@ class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     count: int
     total_bytes: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            upper_bytes=self.upper_bytes,
+            count=self.count,
+            total_bytes=self.total_bytes,
+            seconds=self.seconds,
+        )
 
 
 class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +117,14 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve: MemoryCurve | None = None
     events: tuple[Event, ...] = ()
     messages: tuple[MessageClass, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_not_negative(peak_bytes=self.peak_bytes)
+        check_figures("step_peak_bytes", self.step_peak_bytes)
+        for kind, size_bytes in self.peak_by_kind.items():
+            check_not_negative(**{f"peak_by_kind[{kind!r}]": size_bytes})
+        if self.peak_node is not None:
+            check_not_negative(peak_node=self.peak_node)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +151,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     not_counted: tuple[str, ...] = ()
     versions: dict[str, str] = {}
 
+    def __post_init__(self) -> None:
+        check_figures("step_seconds", self.step_seconds)
+        check_not_negative(step_spread_seconds=self.step_spread_seconds)
+        if self.source is Source.SIMULATED:
+            for at, device in enumerate(self.devices):
+                if device.curve is not None:
+                    _check_simulated(f"devices[{at}].curve", device.curve)
+
     @property
     def peak_bytes(self) -> int:
         """The largest peak of any device; 0 for an empty record."""
@@ -142,3 +177,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Median step time, the first step left out where there are others (it warms up)."""
         steady = self.step_seconds[1:] or self.step_seconds
         return statistics.median(steady) if steady else 0.0
+
+
+def _check_simulated(place: str, curve: MemoryCurve) -> None:
+    """Refuse bytes below 0 where every storage is known; a measured curve may have them."""
+    check_figures(f"{place}.total_bytes", curve.total_bytes)
+    for kind, column in curve.by_kind.items():
+        check_figures(f"{place}.by_kind[{kind!r}]", column)

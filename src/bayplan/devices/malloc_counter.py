@@ -18,6 +18,7 @@ import errno
 import os
 import platform
 import sys
+import tempfile
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from types import TracebackType
 
 from bayplan.native import CompileFailed, compile_library
 
-__all__ = ["MallocCounter", "MemoryCurve", "MeterUnavailable", "compile_counter"]
+__all__ = ["MallocCounter", "MallocCurve", "MeterUnavailable", "compile_counter"]
 
 _SOURCE = Path(__file__).with_name("malloc_counter.c")
 # -fplt and -z now keep the counter off its own hooks: see danger 4 in the C file.
@@ -49,8 +50,8 @@ class MeterUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryCurve:
-    """Live bytes over time: `live_bytes[i]` holds from `times_ns[i]` on.
+class MallocCurve:
+    """Live bytes over time, as counted: `live_bytes[i]` holds from `times_ns[i]` on.
 
     Times are those of `time.monotonic_ns`, in order. `num_dropped` events came after the buffer
     was full and are missing at the end.
@@ -91,7 +92,8 @@ class MallocCounter:
 
         Args:
             cache_dir: Where the compiled library is kept, for this user alone to write, as it is
-                loaded into the process. Only the first attach uses it.
+                loaded into the process. Only the first attach uses it; where it cannot be written
+                the library is compiled for this process alone.
 
         Raises:
             MeterUnavailable: Not Linux with glibc on x86-64 or aarch64, no compiler, or the
@@ -165,7 +167,7 @@ class MallocCounter:
         """Ends the recording; what was recorded stays readable."""
         self._library.counter_stop_curve()
 
-    def read_curve(self) -> MemoryCurve:
+    def read_curve(self) -> MallocCurve:
         """Returns what was recorded since `start_curve`, also while recording goes on."""
         num_events = self._library.counter_curve_events()
         num_kept = min(num_events, self._library.counter_curve_capacity())
@@ -174,7 +176,7 @@ class MallocCounter:
         num_read = self._library.counter_read_curve(
             buffer.from_buffer(times_ns), buffer.from_buffer(live_bytes), num_kept
         )
-        return MemoryCurve(
+        return MallocCurve(
             times_ns=times_ns[:num_read],
             live_bytes=live_bytes[:num_read],
             num_dropped=num_events - num_kept,
@@ -204,15 +206,29 @@ def _load(cache_dir: Path) -> ctypes.PyDLL:
     global _library
     if _library is None:
         _check_platform()
-        path = compile_counter(cache_dir)
-        try:
-            # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
-            library = ctypes.PyDLL(str(path.absolute()))
-        except OSError as error:
-            raise MeterUnavailable(f"malloc counter: {path} does not load: {error}") from error
+        library = _compile_and_open(cache_dir)
         _declare(library)
         _library = library
     return _library
+
+
+def _compile_and_open(cache_dir: Path) -> ctypes.PyDLL:
+    try:
+        return _open(compile_counter(cache_dir))
+    except MeterUnavailable as error:
+        failure = error.__cause__
+        if not (isinstance(failure, CompileFailed) and isinstance(failure.__cause__, OSError)):
+            raise  # not for want of a folder to write to
+    with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
+        return _open(compile_counter(Path(folder)))
+
+
+def _open(path: Path) -> ctypes.PyDLL:
+    try:
+        # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
+        return ctypes.PyDLL(str(path.absolute()))
+    except OSError as error:
+        raise MeterUnavailable(f"malloc counter: {path} does not load: {error}") from error
 
 
 def _declare(library: ctypes.PyDLL) -> None:

@@ -7,19 +7,23 @@
 """
 
 import gc
+import sys
 import time
 import warnings
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache as once
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from bayplan import torch_private
-from bayplan.devices.malloc_counter import MallocCounter, MemoryCurve, MeterUnavailable
+from bayplan.data.source import is_users_file
+from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
 
 __all__ = [
     "CudaMeter",
@@ -61,16 +65,30 @@ def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
     try:
         attached = MallocCounter.attach(cache)
     except MeterUnavailable as fault:
-        warnings.warn(
-            "memory is measured by tensor storages only, scratch memory of kernels is missed:"
-            f" {fault}",
-            stacklevel=2,
-        )
+        _warn_of_storages(str(fault))
         with StorageMeter() as meter:
             yield meter
     else:
         with attached as counter, SharedMeter(counter) as meter:
             yield meter
+
+
+@once
+def _warn_of_storages(reason: str) -> None:
+    """Say once per process what is missed, at the user's line rather than at one of ours."""
+    warnings.warn(
+        f"memory is measured by tensor storages only, scratch memory of kernels is missed: {reason}"
+        " (`bayplan doctor` tells what to do)",
+        stacklevel=1 + _users_depth(sys._getframe()),
+    )
+
+
+def _users_depth(frame: FrameType) -> int:
+    """How far above a frame the user's innermost one is, or the program's own first line."""
+    depth = 0
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
@@ -142,7 +160,7 @@ class SharedMeter:
                 self._counter.start_curve()
             self._curve_from_ns = time.monotonic_ns()
 
-    def take_curve(self) -> MemoryCurve | None:
+    def take_curve(self) -> MallocCurve | None:
         """Return what was recorded since `start_curve` and end it; None if it never started."""
         if self._curve_from_ns is None or not isinstance(self._counter, MallocCounter):
             return None
@@ -151,7 +169,7 @@ class SharedMeter:
         self._curve_from_ns = None
         if not _has_curve():
             self._counter.stop_curve()
-        return MemoryCurve(
+        return MallocCurve(
             times_ns=curve.times_ns[start:],
             live_bytes=curve.live_bytes[start:],
             num_dropped=curve.num_dropped,

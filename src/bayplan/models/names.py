@@ -6,8 +6,9 @@ this table holds text only: where each builder lives, and the batch it is usuall
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
+
+from bayplan.data.errors import UsageError, did_you_mean
 
 __all__ = [
     "MODELS",
@@ -27,7 +28,7 @@ class ModelEntry:
     batch_size: int
 
 
-class UnknownModel(ValueError):
+class UnknownModel(UsageError):
     """The name is not one of the reference models."""
 
 
@@ -66,9 +67,7 @@ def entry(name: str) -> ModelEntry:
     """Return the table row of a reference model, or raise `UnknownModel` with the nearest name."""
     if name in MODELS:
         return MODELS[name]
-    near = get_close_matches(name, MODELS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownModel(f"no reference model {name!r}.{hint} Known: {', '.join(MODELS)}.")
+    raise UnknownModel(f"no reference model {name!r}; {did_you_mean(name, MODELS)}")
 
 
 def default_batch_size(name: str) -> int:

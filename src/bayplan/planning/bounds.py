@@ -1,17 +1,22 @@
 """What no schedule can beat: a bound on its peak and a bound on its seconds.
 
-Peak: while an op runs for the first time, its own buffers, its workspace and the outputs made so
-far are in memory, whatever was released before.
+Both look at single moments, at each op in its plain place:
 
-Seconds: look at one op in its plain place. A buffer that was made before it, that a later op reads
-and that is not in memory now will have to be made again by a repeat of its producer. The limit
-says how many bytes must be away; the cheapest repeats that free them, taken as if parts of a
-buffer could be freed, cost at least as much as any real choice (a fractional knapsack). The
-dearest moment gives the bound.
+1. Peak: the op's own buffers, its workspace, the outputs made so far and the buffers that are
+   stuck are in memory, whatever was released before. A buffer is stuck if a later op reads it and
+   nothing can make it again in time: its op cannot repeat, or that reader is a forward op.
+2. Seconds: any other buffer that was made before, that a later op reads and that is not in memory
+   now will have to be made again by a repeat of its producer. The limit says how many bytes must
+   be away; the cheapest repeats that free them, taken as if parts of a buffer could be freed (a
+   fractional knapsack), cost no more than any real choice. The dearest moment gives the bound.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
 
 from bayplan.data.program import Program
 
@@ -20,80 +25,91 @@ __all__ = ["PeakBound", "least_peak", "least_seconds"]
 
 @dataclass(frozen=True)
 class PeakBound:
-    """The op that needs most by itself: no schedule has a smaller peak.
+    """The op that needs most: no schedule has a smaller peak.
 
     Attributes:
-        peak_bytes: what it needs.
+        peak_bytes: what is in memory while it runs, inputs included.
         op_index: which op.
-        buffers: its own buffers that are not inputs, the largest first.
-        output_bytes: of outputs made before, which stay.
+        buffers: what is in memory beside the inputs.
     """
 
     peak_bytes: int
     op_index: int
     buffers: tuple[int, ...]
-    output_bytes: int
+
+
+class _Moment(NamedTuple):
+    """What is in memory while an op runs in its plain place."""
+
+    least_bytes: int
+    is_there: NDArray[numpy.bool_]  # per buffer: must be there
+    is_free: NDArray[numpy.bool_]  # per buffer: made before and read later, but may be away
 
 
 def least_peak(program: Program) -> PeakBound:
     """A lower bound on the peak of any schedule, and the op that sets it."""
-    bounds = [
-        PeakBound(own_bytes, index, tuple(sorted(own, key=lambda b: -program.buffers[b])), out)
-        for index, (own, own_bytes, out) in enumerate(_moments(program))
-    ]
-    return max(bounds, key=lambda bound: bound.peak_bytes)
-
-
-def _moments(program: Program) -> Iterator[tuple[set[int], int, int]]:
-    """For each op: its own buffers, the least memory while it runs, bytes of older outputs."""
-    made: set[int] = set()
-    made_bytes = 0
-    for op in program.ops:
-        own = {*op.reads, *op.writes} - program.inputs
-        own_bytes = sum(program.buffers[buffer] for buffer in own)
-        older_bytes = made_bytes - sum(program.buffers[buffer] for buffer in own & made)
-        saved = program.buffers[op.writes[0]] if _may_take_over(program, op.takes_over) else 0
-        total = program.always_bytes + older_bytes + own_bytes + op.workspace_bytes - saved
-        yield own, total, older_bytes
-        outputs = program.outputs.intersection(op.writes)
-        made |= outputs
-        made_bytes += sum(program.buffers[buffer] for buffer in outputs)
-
-
-def _may_take_over(program: Program, candidates: tuple[int, ...]) -> bool:
-    return any(b not in program.inputs for b in candidates)
+    op_index, moment = max(enumerate(_moments(program)), key=lambda item: item[1].least_bytes)
+    buffers = tuple(numpy.flatnonzero(moment.is_there).tolist())
+    return PeakBound(moment.least_bytes, op_index, buffers)
 
 
 def least_seconds(program: Program, limit_bytes: int) -> float:
     """A lower bound on the seconds of any schedule whose peak is within the limit.
 
-    Infinite if `least_peak` is above the limit.
+    Infinite if no schedule is.
     """
+    sizes = numpy.array(program.buffers, numpy.int64)
+    producers = numpy.array(program.producers, numpy.int64)
+    seconds = numpy.array([op.seconds for op in program.ops])
     dearest = 0.0
-    last_use = [max(readers, default=-1) for readers in program.readers]
-    waiting: set[int] = set()
-    for index, (own, own_bytes, _) in enumerate(_moments(program)):
-        if own_bytes > limit_bytes:
-            return float("inf")
-        waiting = {b for b in waiting if last_use[b] > index}
-        away = own_bytes - limit_bytes + sum(program.buffers[b] for b in waiting - own)
-        if away > 0:
-            dearest = max(dearest, _cheapest_repeats(program, waiting - own, away))
-        waiting.update({*program.ops[index].writes} - program.outputs)
+    for moment in _moments(program):
+        if moment.least_bytes > limit_bytes:
+            return numpy.inf
+        free_bytes = numpy.where(moment.is_free, sizes, 0)
+        away_bytes = moment.least_bytes + int(free_bytes.sum()) - limit_bytes
+        if away_bytes > 0:
+            makers = producers[moment.is_free]
+            freed = numpy.bincount(makers, free_bytes[moment.is_free], len(seconds))
+            dearest = max(dearest, _cheapest_repeats(seconds, freed, away_bytes))
     return program.plain_seconds + dearest
 
 
-def _cheapest_repeats(program: Program, waiting: set[int], away_bytes: int) -> float:
-    freed_by: dict[int, int] = {}
-    for buffer in waiting:
-        producer = program.producers[buffer]
-        if program.ops[producer].can_repeat:
-            freed_by[producer] = freed_by.get(producer, 0) + program.buffers[buffer]
-    seconds = 0.0
-    items = ((program.ops[op].seconds, freed, op) for op, freed in freed_by.items() if freed)
-    for cost, freed, _ in sorted(items, key=lambda item: (item[0] / item[1], item[2])):
-        if freed >= away_bytes:
-            return seconds + cost * away_bytes / freed
-        seconds += cost
-        away_bytes -= freed
-    return float("inf") if away_bytes > 0 else seconds
+def _cheapest_repeats(
+    seconds: NDArray[numpy.float64], freed: NDArray[numpy.float64], away_bytes: int
+) -> float:
+    """The cost of freeing that many bytes, given what a repeat of each op costs and frees."""
+    ops = numpy.flatnonzero(freed)
+    ops = ops[numpy.argsort(seconds[ops] / freed[ops], kind="stable")]
+    until = freed[ops].cumsum()
+    last = int(numpy.searchsorted(until, away_bytes))
+    missing_bytes = away_bytes - (until[last - 1] if last else 0.0)
+    whole = float(seconds[ops[:last]].sum())
+    return whole + float(seconds[ops[last]] * missing_bytes / freed[ops[last]])
+
+
+def _moments(program: Program) -> Iterator[_Moment]:
+    forward = program.first_backward
+    sizes = numpy.array(program.buffers, numpy.int64)
+    made = numpy.array(program.producers, numpy.int64)
+    last_use = numpy.array([max(users, default=-1) for users in program.readers], numpy.int64)
+    last_forward_use = numpy.array(
+        [max((user for user in users if user < forward), default=-1) for users in program.readers],
+        numpy.int64,
+    )
+    is_input, is_output = (
+        numpy.isin(numpy.arange(len(sizes)), [*buffers])
+        for buffers in (program.inputs, program.outputs)
+    )
+    can_repeat = numpy.array([op.can_repeat for op in program.ops])[made]
+    for index, op in enumerate(program.ops):
+        waits = (made < index) & (last_use > index) & ~is_input & ~is_output
+        is_stuck = waits & (~can_repeat | (last_forward_use > index))
+        is_there = is_stuck | (is_output & (made < index))
+        is_there[[*op.reads, *op.writes]] = True
+        is_there &= ~is_input
+        # The memory of a dying copy may be taken over; an output's or a stuck one does not die.
+        may_save = any(not (is_input | is_output | is_stuck)[buffer] for buffer in op.takes_over)
+        saved = program.buffers[op.writes[0]] if may_save else 0
+        held_bytes = int(sizes[is_there].sum())
+        least_bytes = program.always_bytes + held_bytes + op.workspace_bytes - saved
+        yield _Moment(least_bytes, is_there, waits & ~is_there)

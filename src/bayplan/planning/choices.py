@@ -150,7 +150,7 @@ class Evaluator(Protocol):
         """That schedule, step by step."""
 
     def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
-        """The cost of any valid schedule."""
+        """The cost of any valid schedule; given up if longer than `MOST_REPEATS` allows."""
 
     def try_moves(self, choices: Choices, moves: Moves, *, limit_bytes: int) -> list[Outcome]:
         """Each move alone, from the same choices."""

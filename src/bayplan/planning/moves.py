@@ -7,13 +7,14 @@ change stretches of a row, change all gaps of neighbouring ops, or copy one bloc
 another.
 """
 
-import math
 import random
 import re
+from bisect import bisect
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from typing import TypeVar
 
 import numpy
+from numpy.typing import NDArray
 
 from bayplan.data.program import Program
 from bayplan.planning.choices import (
@@ -24,11 +25,11 @@ from bayplan.planning.choices import (
     Choices,
     Gap,
     Trace,
-    plain_choices,
 )
 
-__all__ = ["Move", "Neighbourhood", "checkpoint_starts", "kind_of_op"]
+__all__ = ["Move", "Neighbourhood", "kind_of_op"]
 
+_T = TypeVar("_T")
 Move = list[tuple[int, int]]  # (gap, choice)
 
 # Buffers below this share of the largest are never worth a repeat of their own.
@@ -37,6 +38,11 @@ _NUM_MOMENTS = 4  # looked at before each chunk of moves
 _DROPS = (HOLD, HOLD, HOLD, *range(RELEASE, NUM_CHOICES))
 _RELIEFS = (*[KEEP] * NUM_CHOICES, *range(HOLD, NUM_CHOICES))
 _CHOICES = (KEEP, KEEP, *_DROPS)
+
+
+def _pick(rng: random.Random, items: Sequence[_T]) -> _T:
+    # Several times as fast as rng.choice, and as good for lists this short.
+    return items[int(rng.random() * len(items))]
 
 
 def kind_of_op(name: str) -> str:
@@ -54,15 +60,22 @@ class Neighbourhood:
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
         self.program, self.gaps = program, gaps
-        least = _SMALL * max(program.buffers)
+        least = _SMALL * max(program.buffers, default=0)
         useful = [i for i, gap in enumerate(gaps) if program.buffers[gap.buffer] > least]
         self.by_place = sorted(useful, key=lambda i: (program.producers[gaps[i].buffer], i))
         self.rows = _rows_of_equal_role(program, gaps, self.by_place)
         self.place_of = {gap: place for place, gap in enumerate(self.by_place)}
         self.seat_of = {gap: (row, k) for row in self.rows for k, gap in enumerate(row)}
-        self.gaps_of: dict[int, list[int]] = {}
-        for index in sorted(useful):
-            self.gaps_of.setdefault(gaps[index].buffer, []).append(index)
+        # Gaps are sorted by buffer and begin; a key holds both, so that a search finds a gap.
+        self._stride = numpy.int64(len(program.ops) + 1)
+        self._gap_of_key = numpy.array([-1, *sorted(useful)], numpy.int64)
+        keys = [gaps[i].buffer * int(self._stride) + gaps[i].begin for i in sorted(useful)]
+        self._keys = numpy.array([-self._stride, *keys], numpy.int64)
+        largest = [
+            max(op.writes, key=program.buffers.__getitem__, default=-2) for op in program.ops
+        ]
+        self._main_write = numpy.array(largest, numpy.int64)
+        self._op_seconds = numpy.array([op.seconds for op in program.ops])
         self.pressing: list[int] = []
         self.dear: list[int] = []
         self.dear_until: list[float] = []
@@ -96,53 +109,52 @@ class Neighbourhood:
             step = int(numpy.searchsorted(over, rng.random() * over[-1], side="right"))
             step = min(step, len(over) - 1)
             is_across = (trace.lives[:, 1] < step) & (step < trace.lives[:, 2])
-            for buffer in trace.lives[is_across, 0].tolist():
-                self.pressing += self._gap_at(buffer, int(coming[step]))
-        self.dear, costs = [], []
-        for step in numpy.flatnonzero(trace.is_repeat).tolist():
-            op = self.program.ops[trace.schedule[step]]
-            for gap in (g for b in op.writes for g in self._gap_at(b, int(coming[step]))):
-                self.dear.append(gap)
-                costs.append(op.seconds)
-        self.dear_until = list(accumulate(costs))
+            gaps = self._gaps_at(trace.lives[is_across, 0], coming[step])
+            self.pressing += gaps[gaps >= 0].tolist()
+        steps = numpy.flatnonzero(trace.is_repeat)
+        ops = trace.schedule[steps]
+        gaps = self._gaps_at(self._main_write[ops], coming[steps])
+        self.dear = gaps[gaps >= 0].tolist()
+        self.dear_until = self._op_seconds[ops[gaps >= 0]].cumsum().tolist()
 
-    def _gap_at(self, buffer: int, op_index: int) -> list[int]:
-        """The gap the buffer is in just before the op, if it is one that matters."""
-        gaps = self.gaps_of.get(buffer, [])
-        return [g for g in gaps if self.gaps[g].begin < op_index][-1:]
+    def _gaps_at(self, buffers: NDArray, op_indices: NDArray | numpy.integer) -> NDArray:
+        """The gap each buffer is in just before the op, or -1 if it is none that matters."""
+        places = numpy.searchsorted(self._keys, buffers * self._stride + op_indices) - 1
+        is_known = (places >= 0) & (self._keys[places] // self._stride == buffers)
+        return numpy.where(is_known, self._gap_of_key[places], -1)
 
     def draw(self, rng: random.Random, choices: Choices) -> Move:
         """A random move, about half of the time where `focus` said."""
         kind = rng.random()
-        if kind < 0.5 and self.pressing and self.dear:
-            move = [(rng.choice(self.pressing), rng.choice(_DROPS))]
-            if kind < 0.3:
-                dear = rng.choices(self.dear, cum_weights=self.dear_until)[0]
-                move.append((dear, rng.choice(_RELIEFS)))
+        if kind < 0.5 and self.pressing:
+            move = [(_pick(rng, self.pressing), _pick(rng, _DROPS))]
+            if kind < 0.3 and self.dear:
+                dear = self.dear[bisect(self.dear_until, rng.random() * self.dear_until[-1])]
+                move.append((dear, _pick(rng, _RELIEFS)))
             return move
         return self._draw_anywhere(rng, choices)
 
     def _draw_anywhere(self, rng: random.Random, choices: Choices) -> Move:
         kind = rng.random()
-        gap = rng.choice(self.by_place)
+        gap = _pick(rng, self.by_place)
         if kind < 0.4:
-            return [(gap, rng.choice(_CHOICES))]
+            return [(gap, _pick(rng, _CHOICES))]
         if kind < 0.7:
-            return [(gap, KEEP), (self._partner(rng, gap), rng.choice(_DROPS))]
+            return [(gap, KEEP), (self._partner(rng, gap), _pick(rng, _DROPS))]
         if kind < 0.8:
             row, k = self.seat_of[gap]
-            choice, length = rng.choice(_CHOICES), rng.choice((2, 2, 3, 4, 8, 16))
+            choice, length = _pick(rng, _CHOICES), _pick(rng, (2, 2, 3, 4, 8, 16))
             return [(other, choice) for other in row[k : k + length]]
-        place, length = self.place_of[gap], rng.choice((2, 3, 4, 6, 10, 20))
+        place, length = self.place_of[gap], _pick(rng, (2, 3, 4, 6, 10, 20))
         window = self.by_place[place : place + length]
         if kind < 0.9:
-            choice = rng.choice(_CHOICES)
+            choice = _pick(rng, _CHOICES)
             return [(other, choice) for other in window]
-        return self._copy(window, rng.choice((-3, -2, -1, 1, 2, 3)), choices)
+        return self._copy(window, _pick(rng, (-3, -2, -1, 1, 2, 3)), choices)
 
     def _partner(self, rng: random.Random, gap: int) -> int:
         if rng.random() < 0.5:
-            return rng.choice(self.by_place)
+            return _pick(rng, self.by_place)
         row, k = self.seat_of[gap]
         return row[min(max(k + rng.randint(-3, 3), 0), len(row) - 1)]
 
@@ -171,39 +183,3 @@ def _rows_of_equal_role(
         key = (kinds[producer], place, sources, readers, kinds[gap.begin], end)
         rows.setdefault(key, []).append(index)
     return list(rows.values())
-
-
-def checkpoint_starts(program: Program, gaps: Sequence[Gap]) -> list[Choices]:
-    """Choices that keep some of the buffers at which forward is narrow and drop all between.
-
-    Where a single large buffer carries the forward pass, everything after can be made from it:
-    classic checkpointing, with every first, second, ... of these buffers kept.
-    """
-    narrow = _narrow_buffers(program)
-    steps = sorted({1, 2, 3, 4, 6, 8, max(1, math.isqrt(len(narrow)))})
-    starts: list[Choices] = []
-    for step in steps:
-        for offset in range(min(step, 4)):
-            kept = set(narrow[offset::step])
-            for inner in (HOLD, *range(RELEASE + 1, NUM_CHOICES)):
-                choices = plain_choices(gaps)
-                for index, gap in enumerate(gaps):
-                    if gap.begin < program.first_backward <= gap.end and gap.buffer not in kept:
-                        choices[index] = HOLD if gap.buffer in narrow else inner
-                starts.append(choices)
-    return starts
-
-
-def _narrow_buffers(program: Program) -> list[int]:
-    forward = program.first_backward
-    last_use = [max((r for r in users if r < forward), default=-1) for users in program.readers]
-    least = _SMALL * max(program.buffers)
-    alive: set[int] = set()
-    narrow: list[int] = []
-    for index in range(forward):
-        made = {*program.ops[index].writes} - program.outputs
-        alive |= {buffer for buffer in made if program.buffers[buffer] > least}
-        alive = {buffer for buffer in alive if last_use[buffer] > index}
-        if len(alive) == 1 and not alive <= {*narrow[-1:]}:
-            narrow.extend(alive)
-    return narrow

@@ -141,11 +141,13 @@ class NativeEvaluator:
 
     def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
         """See `Evaluator`."""
-        following = 0
-        for step, index in enumerate(schedule):
-            self._arrays["schedule"][step] = index
-            self._arrays["is_repeat"][step] = index != following
-            following += index == following
+        steps = numpy.asarray(schedule, numpy.int32)
+        if not 0 < len(steps) <= self._native.capacity:
+            return GIVEN_UP
+        self._arrays["schedule"][: len(steps)] = steps
+        is_repeat = self._arrays["is_repeat"]
+        is_repeat[0] = 0
+        is_repeat[1 : len(steps)] = steps[1:] <= numpy.maximum.accumulate(steps)[:-1]
         raw = _Outcome()
         self._library.replay_simulate(
             ctypes.byref(self._native), len(schedule), limit_bytes, ctypes.byref(raw)

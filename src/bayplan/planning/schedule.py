@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from bayplan.data.program import Program
 
-__all__ = ["Replay", "check_schedule", "plain_schedule", "replay_schedule"]
+__all__ = ["Replay", "alive_at", "check_schedule", "plain_schedule", "replay_schedule"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,20 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
         taken_over=tuple(reversed(taken)),
         seconds=sum(ops[index].seconds for index in schedule),
     )
+
+
+def alive_at(program: Program, schedule: Sequence[int], step: int) -> tuple[int, ...]:
+    """The buffers in memory while a step runs, beside the inputs."""
+    replay = replay_schedule(program, schedule)
+    alive: set[int] = set()
+    made: set[int] = set()
+    for earlier in range(step + 1):
+        alive.update(program.ops[schedule[earlier]].writes)
+        made.update(program.ops[schedule[earlier]].writes)
+        if earlier < step:
+            alive.difference_update(replay.releases[earlier])
+            alive.difference_update({replay.taken_over[earlier]} - {None})
+    return tuple(sorted(alive | (made & program.outputs)))
 
 
 def _first_executions(schedule: Sequence[int]) -> list[bool]:

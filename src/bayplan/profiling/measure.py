@@ -67,20 +67,21 @@ def measure_profile(
     for storage in graph.storages:
         if storage.born is not None:
             born_bytes[storage.born] += round_up(storage.size_bytes, granularity_bytes)
-    step()  # optimizer state and kernel caches are made by the first step
     whole: list[float] = []
     watched: list[_Watch] = []
-    for repeat in range(repeats):
-        start = now()
-        step()
-        whole.append(now() - start)
-        on_progress(2 * repeat + 1, 2 * repeats)
-        watch = _Watch(graph, meter, now)
-        with watch:
+    with torch_private.running_eagerly():  # as it was captured
+        step()  # optimizer state and kernel caches are made by the first step
+        for repeat in range(repeats):
+            start = now()
             step()
-        watch.check_complete()
-        watched.append(watch)
-        on_progress(2 * repeat + 2, 2 * repeats)
+            whole.append(now() - start)
+            on_progress(2 * repeat + 1, 2 * repeats)
+            watch = _Watch(graph, meter, now)
+            with watch:
+                step()
+            watch.check_complete()
+            watched.append(watch)
+            on_progress(2 * repeat + 2, 2 * repeats)
 
     columns = list(zip(*(watch.seconds for watch in watched), strict=True))
     seconds = [min(column) for column in columns]

@@ -5,6 +5,7 @@ tensors of its true shapes: a few times warm, the fastest counts. Calls with the
 shapes and other arguments cost the same and are measured once.
 """
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import fx
 from bayplan import torch_private
 from bayplan.devices.meters import MemoryMeter
 
-__all__ = ["OperatorCosts"]
+__all__ = ["OperatorCosts", "arguments_of", "made_up", "signature_of"]
 
 _REPEATS = 3
 
@@ -31,17 +32,22 @@ class OperatorCosts:
 
     def __call__(self, node: fx.Node) -> tuple[float, int]:
         """Seconds and workspace bytes of one node."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        signature = f"{node.target}{_described((args, kwargs))}"
+        return self.price(node.target, *arguments_of(node))
+
+    def price(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[float, int]:
+        """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+        signature = _signature(operator, args, kwargs)
         if signature not in self.known:
-            self.known[signature] = self._measure(node.target, args, kwargs)
+            self.known[signature] = self._measure(operator, args, kwargs)
         return self.known[signature]
 
     def _measure(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[float, int]:
         with torch_private.outside_tracing(), torch.no_grad():
-            args, kwargs = torch_private.tree_map_only(torch.Tensor, _made_up, (args, kwargs))
+            args, kwargs = torch_private.tree_map_only(torch.Tensor, made_up, (args, kwargs))
             operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
             seconds, workspace_bytes = float("inf"), 0
             for _ in range(_REPEATS):
@@ -56,6 +62,22 @@ class OperatorCosts:
         return seconds, max(0, workspace_bytes)
 
 
+def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, with the fake tensors that stand for its sources."""
+    return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+
+
+def signature_of(node: fx.Node) -> str:
+    """What a call's cost depends on, the same in every process."""
+    return _signature(node.target, *arguments_of(node))
+
+
+def _signature(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if inspect.isfunction(operator):  # one of ours; its own text tells where it lies in memory
+        operator = f"{operator.__module__}.{operator.__qualname__}"
+    return f"{operator}{_described((args, kwargs))}"
+
+
 def _described(thing: Any) -> str:
     if isinstance(thing, torch.Tensor):
         return f"{thing.dtype}{tuple(thing.shape)}{thing.stride()}"
@@ -66,7 +88,7 @@ def _described(thing: Any) -> str:
     return str(thing)
 
 
-def _made_up(fake: torch.Tensor) -> torch.Tensor:
+def made_up(fake: torch.Tensor) -> torch.Tensor:
     """A real tensor of the same geometry: ordinary numbers, and indices that are always valid."""
     numel = fake.untyped_storage().nbytes() // fake.element_size()
     flat = torch.zeros(numel, dtype=fake.dtype, device=fake.device)

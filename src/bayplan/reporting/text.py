@@ -161,11 +161,11 @@ def comparison_text(one: RunRecord, other: RunRecord) -> str:
 
 
 def findings_text(findings: list[Finding]) -> str:
-    """The doctor's findings, one line each, with what to change where something is amiss."""
+    """The doctor's findings, one line each, with what to change where it is amiss or helps."""
     lines = []
     for finding in findings:
-        mark = "ok " if finding.is_good else "BAD"
         change = f" -> {finding.change}" if finding.change else ""
+        mark = ("tip" if change else "ok ") if finding.is_good else "BAD"
         lines.append(f"{mark} {finding.subject:<8} {finding.found}{change}")
     return "\n".join(lines)
 

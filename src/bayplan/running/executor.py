@@ -9,12 +9,13 @@ out as soon as it is made, for the tuple would keep all of them alive.
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from bayplan.operators import in_place_form
-from bayplan.running.partition import OVERWRITES
+from bayplan.running.partition import OVERWRITES, SWAPPER
 
 __all__ = ["compile_graph"]
 
@@ -129,6 +130,8 @@ def _call(
     if overwritten is not None:
         function = in_place_form(node.target, overwritten)
     arguments = tuple(_with_slots(list(node.args), slot_of))
+    if SWAPPER in node.meta:
+        function = partial(function, node.meta[SWAPPER])
     return _Call(
         function=function,
         arguments=arguments,

@@ -6,7 +6,7 @@ storage is an operator with a buffer; one whose outputs lie in known storages (v
 `detach`) is only another name for them, and is made anew wherever it is needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import fx
 
 from bayplan import torch_private
 from bayplan.data.program import Op, Program
+from bayplan.data.units import round_up
 from bayplan.operators import in_place_positions
+from bayplan.running.repeats import ONCE_ONLY
 
 __all__ = ["JointStep", "analyse_joint", "positions_to_overwrite"]
 
@@ -29,7 +31,7 @@ class JointStep:
     Attributes:
         graph: the joint graph, dead code removed.
         program: its operators and buffers.
-        op_nodes: the node of each operator.
+        op_nodes: the node of each operator; None for the loss, which is not in the graph.
         buffers_of: the buffers behind each node's value, in order of its outputs.
         bases: the nodes that stand for a whole buffer: operators and inputs, or one output of an
             operator that has several.
@@ -38,7 +40,7 @@ class JointStep:
 
     graph: fx.Graph
     program: Program
-    op_nodes: tuple[fx.Node, ...]
+    op_nodes: tuple[fx.Node | None, ...]
     buffers_of: dict[fx.Node, tuple[int, ...]]
     bases: frozenset[fx.Node]
     forward_outputs: tuple[Any, ...]
@@ -46,7 +48,13 @@ class JointStep:
 
 
 def analyse_joint(
-    joint: fx.GraphModule, *, num_forward_outputs: int, cost_of: Cost, resident_bytes: int = 0
+    joint: fx.GraphModule,
+    *,
+    num_forward_outputs: int,
+    cost_of: Cost,
+    resident_bytes: int = 0,
+    loss_bytes: int = 0,
+    granularity_bytes: int = 1,
 ) -> JointStep:
     """Find the operators and buffers of a joint graph.
 
@@ -55,36 +63,27 @@ def analyse_joint(
         num_forward_outputs: how many of its outputs are the forward's.
         cost_of: what an operator costs.
         resident_bytes: memory that is there all the time beside the graph's inputs.
+        loss_bytes: memory of the loss, which runs between forward and backward and outside the
+            graph, over its input: its temporaries and the gradient it hands to backward.
+        granularity_bytes: the allocator's rounding of each buffer.
     """
     joint.graph.eliminate_dead_code()
-    survey = _Survey(joint)
+    survey = _Survey(joint, granularity_bytes)
     survey.run_on_fakes()
     outputs = joint.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "a joint graph returns a list"
-    nodes = [node for node in joint.graph.nodes if node in survey.makes]
+    forward_outputs = tuple(outputs[:num_forward_outputs])
+    nodes: list[fx.Node | None] = [node for node in joint.graph.nodes if node in survey.makes]
     first_backward = next(
         (index for index, node in enumerate(nodes) if node in survey.after_tangents), len(nodes)
     )
-    ops = []
-    for node in nodes:
-        seconds, workspace_bytes = cost_of(node)
-        ops.append(
-            Op(
-                name=node.name,
-                reads=survey.reads_of(node),
-                writes=survey.makes[node],
-                seconds=seconds,
-                workspace_bytes=workspace_bytes,
-                can_repeat=not _is_random(node),
-                takes_over=survey.may_take_over(node),
-            )
-        )
-    kept = {
-        buffer
-        for output in outputs
-        if isinstance(output, fx.Node)
-        for buffer in survey.buffers_of.get(output, ())
-    }
+    ops = [survey.op_of(node, cost_of) for node in nodes if node is not None]
+    kept = survey.buffers_behind(outputs)
+    if survey.tangents:
+        ops.insert(first_backward, survey.loss_op(forward_outputs, loss_bytes))
+        nodes.insert(first_backward, None)
+        first_backward += 1
+        kept |= survey.tangents
     program = Program(
         buffers=tuple(survey.sizes),
         ops=tuple(ops),
@@ -99,9 +98,16 @@ def analyse_joint(
         op_nodes=tuple(nodes),
         buffers_of=survey.buffers_of,
         bases=frozenset(survey.base_of_buffer.values()),
-        forward_outputs=tuple(outputs[:num_forward_outputs]),
+        forward_outputs=forward_outputs,
         backward_outputs=tuple(outputs[num_forward_outputs:]),
     )
+
+
+def _place_of(node: fx.Node) -> str:
+    """The path of the innermost module that a node, or its forward, runs in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next((path for path, _ in reversed(stack.values())), "")
+    return path.removeprefix("L['self']").lstrip(".")
 
 
 def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
@@ -109,18 +115,15 @@ def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
     return in_place_positions(node.target, len(node.args), bool(node.kwargs))
 
 
-def _is_random(node: fx.Node) -> bool:
-    """Whether a repeat would draw other numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 @dataclass
 class _Survey:
     """One walk over the graph on fake tensors."""
 
     joint: fx.GraphModule
+    granularity_bytes: int
     sizes: list[int] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)
+    tangents: set[int] = field(default_factory=set)
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     buffers_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     after_tangents: set[fx.Node] = field(default_factory=set)
@@ -140,6 +143,37 @@ class _Survey:
                     self._call(node)
                 elif node.op == "get_attr":
                     self._constant(node)
+
+    def op_of(self, node: fx.Node, cost_of: Cost) -> Op:
+        """A node as the planner sees it."""
+        seconds, workspace_bytes = cost_of(node)
+        return Op(
+            name=node.name,
+            reads=self.reads_of(node),
+            writes=self.makes[node],
+            seconds=seconds,
+            workspace_bytes=workspace_bytes,
+            can_repeat=node.target not in ONCE_ONLY,
+            takes_over=self.may_take_over(node),
+            place=_place_of(node),
+        )
+
+    def loss_op(self, forward_outputs: tuple[Any, ...], loss_bytes: int) -> Op:
+        """What happens between forward and backward, out of our sight."""
+        tangent_bytes = sum(self.sizes[buffer] for buffer in self.tangents)
+        return Op(
+            name="loss",
+            reads=tuple(sorted(self.buffers_behind(forward_outputs) - self.inputs)),
+            writes=tuple(sorted(self.tangents)),
+            seconds=0.0,
+            workspace_bytes=max(0, loss_bytes - tangent_bytes),
+            can_repeat=False,
+        )
+
+    def buffers_behind(self, outputs: Iterable[Any]) -> set[int]:
+        """The buffers that some outputs of the graph lie in."""
+        nodes = (output for output in outputs if isinstance(output, fx.Node))
+        return {buffer for node in nodes for buffer in self.buffers_of.get(node, ())}
 
     def reads_of(self, node: fx.Node) -> tuple[int, ...]:
         """The buffers behind a node's arguments, each once."""
@@ -173,9 +207,12 @@ class _Survey:
 
     def _placeholder(self, node: fx.Node) -> None:
         value = self.values[node] = node.meta["val"]
+        self._name(node, value, is_input=True)
         if torch_private.is_tangent(node):
             self.after_tangents.add(node)
-        self._name(node, value, is_input=True)
+            # Made by the loss, and no input of the step.
+            self.tangents |= {*self.buffers_of[node]} & self.inputs
+            self.inputs -= self.tangents
 
     def _constant(self, node: fx.Node) -> None:
         value = self.values[node] = getattr(self.joint, str(node.target))
@@ -200,7 +237,7 @@ class _Survey:
             buffer = self.buffer_of_storage.get(key)
             if buffer is None:
                 buffer = self.buffer_of_storage[key] = len(self.sizes)
-                self.sizes.append(storage.nbytes())
+                self.sizes.append(round_up(storage.nbytes(), self.granularity_bytes))
                 made.append(buffer)
                 if is_input:
                     self.inputs.add(buffer)

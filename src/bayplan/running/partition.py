@@ -2,75 +2,140 @@
 
 The forward graph runs the forward operators and hands on exactly the buffers the schedule keeps.
 The backward graph runs the rest of the schedule in its order, repeats included. Views are not part
-of a schedule: each is made right where the first reader of a copy needs it.
+of a schedule: each is made right where the first reader of a copy needs it. A buffer that is
+swapped is handed on as a token; once it is here again, it is the latest copy of its buffer.
 """
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from bayplan import torch_private
-from bayplan.operators import repeat_form
 from bayplan.running.joint import JointStep, positions_to_overwrite
+from bayplan.running.repeats import repeat_form
+from bayplan.running.swapping import (
+    SwapKind,
+    Swapper,
+    SwapStep,
+    swap_away,
+    swap_back,
+    swap_here,
+    swap_out,
+)
 
-__all__ = ["OVERWRITES", "cut"]
+__all__ = ["OVERWRITES", "SWAPPER", "Step", "cut"]
 
-OVERWRITES = "bayplan_overwrites"  # in a node's meta: the argument it overwrites
+# In a node's meta: the argument it overwrites; the object that its function is called with first.
+OVERWRITES, SWAPPER = "bayplan_overwrites", "bayplan_swapper"
 
 # torch keeps tensors that carry this mark without checking their version, behind all others.
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 
 
+@dataclass(frozen=True)
+class Step:
+    """One thing to do.
+
+    Attributes:
+        what: an operator's index, or a part of a swap.
+        taken_over: the buffer that an operator's result overwrites, or None.
+    """
+
+    what: int | SwapStep
+    taken_over: int | None = None
+
+
 def cut(
     joint: JointStep,
-    schedule: Sequence[int],
-    taken_over: Sequence[int | None],
+    steps: Sequence[Step],
+    *,
+    num_forward: int,
     owner: fx.GraphModule,
+    swapper: Swapper | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and the backward module.
 
     Args:
         joint: the step.
-        schedule: operator indices; the forward ones first, in order.
-        taken_over: for each step of the schedule, the buffer that its result overwrites, or None.
+        steps: all that is to be done, in order.
+        num_forward: how many of them are the forward's.
         owner: the module of the joint graph, for its constants.
+        swapper: where swaps go; needed if there are any.
     """
-    first_backward = joint.program.first_backward
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    backward = _Builder(joint, joint.backward_outputs, is_forward=False)
+    tokens = _Tokens(joint, swapper)
+    backward = _Builder(joint, joint.backward_outputs, tokens, is_forward=False)
     for node in inputs:
         if torch_private.is_tangent(node):
             backward.take(node)
-    for step in range(first_backward, len(schedule)):
-        backward.run(schedule[step], taken_over[step])
+    for step in steps[num_forward:]:
+        backward.do(step)
     backward.finish()
     # Only now does it show what backward takes from forward.
     saved = backward.order_saved()
 
-    forward = _Builder(joint, [*joint.forward_outputs, *saved], is_forward=True)
+    forward = _Builder(joint, [*joint.forward_outputs, *saved], tokens, is_forward=True)
     for node in inputs:
         if not torch_private.is_tangent(node):
             forward.take(node)
-    for step in range(first_backward):
-        forward.run(schedule[step], taken_over[step])
+    for step in steps[:num_forward]:
+        forward.do(step)
     forward.finish()
     return fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph)
+
+
+class _Tokens:
+    """What stands for swapped buffers between the two graphs."""
+
+    def __init__(self, joint: JointStep, swapper: Swapper | None) -> None:
+        self.swapper = swapper
+        self._joint = joint
+        self._graph = fx.Graph()  # of nodes that are in no other; they only name things
+        self._nodes: dict[int, fx.Node] = {}
+        self._bases = {
+            joint.buffers_of[node][0]: node
+            for node in joint.bases
+            if len(joint.buffers_of[node]) == 1
+        }
+
+    def base(self, buffer: int) -> fx.Node:
+        """The node of the joint graph that stands for a whole buffer."""
+        return self._bases[buffer]
+
+    def token(self, buffer: int) -> fx.Node:
+        """The name of a buffer's token."""
+        if buffer not in self._nodes:
+            node = self._graph.placeholder(f"token_{buffer}")
+            with torch_private.fake_mode_of([self.base(buffer).meta["val"]]):
+                node.meta = {"val": torch.empty(1, dtype=torch.int64)}
+            self._nodes[buffer] = node
+        return self._nodes[buffer]
+
+    def is_token(self, node: fx.Node) -> bool:
+        """Whether a node is one of these."""
+        return node.graph is self._graph
 
 
 class _Builder:
     """Copies nodes of a joint graph into a new one, always reading the latest copies."""
 
-    def __init__(self, joint: JointStep, outputs: Sequence[Any], *, is_forward: bool) -> None:
+    def __init__(
+        self, joint: JointStep, outputs: Sequence[Any], tokens: _Tokens, *, is_forward: bool
+    ) -> None:
         self.graph = fx.Graph()
+        self._tokens = tokens
         self._is_forward = is_forward
         self._joint = joint
         self._outputs = outputs
         self._given: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
         self._saved: dict[fx.Node, fx.Node] = {}
+        self._coming: dict[int, fx.Node] = {}
         self._aliases: dict[int, list[fx.Node]] = defaultdict(list)
         for node, buffers in joint.buffers_of.items():
             for buffer in buffers:
@@ -80,9 +145,42 @@ class _Builder:
         """Make an input of the joint graph an input of this one."""
         self._latest[node] = self.graph.node_copy(node)
 
+    def do(self, step: Step) -> None:
+        """Whatever the step is."""
+        if isinstance(step.what, SwapStep):
+            self.swap(step.what)
+        else:
+            self.run(step.what, step.taken_over)
+
+    def swap(self, step: SwapStep) -> None:
+        """One part of a swap."""
+        base, token = self._tokens.base(step.buffer), self._tokens.token(step.buffer)
+        match step.kind:
+            case SwapKind.OUT:
+                self._reach(base)
+                self._latest[token] = self._call(token, swap_out, self._latest[base])
+            case SwapKind.AWAY:
+                arguments = (self._latest[token], self._latest[base])
+                self._latest[token] = self._call(token, swap_away, *arguments)
+            case SwapKind.BACK:
+                self._reach(token)
+                self._coming[step.buffer] = self._call(base, swap_back, self._latest[token])
+            case SwapKind.HERE:
+                arguments = (self._coming.pop(step.buffer), self._latest[token], step.is_last)
+                for alias in self._aliases[step.buffer]:
+                    self._latest.pop(alias, None)
+                self._latest[base] = self._call(base, swap_here, *arguments)
+
+    def _call(self, like: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
+        node = self.graph.call_function(function, args)
+        node.meta = {**like.meta, SWAPPER: self._tokens.swapper}
+        return node
+
     def run(self, index: int, taken_over: int | None) -> None:
         """Execute an operator; what was seen of its older copies is forgotten."""
         node = self._joint.op_nodes[index]
+        if node is None:  # the loss, which the caller computes between the two graphs
+            return
         copy = self._copy(node) if self._is_plain(index) else self._repeat(node)
         if taken_over is not None:
             copy.meta[OVERWRITES] = self._overwritten_position(node, taken_over)
@@ -94,6 +192,8 @@ class _Builder:
         # An output is the first copy of its buffer: later ones are for their readers only.
         for output in self._outputs:
             if not isinstance(output, fx.Node) or output in self._given:
+                continue
+            if self._tokens.is_token(output):
                 continue
             if not set(writes).isdisjoint(self._joint.buffers_of[output]):
                 self._give(output)
@@ -130,7 +230,9 @@ class _Builder:
             return
         if node.op == "get_attr":
             self._latest[node] = self.graph.node_copy(node)
-        elif node in self._joint.bases and not self._is_part_of_latest(node):
+        elif self._tokens.is_token(node) or (
+            node in self._joint.bases and not self._is_part_of_latest(node)
+        ):
             with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
                 placeholder = self.graph.placeholder(node.name)
             placeholder.meta = dict(node.meta)

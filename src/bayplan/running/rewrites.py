@@ -2,28 +2,116 @@
 
 - The gradient of a convolution is two kernels in one operator. Apart, the one for the weight can
   run first, after which the saved input is no longer needed: the other only asks for its shape.
+- The gradients of pooling and of padding ask for nothing but the shape of the saved input, and
+  never need it.
 - The gradient of a BatchNorm in training names the running statistics but never reads them; left
   out, they tie it to nothing.
+
+Whoever only asks for a shape gets a stand-in of the same shape and strides (for these decide in
+which memory format the result comes, and by which kernel): memory mapped and never touched, so
+that none is used.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["convolution_input_gradient", "free_rewrites"]
+__all__ = [
+    "SHAPE_ONLY",
+    "convolution_input_gradient",
+    "free_rewrites",
+    "gradient_by_sample",
+    "gradient_by_shape",
+]
 
-_BACKWARD = torch.ops.aten.convolution_backward.default
-_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_INPUT, _MASK = 1, 10  # positions among the operator's arguments
+aten = torch.ops.aten
+
+# Formulas `(gradient, input, ...)` whose CPU kernels never read the input's elements.
+SHAPE_ONLY = (
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
+_BACKWARD = aten.convolution_backward.default
+_NORM_BACKWARD = aten.native_batch_norm_backward.default
+_INPUT, _MASK = 1, 10  # positions among a gradient operator's arguments
 
 
 def free_rewrites(graph: fx.Graph) -> None:
     """Apply all of them to a joint graph."""
     _split_convolution_gradients(graph)
+    _forget_inputs(graph)
     _forget_running_statistics(graph)
+
+
+def convolution_input_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+) -> torch.Tensor:
+    """The gradient of a convolution's input, without the input."""
+    image = _untouched(input_shape, input_stride, gradient)
+    outputs = _BACKWARD(gradient, image, weight, *options, [True, False, False])
+    return outputs[0]
+
+
+def gradient_by_shape(
+    formula: Callable[..., torch.Tensor],
+    gradient: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+) -> torch.Tensor:
+    """What a formula of `SHAPE_ONLY` gives, without its input."""
+    return formula(gradient, _untouched(input_shape, input_stride, gradient), *options)
+
+
+def gradient_by_sample(
+    formula: Any,
+    gradient: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """What `gradient_by_shape` gives for a pooling whose indices come as small integers.
+
+    They are widened for one sample at a time, so that the whole of them never takes memory.
+
+    Args:
+        formula: of a pooling with indices.
+        gradient: of the pooling's output.
+        input_shape: the first dimension is the batch.
+        input_stride: of the pooling's input.
+        options: the formula's other arguments, the indices last.
+        stride: of the result.
+    """
+    result = gradient.new_empty_strided(tuple(input_shape), tuple(stride))
+    if type(gradient) is not torch.Tensor:
+        return result
+    *rest, indices = options
+    image = _untouched((1, *input_shape[1:]), input_stride, gradient)
+    for sample in range(input_shape[0]):
+        here = slice(sample, sample + 1)
+        wide = indices[here].to(torch.int64)
+        formula.overloadpacket(gradient[here], image, *rest, wide, grad_input=result[here])
+    return result
 
 
 def _forget_running_statistics(graph: fx.Graph) -> None:
@@ -34,15 +122,34 @@ def _forget_running_statistics(graph: fx.Graph) -> None:
             node.args = (gradient, image, weight, *statistics, training, *rest)
 
 
+def _forget_inputs(graph: fx.Graph) -> None:
+    """Give shapes to the formulas that only ask for them."""
+    for formula in SHAPE_ONLY:
+        for node in graph.find_nodes(op="call_function", target=formula):
+            gradient, image, *options = node.args
+            geometry = _geometry(image)
+            before, after = image.meta["val"], gradient.meta["val"]
+            # What other devices' kernels read has not been looked into.
+            if geometry is None or before.device.type != "cpu" or before.dtype != after.dtype:
+                continue
+            with graph.inserting_before(node):
+                freed = graph.call_function(
+                    gradient_by_shape, (formula, gradient, *geometry, *options), node.kwargs
+                )
+            freed.meta = dict(node.meta)
+            node.replace_all_uses_with(freed)
+            graph.erase_node(node)
+
+
 def _split_convolution_gradients(graph: fx.Graph) -> None:
     """Put each convolution's weight gradient before its input gradient."""
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         wants_input, wants_weight, wants_bias = node.args[_MASK]
         if not (wants_input and (wants_weight or wants_bias)):
             continue
-        shape = tuple(node.args[_INPUT].meta["val"].shape)
-        if not all(isinstance(size, int) for size in shape):
-            continue  # an unknown batch size cannot be written into the graph
+        geometry = _geometry(node.args[_INPUT])
+        if geometry is None:
+            continue
         image, *parameters = node.meta["val"]
         with graph.inserting_before(node):
             weights = graph.call_function(
@@ -51,7 +158,7 @@ def _split_convolution_gradients(graph: fx.Graph) -> None:
             weights.meta = {**node.meta, "val": (None, *parameters)}
             gradient, weight = node.args[0], node.args[2]
             inputs = graph.call_function(
-                convolution_input_gradient, (gradient, weight, shape, *node.args[3:_MASK])
+                convolution_input_gradient, (gradient, weight, *geometry, *node.args[3:_MASK])
             )
             inputs.meta = {**node.meta, "val": image}
         for user in list(node.users):
@@ -63,25 +170,26 @@ def _split_convolution_gradients(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def convolution_input_gradient(
-    gradient: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], *options: Any
-) -> torch.Tensor:
-    """The gradient of a convolution's input, without the input.
-
-    The operator wants the input as an argument but reads only its shape. It gets memory that is
-    mapped and never touched, so that none is used.
-    """
-    image = _untouched(input_shape, gradient)
-    outputs = _BACKWARD(gradient, image, weight, *options, [True, False, False])
-    return outputs[0]
+def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of a node's value; None where no stand-in can be made of them."""
+    value = node.meta["val"]
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    if not all(isinstance(number, int) for number in (*shape, *stride)):
+        return None  # an unknown batch size cannot be written into the graph
+    if value.device.type != "cpu" and not value.is_contiguous():
+        return None  # the stand-in there has no memory format
+    return shape, stride
 
 
-def _untouched(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    if like.device.type != "cpu" or type(like) is not torch.Tensor:
+def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    shape, stride = tuple(shape), tuple(stride)
+    if type(like) is not torch.Tensor:
+        return like.new_empty_strided(shape, stride)  # while tracing, where nothing takes memory
+    if like.device.type != "cpu":
         # One element stands for all, as only the shape is looked at. On a GPU never tried.
-        return like.new_empty(1).expand(tuple(shape))
-    numel = 1
-    for size in shape:
-        numel *= size
-    mapping = mmap.mmap(-1, max(1, numel * like.element_size()))
-    return torch.frombuffer(mapping, dtype=like.dtype, count=numel).view(tuple(shape))
+        return like.new_empty(1).expand(shape)
+    if 0 in shape:
+        return like.new_empty_strided(shape, stride)
+    numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    mapping = mmap.mmap(-1, numel * like.element_size())
+    return torch.frombuffer(mapping, dtype=like.dtype, count=numel).as_strided(shape, stride)

@@ -1,0 +1,63 @@
+"""Whose file a line of code stands in, so that a message names the user's and never a stranger's.
+
+Told by the path alone, for that is all that a stack frame or a traceback has.
+"""
+
+import os
+import sysconfig
+from enum import StrEnum
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["Owner", "is_users_file", "owner_of", "short_path"]
+
+
+class Owner(StrEnum):
+    """Who wrote a file."""
+
+    USER = "user"  # also the reference models, which stand in for a user's
+    LIBRARY = "library"  # installed beside us: transformers, a command line's parser
+    BENEATH = "beneath"  # what every step runs on: torch, Python, us
+
+
+# With the separator at the end: torchvision is not torch.
+_OUR_ROOT = str(Path(__file__).parent.parent) + os.sep
+_OUR_MODELS = _OUR_ROOT + "models" + os.sep
+_PYTHON_ROOT = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+@cache
+def owner_of(path: str) -> Owner:
+    """Tell who wrote a file; what has no file (`<string>`) is Python's own."""
+    if path.startswith(_OUR_MODELS):
+        return Owner.USER
+    if path.startswith(("<", _OUR_ROOT, _torch_root())):
+        return Owner.BENEATH
+    if any(folder in path for folder in _INSTALLED):
+        return Owner.LIBRARY
+    return Owner.BENEATH if path.startswith(_PYTHON_ROOT) else Owner.USER
+
+
+def is_users_file(path: str) -> bool:
+    """Whether a file is the user's own, or a reference model's."""
+    return owner_of(path) is Owner.USER
+
+
+def short_path(path: str) -> str:
+    """A path that means something on another machine: relative, or its last two parts."""
+    parts = Path(path).parts
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return "/".join(parts[-2:])
+
+
+@cache
+def _torch_root() -> str:
+    """Found without importing torch, and wherever it is: those who build it do not install it."""
+    spec = find_spec("torch")
+    assert spec is not None, "torch is a dependency"
+    assert spec.origin is not None, "torch is a package with a file of its own"
+    return str(Path(spec.origin).parent) + os.sep

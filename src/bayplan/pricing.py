@@ -1,0 +1,65 @@
+"""What the operators of a traced step cost: measured here, or derived for a device elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from bayplan import torch_private
+from bayplan.capturing.convert import convert
+from bayplan.capturing.locate import Locator
+from bayplan.capturing.tracer import StepTracer
+from bayplan.data.device import DeviceKind
+from bayplan.data.profile import Clock
+from bayplan.devices.meters import open_meter
+from bayplan.profiling.measure import clock_function
+from bayplan.profiling.operator_cache import kept_prices
+from bayplan.profiling.roofline import derive_profile
+from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of
+
+__all__ = ["Price", "derived_prices", "measured_prices"]
+
+Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
+
+
+@contextmanager
+def measured_prices(
+    device: torch.device, *, cache: Path, clock: Clock = Clock.WALL
+) -> Iterator[Price]:
+    """Prices by running each distinct operator alone on a device that is here."""
+    with (
+        torch_private.outside_tracing(),
+        open_meter(device, cache) as meter,
+        kept_prices(cache, device=device, clock=clock, method=meter.method) as known,
+    ):
+        yield OperatorCosts(meter, clock_function(clock, device), known)
+
+
+@contextmanager
+def derived_prices(kind: DeviceKind) -> Iterator[Price]:
+    """Prices from a device's description; what a kernel needs for itself is not known there."""
+    known: dict[str, float] = {}
+
+    def price(node: fx.Node) -> tuple[float, int]:
+        signature = signature_of(node)
+        if signature not in known:
+            known[signature] = _derived_seconds(node, kind)
+        return known[signature], 0
+
+    yield price
+
+
+def _derived_seconds(node: fx.Node, kind: DeviceKind) -> float:
+    """A node's function may call several operators, so it is watched once on fake tensors."""
+    args, options = arguments_of(node)
+    assert callable(node.target), "a joint graph calls functions only"
+    leaves = torch_private.tree_leaves((args, options, node.meta["val"]))
+    tracer = StepTracer(Locator(nn.Identity()))
+    with torch_private.fake_mode_of(leaves), tracer:
+        node.target(*args, **options)
+    if not tracer.nodes:
+        return 0.0
+    graph = convert(tracer, model="", gradient_storages=[])
+    return sum(derive_profile(graph, kind).seconds)

@@ -1,0 +1,119 @@
+"""One training step traced for planning, without memory: its program and what surrounds it.
+
+The model is copied onto fake tensors and compiled with a backend that only looks: it takes the
+joint graph of forward and backward and stops there. What happens outside the graph is captured as
+well, for it counts: the optimizer's state, and the loss between forward and backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayplan import torch_private
+from bayplan.capturing.explain import explained
+from bayplan.capturing.fake import fake_step, without_memory
+from bayplan.capturing.step import capture_step
+from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.planned import Circumstances, TracedStep
+from bayplan.simulating.memory import replay_memory
+from bayplan.training import TrainingStep, call_model, split_batch
+
+__all__ = ["loss_bytes", "resident_bytes", "trace_step", "untraceable"]
+
+
+def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
+    """Return the joint graph of a step's model as the backend will see it when it runs.
+
+    Args:
+        step: the model, batch and precision; nothing of it is run or changed.
+        around: what counts beside the graph.
+    """
+    with without_memory() as mode:
+        fake = fake_step(step, None)
+    stop = _Stop()
+
+    def take(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        stop.traced = TracedStep.of(joint, num_fwd_outputs, around)
+        raise stop
+
+    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+        return torch_private.compile_joint(module, inputs, partition=take, compile_graph=None)
+
+    fake.model.compile(backend=backend, fullgraph=True, dynamic=False)
+    with mode, fake.precision():
+        try:
+            call_model(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
+        except Exception as fault:
+            if torch_private.compile_fault(fault) is not stop:
+                raise untraceable(fault) from fault
+    assert stop.traced is not None, "a model with parameters to train is traced with its backward"
+    return stop.traced
+
+
+class _Stop(Exception):
+    """Raised inside the compiler once the graph is there."""
+
+    traced: TracedStep | None = None
+
+
+def untraceable(fault: Exception) -> BayplanError:
+    """What to tell a user whose forward torch could not trace as one graph."""
+    inner = torch_private.compile_fault(fault)
+    if isinstance(inner, BayplanError):
+        return inner
+    return CaptureError(
+        f"torch cannot trace the model's forward as one graph, which planning needs: {fault}"
+    )
+
+
+def resident_bytes(graph: StepGraph) -> int:
+    """What a captured step keeps beside the traced graph: the optimizer's state."""
+    kinds = (StorageKind.OPTIMIZER_STATE,)
+    return sum(storage.size_bytes for storage in graph.storages if storage.kind in kinds)
+
+
+def loss_bytes(step: TrainingStep) -> int:
+    """The most memory a loss takes over its inputs: its temporaries and the gradient it returns.
+
+    Zero where the model computes its own loss, which is then part of its graph.
+    """
+    if step.loss_fn is None:
+        return 0
+    with explained(), without_memory():
+        fake = fake_step(step, None)
+        inputs, targets = split_batch(fake.batch, fake.loss_fn)
+        with fake.precision():
+            output = call_model(fake.model, inputs)
+        leaves: list[torch.Tensor] = []
+
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaves.append(nn.Parameter(tensor.detach()))
+            return leaves[-1]
+
+        output = torch_private.tree_map_only(torch.Tensor, detached, output)
+        alone = TrainingStep(
+            model=_Given(leaves, output),
+            batch=((), *targets) if targets else (),
+            loss_fn=fake.loss_fn,
+            autocast=fake.autocast,
+        )
+    graph = capture_step(alone)
+    given = sum(storage.size_bytes for storage in graph.storages if storage.born is None)
+    return replay_memory(graph, [0] * len(graph.nodes)).peak_bytes - given
+
+
+class _Given(nn.Module):
+    """A model whose outputs are its parameters."""
+
+    def __init__(self, leaves: list[torch.Tensor], output: Any) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList(leaves)
+        self.output = output
+
+    def forward(self) -> Any:
+        return self.output

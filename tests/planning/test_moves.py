@@ -1,0 +1,99 @@
+"""Moves stay among the gaps that matter, and starts keep what checkpointing keeps."""
+
+import random
+
+import pytest
+
+from bayplan.planning.checkpoints import checkpoint_starts, narrow_buffers
+from bayplan.planning.choices import KEEP, NUM_CHOICES, RELEASE, PlainEvaluator, plain_choices
+from bayplan.planning.from_schedule import choices_of_schedule
+from bayplan.planning.moves import Neighbourhood, kind_of_op
+
+
+@pytest.fixture
+def evaluator(make_residual) -> PlainEvaluator:
+    return PlainEvaluator(make_residual(4))
+
+
+def test_small_buffers_are_left_alone(evaluator):
+    """Saved statistics are 2 bytes of 1000: no repeat of a norm pays for them alone."""
+    around = Neighbourhood(evaluator.program, evaluator.gaps)
+    sizes = {evaluator.program.buffers[evaluator.gaps[gap].buffer] for gap in around.by_place}
+    assert sizes == {1000}
+
+
+def test_equal_roles_of_all_blocks_share_a_row(evaluator):
+    around = Neighbourhood(evaluator.program, evaluator.gaps)
+    assert sorted(gap for row in around.rows for gap in row) == sorted(around.by_place)
+    for row in around.rows:
+        makers = [evaluator.program.producers[evaluator.gaps[gap].buffer] for gap in row]
+        assert makers == sorted(makers)
+        assert len({kind_of_op(evaluator.program.ops[maker].name) for maker in makers}) == 1
+    assert max(len(row) for row in around.rows) >= 3
+
+
+def test_drawn_moves_are_valid(evaluator):
+    around, rng = Neighbourhood(evaluator.program, evaluator.gaps), random.Random(3)
+    choices = plain_choices(evaluator.gaps)
+    useful = set(around.by_place)
+    for round_number in range(20):
+        around.focus(evaluator.trace(choices), rng, limit_bytes=5000)
+        moves = [around.draw(rng, choices) for _ in range(50)]
+        assert all(moves)
+        changes = [change for move in moves for change in move]
+        assert {gap for gap, _ in changes} <= useful
+        assert {choice for _, choice in changes} <= set(range(NUM_CHOICES))
+        for gap, choice in moves[round_number]:
+            choices[gap] = choice
+
+
+def test_focus_sees_what_fills_memory_and_what_costs(evaluator):
+    program, rng = evaluator.program, random.Random(0)
+    around, choices = Neighbourhood(program, evaluator.gaps), plain_choices(evaluator.gaps)
+    around.focus(evaluator.trace(choices), rng, limit_bytes=0)
+    assert around.pressing
+    assert not around.dear
+    schedule_step = program.first_backward
+    for gap in around.pressing:
+        buffer, begin, end = evaluator.gaps[gap]
+        assert program.producers[buffer] <= begin
+        assert end == -1 or end >= schedule_step
+    start = checkpoint_starts(program, evaluator.gaps)[0]
+    around.focus(evaluator.trace(start), rng, limit_bytes=0)
+    trace = evaluator.trace(start)
+    repeated = {*trace.schedule[trace.is_repeat].tolist()}
+    assert around.dear
+    assert {program.producers[evaluator.gaps[gap].buffer] for gap in around.dear} <= repeated
+
+
+def test_blocks_end_where_forward_is_narrow(evaluator):
+    names = [
+        evaluator.program.ops[evaluator.program.producers[buffer]].name
+        for buffer in narrow_buffers(evaluator.program)
+    ]
+    assert {"relu_1", "relu_3", "relu_5"} <= set(names)
+    assert not any(name.startswith("add") for name in names)
+
+
+def test_checkpointing_frees_memory(evaluator):
+    starts = checkpoint_starts(evaluator.program, evaluator.gaps)
+    plain = evaluator.evaluate(plain_choices(evaluator.gaps), limit_bytes=0)
+    peaks = [evaluator.evaluate(start, limit_bytes=0).peak_bytes for start in starts]
+    assert min(peaks) < plain.peak_bytes
+
+
+def test_choices_are_read_off_their_own_schedule(evaluator):
+    for start in [
+        plain_choices(evaluator.gaps),
+        *checkpoint_starts(evaluator.program, evaluator.gaps),
+    ]:
+        schedule = evaluator.schedule(start)
+        choices = choices_of_schedule(evaluator.program, evaluator.gaps, schedule)
+        assert evaluator.schedule(choices) == schedule
+
+
+def test_plain_schedule_is_read_as_plain_choices(evaluator):
+    schedule = range(len(evaluator.program.ops))
+    choices = choices_of_schedule(evaluator.program, evaluator.gaps, schedule)
+    assert choices.tolist() == plain_choices(evaluator.gaps).tolist()
+    assert set(choices.tolist()) <= {KEEP, RELEASE}

@@ -17,7 +17,7 @@ from bayplan.planned import Circumstances, Decide, PlannedBackend
 from bayplan.pricing import measured_prices
 from bayplan.simulating.memory import replay_memory
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import loss_bytes, resident_bytes, untraceable
+from bayplan.tracing import compile_whole, loss_bytes, resident_bytes, untraceable
 from bayplan.training import Batch, LossFunction, TrainingStep, call_model, split_batch
 
 __all__ = ["bind", "fit"]
@@ -106,13 +106,13 @@ def bind(
     if space is not None:
         backend.open_store = space.open
     model = step.model
-    # One graph for the whole forward, and a plan per batch size: memory is exact or nothing.
-    model.compile(backend=backend, fullgraph=True, dynamic=False)
+    before = model._compiled_call_impl
+    compile_whole(model, backend)
     try:
         with _unchanged(model), step.precision():
             call_model(model, split_batch(step.batch, step.loss_fn)[0])
     except BaseException as fault:
-        model._compiled_call_impl = None  # as it was
+        model._compiled_call_impl = before
         if isinstance(fault, Exception):
             raise untraceable(fault) from fault
         raise

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from bayplan import packed
+
 __all__ = ["in_place_form", "in_place_positions"]
 
 aten = torch.ops.aten
@@ -37,6 +39,7 @@ _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.gelu_backward.default: {0: _into_gradient(aten.gelu_backward.grad_input)},
     aten.silu_backward.default: {0: _into_gradient(aten.silu_backward.grad_input)},
     aten.tanh_backward.default: {0: _into_gradient(aten.tanh_backward.grad_input)},
+    packed.threshold_backward_from_bits: {0: _into_gradient(packed.threshold_backward_from_bits)},
 }
 
 

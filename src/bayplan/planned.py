@@ -21,6 +21,7 @@ from bayplan.devices.tiers import SwapStore
 from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.swaps import Arrangement, Swap, Swapped
 from bayplan.pricing import Price
+from bayplan.running.eager_forms import as_eager
 from bayplan.running.executor import compile_graph
 from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.packing import Pack, apply_packs, find_packs
@@ -72,6 +73,7 @@ class TracedStep:
         """Rewrite a joint graph, in place, where that costs nothing."""
         joint.graph.eliminate_dead_code()
         free_rewrites(joint.graph)
+        as_eager(joint.graph)
         make_repeatable(joint.graph)
         return cls(joint, num_forward_outputs, around, tuple(find_packs(joint.graph)))
 

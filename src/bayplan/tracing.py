@@ -6,6 +6,7 @@ well, for it counts: the optimizer's state, and the loss between forward and bac
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from bayplan.planned import Circumstances, TracedStep
 from bayplan.simulating.memory import replay_memory
 from bayplan.training import TrainingStep, call_model, split_batch
 
-__all__ = ["loss_bytes", "resident_bytes", "trace_step", "untraceable"]
+__all__ = ["compile_whole", "loss_bytes", "resident_bytes", "trace_step", "untraceable"]
+
+_MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
 
 def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
@@ -42,7 +45,7 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
         return torch_private.compile_joint(module, inputs, partition=take, compile_graph=None)
 
-    fake.model.compile(backend=backend, fullgraph=True, dynamic=False)
+    compile_whole(fake.model, backend)
     with mode, fake.precision():
         try:
             call_model(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
@@ -51,6 +54,31 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
                 raise untraceable(fault) from fault
     assert stop.traced is not None, "a model with parameters to train is traced with its backward"
     return stop.traced
+
+
+def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
+    """Let a module's calls be compiled as one graph each, anew for every batch size and mode.
+
+    Memory is exact or nothing, so neither a break in the graph nor an unknown size is allowed.
+    """
+    options: dict[str, Any] = {
+        "backend": backend,
+        "fullgraph": True,
+        "dynamic": False,
+        # Else the ninth batch size of a class of models, over all its instances, is refused.
+        "recompile_limit": _MOST_GRAPHS,
+        "isolate_recompiles": True,
+    }
+    if type(model).forward.__module__.startswith("torch."):
+        # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
+        model._compiled_call_impl = torch.compile(MethodType(_call, model), **options)
+    else:
+        model.compile(**options)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The frame of ours that torch begins with; `self` as in a forward, for the modules' paths."""
+    return self._call_impl(*args, **kwargs)
 
 
 class _Stop(Exception):

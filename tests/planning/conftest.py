@@ -138,7 +138,8 @@ class _Exhaustive:
 
     A state is the next plain op, the copies in memory beside the outputs' own, and the outputs
     whose latest copy is a repeat's. A copy in memory never hurts until it is dropped for room, so
-    only the least sets of copies that make room for an op are dropped, just before it.
+    only the least sets of copies that make room for an op are dropped, just before it. Every
+    schedule runs the plain ops once, so only repeats count on the way.
     """
 
     def __init__(self, program: Program, limit_bytes: int) -> None:
@@ -159,7 +160,7 @@ class _Exhaustive:
         while queue:
             seconds, _, state = heapq.heappop(queue)
             if state[0] == len(self.program.ops):
-                return seconds
+                return self.program.plain_seconds + seconds
             if state in done:
                 continue
             done.add(state)
@@ -185,7 +186,8 @@ class _Exhaustive:
                 saved = 0 if taken is None else self.program.buffers[taken]
                 fixed = self.kept_until[last] + self.size(made) + op.workspace_bytes - saved
                 for held in self.largest_held(copies, needed, self.limit_bytes - fixed):
-                    yield op.seconds, (last, (held - {taken}) | made, now_renewed)
+                    cost = op.seconds if is_repeat else 0.0
+                    yield cost, (last, (held - {taken}) | made, now_renewed)
 
     def largest_held(self, copies: frozenset, needed: set, room_bytes: int) -> Iterator[frozenset]:
         """The largest sets of copies, the needed ones among them, that leave room."""

@@ -48,7 +48,7 @@ def test_chain_is_planned_optimally(make_chain, optimal_seconds, cache_dir, num_
 
 def test_residual_block_is_planned_optimally(make_residual, optimal_seconds, cache_dir):
     program = make_residual(1)
-    for limit_bytes in limits_of(program, 3):
+    for limit_bytes in limits_of(program, 5):
         optimum = optimal_seconds(program, limit_bytes)
         assert found_seconds(program, limit_bytes, cache_dir) == pytest.approx(optimum)
 

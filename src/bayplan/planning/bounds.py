@@ -69,7 +69,8 @@ def least_seconds(program: Program, limit_bytes: int) -> float:
         away_bytes = moment.least_bytes + int(free_bytes.sum()) - limit_bytes
         if away_bytes > 0:
             makers = producers[moment.is_free]
-            freed = numpy.bincount(makers, free_bytes[moment.is_free], len(seconds))
+            freed = numpy.zeros(len(seconds))
+            numpy.add.at(freed, makers, free_bytes[moment.is_free])
             dearest = max(dearest, _cheapest_repeats(seconds, freed, away_bytes))
     return program.plain_seconds + dearest
 

@@ -40,6 +40,7 @@ __all__ = [
     "Moves",
     "Outcome",
     "PlainEvaluator",
+    "Steps",
     "Trace",
     "find_gaps",
     "plain_choices",
@@ -51,6 +52,7 @@ FAR = 2**29  # the end of a gap that no use ends
 WINDOWS = (2**30, 2**30, -1, 6, 12, 24, 48)
 NUM_CHOICES = len(WINDOWS)
 Choices = NDArray[numpy.uint8]
+Steps = Sequence[int] | NDArray[numpy.int32]  # op indices
 
 # A schedule longer than this many times the plain one is given up: nobody wants it, and nested
 # repeats of `release` choices can grow exponentially.
@@ -149,7 +151,7 @@ class Evaluator(Protocol):
     def trace(self, choices: Choices) -> Trace:
         """That schedule, step by step."""
 
-    def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
+    def simulate(self, schedule: Steps, *, limit_bytes: int) -> Outcome:
         """The cost of any valid schedule; given up if longer than `MOST_REPEATS` allows."""
 
     def try_moves(self, choices: Choices, moves: Moves, *, limit_bytes: int) -> list[Outcome]:
@@ -241,10 +243,11 @@ class PlainEvaluator:
             numpy.array(lives, numpy.int32).reshape(-1, 3),
         )
 
-    def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
+    def simulate(self, schedule: Steps, *, limit_bytes: int) -> Outcome:
         """See `Evaluator`."""
-        if not schedule:
+        if not 0 < len(schedule) <= MOST_REPEATS * len(self.program.ops) + 1:
             return GIVEN_UP
+        schedule = [int(index) for index in schedule]
         totals = replay_schedule(self.program, schedule).total_bytes
         seconds, highest, excess = self.program.plain_seconds, 0, 0
         following = 0

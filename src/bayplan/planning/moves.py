@@ -75,7 +75,8 @@ class Neighbourhood:
             max(op.writes, key=program.buffers.__getitem__, default=-2) for op in program.ops
         ]
         self._main_write = numpy.array(largest, numpy.int64)
-        self._op_seconds = numpy.array([op.seconds for op in program.ops])
+        # Never zero, so that every repeat can be drawn.
+        self._op_seconds = numpy.array([op.seconds + 1e-12 for op in program.ops])
         self.pressing: list[int] = []
         self.dear: list[int] = []
         self.dear_until: list[float] = []

@@ -25,6 +25,7 @@ from bayplan.planning.choices import (
     Moves,
     Outcome,
     PlainEvaluator,
+    Steps,
     Trace,
     find_gaps,
 )
@@ -139,7 +140,7 @@ class NativeEvaluator:
         order = numpy.lexsort((lives[:, 0], lives[:, 2]))
         return Trace(schedule, is_repeat, curve, lives[order])
 
-    def simulate(self, schedule: Sequence[int], *, limit_bytes: int) -> Outcome:
+    def simulate(self, schedule: Steps, *, limit_bytes: int) -> Outcome:
         """See `Evaluator`."""
         steps = numpy.asarray(schedule, numpy.int32)
         if not 0 < len(steps) <= self._native.capacity:

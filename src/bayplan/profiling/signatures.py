@@ -73,9 +73,7 @@ def signature_of(node: fx.Node) -> str:
 
 
 def _signature(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if inspect.isfunction(operator):  # one of ours; its own text tells where it lies in memory
-        operator = f"{operator.__module__}.{operator.__qualname__}"
-    return f"{operator}{_described((args, kwargs))}"
+    return f"{_described(operator)}{_described((args, kwargs))}"
 
 
 def _described(thing: Any) -> str:
@@ -85,6 +83,8 @@ def _described(thing: Any) -> str:
         return "[" + ",".join(_described(part) for part in thing) + "]"
     if isinstance(thing, dict):
         return "{" + ",".join(f"{key}={_described(part)}" for key, part in thing.items()) + "}"
+    if inspect.isfunction(thing):  # one of ours; its own text tells where it lies in memory
+        return f"{thing.__module__}.{thing.__qualname__}"
     return str(thing)
 
 

@@ -10,6 +10,7 @@ import bayplan
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.models import load
 from bayplan.reporting.text import comparison_text, record_text
+from bayplan.training import TrainingStep
 
 BATCH, PROFILED_BATCH, STEPS = 8, 2, 4
 
@@ -21,6 +22,7 @@ def main() -> None:
 
     print(f"capturing one training step of resnet50, batch {BATCH} …", flush=True)
     graph = bayplan.capture(model, batch, loss_fn, optimizer=optimizer, name="resnet50")
+    step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer)
     print(f"  {len(graph.nodes)} operators, {graph.num_parameters:,} parameters")
 
     print(f"measuring its operators at batch {PROFILED_BATCH} …", flush=True)
@@ -30,7 +32,7 @@ def main() -> None:
     print(f"  {format_seconds(profile.step_seconds)} per step at batch {PROFILED_BATCH}")
     del small
 
-    predicted = bayplan.simulate(graph, bayplan.scale(profile, small_graph, graph))
+    predicted = bayplan.simulate(graph, bayplan.scale(profile, small_graph, graph, step=step))
     print(f"predicted for batch {BATCH}: peak {format_bytes(predicted.peak_bytes)}")
     print(record_text(predicted))
 

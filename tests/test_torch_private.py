@@ -275,6 +275,16 @@ def test_error_of_a_backend_is_unwrapped():
     assert torch_private.compile_fault(other) is other
 
 
+def test_hooks_on_a_gradient_are_seen_until_they_are_removed():
+    weight = nn.Parameter(torch.ones(2))
+    assert not torch_private.has_gradient_hooks(weight)
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert torch_private.has_gradient_hooks(weight)
+        handle.remove()
+        assert not torch_private.has_gradient_hooks(weight)
+
+
 def test_compiled_module_knows_what_it_was_made_from():
     plain = nn.Linear(2, 2)
     assert torch_private.uncompiled(torch.compile(plain)) is plain

@@ -15,9 +15,9 @@ from bayplan.data.limit import Limit
 from bayplan.devices.machine import cache_directory
 from bayplan.planned import Circumstances, Decide, PlannedBackend
 from bayplan.pricing import measured_prices
-from bayplan.simulating.memory import replay_memory
+from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import compile_whole, loss_bytes, resident_bytes, untraceable
+from bayplan.tracing import compile_whole, loss_bytes, plain_peak_bytes, resident_bytes, untraceable
 from bayplan.training import Batch, LossFunction, TrainingStep, call_model, split_batch
 
 __all__ = ["bind", "fit"]
@@ -33,6 +33,7 @@ def fit(
     autocast: torch.dtype | None = None,
     swap: Path | str | None = None,
     pack: bool = True,
+    update_in_backward: bool = False,
     time_limit_seconds: float = 10.0,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> nn.Module:
@@ -51,6 +52,10 @@ def fit(
         autocast: dtype of mixed precision that you call the model under.
         swap: a directory for activations that pay to be swapped; None swaps nothing.
         pack: whether activations may be packed, without loss.
+        update_in_backward: whether each parameter is updated as soon as its gradient is complete,
+            so that gradients are never all there at once. Needs the optimizer itself. `.grad`
+            stays None, and `optimizer.step()` only ends the step: not for loops that clip, scale
+            or accumulate gradients.
         time_limit_seconds: for the search.
         on_progress: hears the share of the search that is done.
 
@@ -65,6 +70,7 @@ def fit(
         >>> model(batch).square().mean().backward()
     """
     limit = Limit.parse(memory)
+    updates = ParameterUpdates.of(model, optimizer) if update_in_backward else None
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
     device = next(model.parameters()).device
@@ -74,9 +80,13 @@ def fit(
         limit,
         cache=cache_directory(),
         time_limit_seconds=time_limit_seconds,
-        plain_peak_bytes=replay_memory(
-            graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes
-        ).peak_bytes,
+        plain_peak_bytes=plain_peak_bytes(
+            step,
+            graph,
+            optimizer=optimizer,
+            granularity_bytes=granularity_bytes,
+            cache=cache_directory(),
+        ),
         tier=None if space is None else space.tier,
         may_pack=pack,
         on_progress=on_progress,
@@ -86,6 +96,7 @@ def fit(
         resident_bytes=resident_bytes(graph),
         loss_bytes=loss_bytes(step),
         granularity_bytes=granularity_bytes,
+        updates=updates,
     )
     bind(step, decide, around, space=space)
     return model

@@ -1,5 +1,6 @@
 """`fit`: will this step fit, how fast will it be, and what would make it fit."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,15 @@ import torch
 from bayplan.api import granularity_of, profile_step, simulate
 from bayplan.capturing.explain import explained
 from bayplan.data.device import DeviceKind
-from bayplan.data.errors import BayplanError, ForeignPlan, UsageError
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.graph import StepGraph
+from bayplan.data.limit import Limit
+from bayplan.data.plan import Choice
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.units import format_bytes
-from bayplan.data.verdict import Verdict
+from bayplan.data.verdict import PlanSummary, Verdict
 from bayplan.devices.machine import available_memory_bytes
+from bayplan.planner import Planner
 from bayplan.planning.verdict import judge, largest_batch
 from bayplan.profiling.catalogue import device_names, load_device
 from bayplan.profiling.probe import probe_cpu
@@ -38,6 +42,7 @@ def fit(
     *,
     memory_bytes: int | None = None,
     profile: Profile | None = None,
+    planner: Planner | None = None,
     use_cache: bool = True,
     on_progress: Progress = lambda what, done, total: None,
 ) -> Verdict:
@@ -48,6 +53,7 @@ def fit(
         memory_bytes: the limit; what the device has free by default.
         profile: measured before; otherwise the step runs here at a batch size small enough to be
             measured in seconds, or is derived for the question's device.
+        planner: of the same question; looks for a plan where the plain step does not fit.
         use_cache: False measures anew, and replaces what the cache has of these steps.
         on_progress: hears what is being done.
     """
@@ -62,7 +68,10 @@ def fit(
     record = simulate(graph, profile, device=question.device)
     limit_bytes = memory_bytes or _memory_bytes(question, profile)
     changes: list[str] = []
-    if record.peak_bytes > limit_bytes:
+    planned: PlanSummary | None = None
+    if record.peak_bytes > limit_bytes and planner is not None:
+        planned = _planned(planner, limit_bytes, changes)
+    if record.peak_bytes > limit_bytes and planned is None:
         search = _Changes(question, graph, profile, profiles, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
         changes += (
@@ -78,6 +87,27 @@ def fit(
         optimizer=question.optimizer,
         time_origin=profile.origin,
         would_fit=tuple(changes),
+        planned=planned,
+    )
+
+
+def _planned(planner: Planner, limit_bytes: int, changes: list[str]) -> PlanSummary | None:
+    """A plan within the limit; or None, and the smallest limit that has one among the changes."""
+    try:
+        order = planner.order(Limit(size_bytes=limit_bytes))
+    except DoesNotFit as refusal:
+        if refusal.smallest_bytes is not None:
+            changes.append(f"--memory {_rounded_up(refusal.smallest_bytes)} and a plan")
+        return None
+    except CaptureError:  # captured, but not traceable as one graph: then there is no plan
+        return None
+    chosen = Counter(one.choice for one in planner.plan(order).decisions)
+    return PlanSummary(
+        peak_bytes=order.peak_bytes,
+        time_ratio=order.time_ratio,
+        num_recomputed=chosen[Choice.RECOMPUTE],
+        num_packed=chosen[Choice.PACK],
+        num_swapped=chosen[Choice.SWAP],
     )
 
 

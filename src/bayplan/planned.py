@@ -8,13 +8,14 @@ backward. Everything else (guards, buffers, autograd, autocast, evaluation) stay
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from bayplan import torch_private
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.order import StepOrder
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.tiers import SwapStore
@@ -24,11 +25,19 @@ from bayplan.pricing import Price
 from bayplan.running.eager_forms import as_eager
 from bayplan.running.executor import compile_graph
 from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.optimizers import ParameterUpdates
 from bayplan.running.packing import Pack, apply_packs, find_packs
 from bayplan.running.partition import Step, cut
 from bayplan.running.repeats import make_repeatable
 from bayplan.running.rewrites import free_rewrites
 from bayplan.running.swapping import SwapKind, Swapper, SwapStep
+from bayplan.running.updating import (
+    check_old_weights,
+    insert_updates,
+    parameters_of_updates,
+    updates_in,
+    without_backward_repeats,
+)
 
 __all__ = ["Circumstances", "Decide", "PlannedBackend", "TracedStep", "arrangement_of", "steps_of"]
 
@@ -42,12 +51,14 @@ class Circumstances:
         loss_bytes: memory of a loss that is computed outside the graph.
         granularity_bytes: the allocator's rounding.
         prices: makes the function that prices operators, for a device.
+        updates: of the parameters to update in backward; None leaves their gradients.
     """
 
     prices: Callable[[torch.device], AbstractContextManager[Price]]
     resident_bytes: int = 0
     loss_bytes: int = 0
     granularity_bytes: int = 1
+    updates: ParameterUpdates | None = None
 
 
 @dataclass
@@ -68,13 +79,31 @@ class TracedStep:
 
     @classmethod
     def of(
-        cls, joint: fx.GraphModule, num_forward_outputs: int, around: Circumstances
+        cls,
+        joint: fx.GraphModule,
+        num_forward_outputs: int,
+        around: Circumstances,
+        inputs: Sequence[Any] = (),
     ) -> "TracedStep":
-        """Rewrite a joint graph, in place, where that costs nothing."""
+        """Rewrite a joint graph, in place, where that costs nothing.
+
+        Args:
+            joint: the graph.
+            num_forward_outputs: how many of its outputs are the forward's.
+            around: what surrounds it.
+            inputs: what it was traced with, to know parameters by that are updated in backward.
+        """
         joint.graph.eliminate_dead_code()
         free_rewrites(joint.graph)
         as_eager(joint.graph)
         make_repeatable(joint.graph)
+        if around.updates is not None:
+            insert_updates(
+                joint.graph,
+                num_forward_outputs=num_forward_outputs,
+                update=around.updates.function,
+                index_of_input=around.updates.among(inputs),
+            )
         return cls(joint, num_forward_outputs, around, tuple(find_packs(joint.graph)))
 
     def with_packs(self, names: Sequence[str] = ()) -> JointStep:
@@ -91,15 +120,17 @@ class TracedStep:
             graph.output(graph.graph_copy(module.graph, {}))
             module = fx.GraphModule(module, graph)
             apply_packs(module.graph, names)
+        updates = self.around.updates
         with self.around.prices(_device_of(module)) as price:
-            return analyse_joint(
+            step = analyse_joint(
                 module,
                 num_forward_outputs=self.num_forward_outputs,
-                cost_of=price,
+                cost_of=price if updates is None else partial(updates.cost_of, price=price),
                 resident_bytes=self.around.resident_bytes,
                 loss_bytes=self.around.loss_bytes,
                 granularity_bytes=self.around.granularity_bytes,
             )
+        return step if updates is None else without_backward_repeats(step)
 
 
 Decide = Callable[[TracedStep], StepOrder]
@@ -132,18 +163,30 @@ class PlannedBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph, as torch asks a backend to."""
         return torch_private.compile_joint(
-            module, inputs, partition=self._partition, compile_graph=_compile
+            module,
+            inputs,
+            partition=partial(self._partition, inputs),
+            compile_graph=self._compile,
         )
 
+    def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run, updates = compile_graph(module), self.around.updates
+        updated = [] if updates is None else updates_in(module.graph, updates.function)
+        return updates.checked(run, updated) if updates is not None and updated else run
+
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        self,
+        inputs: Sequence[Any],
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Torch's question which part of a joint graph is forward and what it hands on."""
-        traced = TracedStep.of(joint, num_fwd_outputs, self.around)
+        traced = TracedStep.of(joint, num_fwd_outputs, self.around, inputs)
         order = self.decide(traced)
-        step = traced.with_packs(order.packs)
-        order.check_belongs_to(step.program)
-        swapped = arrangement_of(order).apply(step.program)
+        step, swapped = _carried_out(order, traced)
         self.orders.append(order)
         return cut(
             step,
@@ -159,6 +202,32 @@ class PlannedBackend:
             return None
         size_bytes = sum(round_up(swap.size_bytes, _PAGE_BYTES) for swap in swapped.swap_ops)
         return Swapper(self.open_store(size_bytes))
+
+
+def _carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
+    """The step as a plan wants it, and all its ops in order.
+
+    Raises:
+        ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
+    """
+    unknown = {*order.packs} - {pack.name for pack in traced.packs}
+    if unknown:
+        raise ForeignPlan(
+            f"the plan packs {', '.join(sorted(unknown))}, which this step has not."
+            " Plan this step anew"
+        )
+    step = traced.with_packs(order.packs)
+    order.check_belongs_to(step.program)
+    updates = traced.around.updates
+    try:
+        if updates is not None:
+            changes = parameters_of_updates(step, updates.function)
+            check_old_weights(step.program, order.schedule, changes)
+        return step, arrangement_of(order).apply(step.program)
+    except ValueError as fault:
+        raise ForeignPlan(
+            f"the plan is for this step but cannot be run: {fault}. Plan this step anew"
+        ) from fault
 
 
 def arrangement_of(order: StepOrder) -> Arrangement:
@@ -186,10 +255,6 @@ def steps_of(swapped: Swapped) -> list[Step]:
             taken = replay.taken_over[index]
             steps.append(Step(op, None if taken is None else swapped.buffer_of[taken]))
     return steps
-
-
-def _compile(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    return compile_graph(module)
 
 
 def _device_of(joint: fx.GraphModule) -> torch.device:

@@ -1,7 +1,7 @@
 """What the operators of a traced step cost: measured here, or derived for a device elsewhere."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from bayplan.profiling.operator_cache import kept_prices
 from bayplan.profiling.roofline import derive_profile
 from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of
 
-__all__ = ["Price", "derived_prices", "measured_prices"]
+__all__ = ["Price", "derived_prices", "free_prices", "measured_prices", "scaled_prices"]
 
 Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
 
@@ -49,6 +49,40 @@ def derived_prices(kind: DeviceKind) -> Iterator[Price]:
         return known[signature], 0
 
     yield price
+
+
+@contextmanager
+def scaled_prices(
+    small: Mapping[str, tuple[float, int]],
+    large: Mapping[str, tuple[float, int]],
+    share: float,
+    *,
+    otherwise: AbstractContextManager[Price],
+) -> Iterator[Price]:
+    """Prices on the line through those at two smaller batch sizes, by a node's name.
+
+    Args:
+        small: prices at the smaller size.
+        large: at the larger.
+        share: how far along the line: 0 is the smaller size, 1 the larger.
+        otherwise: prices what is in neither.
+    """
+    with otherwise as price_alone:
+
+        def price(node: fx.Node) -> tuple[float, int]:
+            if node.name not in small or node.name not in large:
+                return price_alone(node)
+            low, high = small[node.name], large[node.name]
+            seconds = low[0] + share * (high[0] - low[0])
+            return max(0.0, seconds), max(0, round(low[1] + share * (high[1] - low[1])))
+
+        yield price
+
+
+@contextmanager
+def free_prices(_: torch.device) -> Iterator[Price]:
+    """No prices, for a step whose plan is made already."""
+    yield lambda node: (0.0, 0)
 
 
 def _derived_seconds(node: fx.Node, kind: DeviceKind) -> float:

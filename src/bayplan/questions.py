@@ -70,26 +70,33 @@ class Question:
 
     def capture(self) -> StepGraph:
         """Capture the step without allocating the model."""
+        step = self.without_memory()
+        return capture(
+            step.model,
+            step.batch,
+            step.loss_fn,
+            optimizer=self.optimizer_source(),
+            autocast=step.autocast,
+            name=self.target.name,
+        )
+
+    def without_memory(self) -> TrainingStep:
+        """The step on tensors that take no memory, without its update."""
         model, batch, loss_fn = build_without_memory(partial(self.target.build, self.batch))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(
                 f"no parameter of {self.target.name!r} requires a gradient, so there is nothing to"
                 " train; check `requires_grad`"
             )
-        return capture(
-            model,
-            batch,
-            loss_fn,
-            optimizer=self._optimizer_source(),
-            autocast=AUTOCASTS[self.autocast],
-            name=self.target.name,
+        return TrainingStep(
+            model=model, batch=batch, loss_fn=loss_fn, autocast=AUTOCASTS[self.autocast]
         )
 
     def build(self) -> TrainingStep:
         """Build the model for real, where its builder puts it, ready to train."""
         with explained():
             model, batch, loss_fn = self.target.build(self.batch)
-        source = self._optimizer_source()
+        source = self.optimizer_source()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return TrainingStep(
             model=model,
@@ -99,7 +106,7 @@ class Question:
             autocast=AUTOCASTS[self.autocast],
         )
 
-    def _optimizer_source(self) -> Callable[..., torch.optim.Optimizer] | None:
+    def optimizer_source(self) -> Callable[..., torch.optim.Optimizer] | None:
         """The optimizer as the device would run it: on CUDA, torch updates all in one call."""
         source = OPTIMIZERS[self.optimizer]
         return partial(source, foreach=True) if source and self.device is not None else source

@@ -34,9 +34,10 @@ class SwapSpace:
 
     @classmethod
     def measured(
-        cls, device: torch.device, directory: Path, *, max_bytes: int | None = None
+        cls, device: torch.device | str, directory: Path, *, max_bytes: int | None = None
     ) -> "SwapSpace":
         """Open a directory for a second or two to see how fast it is."""
+        device = torch.device(device)
         if device.type == "cpu" and directory.is_dir() and lies_in_memory(directory):
             raise UsageError(
                 f"{directory} lies in memory, so that swapping there frees none; name a directory"

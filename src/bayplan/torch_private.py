@@ -33,6 +33,7 @@ __all__ = [
     "compile_joint",
     "current_backward_sequence",
     "fake_mode_of",
+    "has_gradient_hooks",
     "is_bookkeeping",
     "is_faking",
     "is_tangent",
@@ -104,6 +105,11 @@ def is_faking() -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a joint graph's input is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether anything is to be called with a parameter's gradient, before or after it is added."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def outside_tracing() -> AbstractContextManager[Any]:

@@ -6,6 +6,8 @@ well, for it counts: the optimizer's state, and the loss between forward and bac
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -14,15 +16,27 @@ from torch import nn
 
 from bayplan import torch_private
 from bayplan.capturing.explain import explained
-from bayplan.capturing.fake import fake_step, without_memory
-from bayplan.capturing.step import capture_step
+from bayplan.capturing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.capturing.step import capture_step, follow_step
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.devices.meters import open_meter
 from bayplan.planned import Circumstances, TracedStep
+from bayplan.profiling.workspaces import WorkspaceWatch
 from bayplan.simulating.memory import replay_memory
 from bayplan.training import TrainingStep, call_model, split_batch
 
-__all__ = ["compile_whole", "loss_bytes", "resident_bytes", "trace_step", "untraceable"]
+__all__ = [
+    "compile_whole",
+    "loss_bytes",
+    "plain_peak_bytes",
+    "resident_bytes",
+    "trace_step",
+    "untraceable",
+]
+
+# No kernel is taken to need more scratch memory than this share of the peak.
+_WORKSPACE_SHARE = 0.15
 
 _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
@@ -36,13 +50,15 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
     """
     with without_memory() as mode:
         fake = fake_step(step, None)
+    if around.updates is not None:
+        around = replace(around, updates=around.updates.of_copy(fake.model))
     stop = _Stop()
 
-    def take(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        stop.traced = TracedStep.of(joint, num_fwd_outputs, around)
-        raise stop
-
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+        def take(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+            stop.traced = TracedStep.of(joint, num_fwd_outputs, around, inputs)
+            raise stop
+
         return torch_private.compile_joint(module, inputs, partition=take, compile_graph=None)
 
     compile_whole(fake.model, backend)
@@ -101,6 +117,37 @@ def resident_bytes(graph: StepGraph) -> int:
     """What a captured step keeps beside the traced graph: the optimizer's state."""
     kinds = (StorageKind.OPTIMIZER_STATE,)
     return sum(storage.size_bytes for storage in graph.storages if storage.kind in kinds)
+
+
+def plain_peak_bytes(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    optimizer: OptimizerSource,
+    granularity_bytes: int,
+    cache: Path | None,
+) -> int:
+    """The peak of a step as it would run without a plan.
+
+    Args:
+        step: what the graph was captured from.
+        graph: the step.
+        optimizer: as for `capture`.
+        granularity_bytes: the allocator's rounding.
+        cache: keeps the compiled counter. With it, kernels that run near the peak are run once,
+            each alone, for their scratch memory; None leaves scratch memory out.
+    """
+    no_workspace = [0] * len(graph.nodes)
+    without = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
+    if cache is None:
+        return without.peak_bytes
+    least_bytes = (1 - _WORKSPACE_SHARE) * without.peak_bytes
+    high = [index for index, total in enumerate(without.total_bytes) if total >= least_bytes]
+    device = next(step.model.parameters()).device
+    with open_meter(device, cache) as meter:
+        watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    return max(without.total_bytes[index] + size for index, size in watch.found.items())
 
 
 def loss_bytes(step: TrainingStep) -> int:

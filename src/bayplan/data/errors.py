@@ -52,9 +52,13 @@ class CaptureError(BayplanError):
 
 
 class DoesNotFit(BayplanError):
-    """A step whose peak is above the limit."""
+    """A step whose peak is above the limit; may know the smallest limit that works."""
 
     exit_code = ExitCode.DOES_NOT_FIT
+
+    def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class PlanBroken(BayplanError):

@@ -11,7 +11,18 @@ import msgspec
 
 from bayplan.data.order import StepOrder
 
-__all__ = ["Action", "ActionKind", "Bucket", "Choice", "Decision", "Plan", "Request", "Stage"]
+__all__ = [
+    "Action",
+    "ActionKind",
+    "Bucket",
+    "Choice",
+    "Decision",
+    "LiveValue",
+    "PeakMoment",
+    "Plan",
+    "Request",
+    "Stage",
+]
 
 
 class Choice(StrEnum):
@@ -141,6 +152,33 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_bytes: int
 
 
+class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that is in memory at the peak, by the op and the module that made it."""
+
+    value: str
+    place: str = ""
+    size_bytes: int
+
+
+class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What fills the memory when it is fullest.
+
+    Attributes:
+        op: the op that runs then, with the module it runs for in `place`.
+        always_bytes: what no plan can release: parameters, buffers, batch, optimizer state.
+        outputs_bytes: gradients and other results so far.
+        workspace_bytes: inside the op's kernel.
+        values: activations and temporaries, the largest first.
+    """
+
+    op: str
+    place: str = ""
+    always_bytes: int
+    outputs_bytes: int
+    workspace_bytes: int
+    values: tuple[LiveValue, ...]
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decisions, what they are predicted to cost, and what they belong to.
 
@@ -148,6 +186,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
+        peak_moment: what sets the predicted peak.
         gap: how much faster than predicted an optimal plan could be at most, as a share;
             None where no bound is known.
     """
@@ -164,6 +203,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     request: Request | None = None
     order: StepOrder | None = None
     decisions: tuple[Decision, ...] = ()
+    peak_moment: PeakMoment | None = None
     buckets: tuple[Bucket, ...] = ()
     actions: tuple[tuple[str, ...], ...]
     predicted_peak_bytes: tuple[int, ...]

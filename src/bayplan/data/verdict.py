@@ -5,7 +5,22 @@ import msgspec
 from bayplan.data.profile import Origin
 from bayplan.data.record import LiveStorage
 
-__all__ = ["Verdict"]
+__all__ = ["PlanSummary", "Verdict"]
+
+
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan costs.
+
+    Attributes:
+        time_ratio: its step time over that of the plain step.
+        num_recomputed, num_packed, num_swapped: activations.
+    """
+
+    peak_bytes: int
+    time_ratio: float
+    num_recomputed: int
+    num_packed: int
+    num_swapped: int
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +34,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         largest: the largest storages alive at the peak.
         not_counted: what the peak leaves out.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
+        planned: a plan with which it fits, where it does not without.
     """
 
     schema: str = "bayplan/verdict"
@@ -39,3 +55,4 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     largest: tuple[LiveStorage, ...]
     not_counted: tuple[str, ...]
     would_fit: tuple[str, ...] = ()
+    planned: PlanSummary | None = None

@@ -8,7 +8,7 @@ __all__ = ["drop", "refill"]
 # A drop is taken as long as it does this share of what it promised when all were ranked.
 _STILL_WORTH = 0.5
 # All drops are ranked again once this share of the excess is left.
-_RANK_AGAIN = 0.8
+_RANK_AGAIN = 0.7
 
 
 def drop(space: SearchSpace, choices: Choices, limit_bytes: int) -> tuple[Choices, float]:

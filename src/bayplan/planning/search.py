@@ -76,7 +76,9 @@ def plan_schedule(
         found = space.evaluator.schedule(squeeze(space))
     fitting = [s for s in (found, *starts) if _peak_bytes(program, s) <= limit_bytes]
     if not fitting:
-        raise DoesNotFit(refusal(program, found, limit_bytes))
+        raise DoesNotFit(
+            refusal(program, found, limit_bytes), smallest_bytes=_peak_bytes(program, found)
+        )
     plans = (finish(space.evaluator, tuple(schedule), limit_bytes) for schedule in fitting)
     return min(plans, key=lambda planned: planned.seconds)
 

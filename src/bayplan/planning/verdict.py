@@ -5,7 +5,7 @@ from collections.abc import Callable
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin
 from bayplan.data.record import RunRecord
-from bayplan.data.verdict import Verdict
+from bayplan.data.verdict import PlanSummary, Verdict
 
 __all__ = ["judge", "largest_batch"]
 
@@ -19,6 +19,7 @@ def judge(
     optimizer: str,
     time_origin: Origin,
     would_fit: tuple[str, ...] = (),
+    planned: PlanSummary | None = None,
 ) -> Verdict:
     """Return whether the record's peak is within the limit, with all that explains it."""
     device = record.devices[0]
@@ -42,6 +43,7 @@ def judge(
         largest=device.largest,
         not_counted=record.not_counted,
         would_fit=would_fit,
+        planned=planned,
     )
 
 

@@ -19,6 +19,10 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, so that results can be printed."""
         self._progress.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:

@@ -41,6 +41,19 @@ def verdict_line(verdict: Verdict) -> str:
     peak, limit = format_bytes(verdict.peak_bytes), format_bytes(verdict.limit_bytes)
     if verdict.fits:
         return f"fits: peak {_of(verdict.peak_bytes, verdict.limit_bytes)}, {seconds} per step"
+    planned = verdict.planned
+    if planned is not None:
+        ways = (
+            (planned.num_recomputed, "recomputed"),
+            (planned.num_packed, "packed"),
+            (planned.num_swapped, "swapped"),
+        )
+        done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
+        return (
+            f"fits with a plan: peak {_of(planned.peak_bytes, verdict.limit_bytes)} at"
+            f" {planned.time_ratio:.2f} x the plain step's time ({done or 'rewritten at no cost'});"
+            f" without one, {peak}"
+        )
     over = format_bytes(verdict.peak_bytes - verdict.limit_bytes)
     change = (
         f"would fit: {verdict.would_fit[0]}" if verdict.would_fit else "no change tried would help"

@@ -1,0 +1,218 @@
+"""How fast is a step within a memory limit? Our plans against plain and against our peers.
+
+Each model runs plainly, by every peer, and by our plans: at shares of the plain peak down to the
+model's floor, and at the peak of every peer, so that the two can be compared at equal memory. All
+of them take turns in one process. Peaks are live malloc bytes over the step's start, times are
+processor time as multiples of the plain step's, one thread.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import _dynamo
+
+from bayplan.devices.meters import open_meter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import finish, options, say
+from memory.claims import claims
+from memory.contest import Contest, Contestant
+from memory.models import MODELS, QUICK_MODELS, Case
+from memory.ours import Ours, open_swap_space
+from memory.peers import PEERS
+from memory.planning_times import DEEP, planning_times
+
+SHARES = (0.80, 0.60, 0.50, 0.40, 0.35)
+PACKED_SHARES = (0.50, 0.35)
+QUICK_PEERS = ("checkpoint each block", "activation_memory_budget 0.5")
+COLUMNS = (
+    "model",
+    "method",
+    "against",
+    "limit_bytes",
+    "peak_bytes",
+    "peak_share",
+    "predicted_peak_bytes",
+    "time_ratio",
+    "predicted_time_ratio",
+    "same_numbers",
+    "same_buffers",
+)
+
+
+def main() -> None:
+    parser = options(__doc__ or "")
+    known = {**MODELS, **QUICK_MODELS}
+    parser.add_argument("--models", nargs="*", choices=list(known), help="only these")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
+    parser.add_argument("--seconds", type=float, default=40.0, help="to plan a model's curve")
+    parser.add_argument("--no-deep", action="store_true", help="leave the planning times out")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    # Every method is another version of one model's code, and all of them are alive.
+    _dynamo.config.recompile_limit = 100
+    settings: dict[str, Any] = {"rounds": arguments.rounds, "seconds": arguments.seconds}
+    if arguments.quick:
+        settings = {"rounds": 1, "seconds": 2.0, "methods": QUICK_PEERS}
+    result: dict[str, Any] = {"rows": [], "failures": [], "planning": []}
+    with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
+        for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
+            _compare(name, known[name], result, cache=Path(cache), **settings)
+            _keep(result)
+        for name in () if arguments.quick or arguments.no_deep else DEEP:
+            result["planning"].append(planning_times(name, cache=Path(cache)))
+            say("planning {model}: {planning_seconds:.1f} s".format(**result["planning"][-1]))
+            _keep(result)
+    if result["rows"]:
+        result["claims"] = claims(result["rows"])
+        say(json.dumps(result["claims"], indent=1))
+        finish(__file__, result, columns=COLUMNS, arguments=arguments)
+
+
+def _compare(
+    name: str,
+    case: Case,
+    result: dict[str, Any],
+    *,
+    cache: Path,
+    rounds: int,
+    seconds: float,
+    methods: Sequence[str] = tuple(PEERS),
+) -> None:
+    """All methods on one model; its rows are added to the result."""
+    _dynamo.reset()
+    with ExitStack() as open_things:
+        meter = open_things.enter_context(open_meter(torch.device("cpu"), cache))
+        contest = Contest(*case.build(), meter)
+        plain = Contestant("plain", contest.fresh_step())
+        contest.admit(plain)
+        contest.measure([plain], rounds=1)
+        say(f"{name}: plain {plain.peak_bytes / 2**20:.0f} MiB, {plain.cpu_seconds[0]:.2f} s")
+        peers = list(_peers(name, contest, case, methods, result["failures"]))
+        contest.measure(peers, rounds=1)
+        ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
+        entries = [*_by_repeats(contest, ours, plain, peers, seconds)]
+        entries += _packed(contest, ours, plain, cache, seconds / 4)
+        everyone = [plain, *peers, *{id(entry[0]): entry[0] for entry in entries}.values()]
+        say(f"{name}: {len(everyone)} methods")
+        for contestant in everyone:
+            # Measured before all took turns: the peaks count, the times do not.
+            contestant.cpu_seconds.clear()
+            contestant.wall_seconds.clear()
+        contest.measure(everyone, rounds=rounds)
+    for contestant, limit_bytes, against in [
+        (one, None, None) for one in (plain, *peers)
+    ] + entries:
+        row = {"model": name, "against": against, "limit_bytes": limit_bytes}
+        result["rows"].append({**row, **_row(contestant, plain)})
+        say(_line(result["rows"][-1]))
+
+
+Entry = tuple[Contestant, int | None, str | None]  # with its limit, and the peer it answers
+
+
+def _peers(
+    name: str,
+    contest: Contest,
+    case: Case,
+    methods: Sequence[str],
+    failures: list[dict[str, str]],
+) -> Iterator[Contestant]:
+    for method in methods:
+        peer, step = PEERS[method], contest.fresh_step()
+        peer.apply(step.model, case.chains)
+        contestant = Contestant(method, step, first=peer.first)
+        try:
+            contest.admit(contestant)
+        except RuntimeError as fault:  # some refuse layers that write in place
+            say(f"{name}: {method} fails: {fault}")
+            failures.append({"model": name, "method": method, "fault": str(fault)})
+        else:
+            yield contestant
+
+
+def _by_repeats(
+    contest: Contest, ours: Ours, plain: Contestant, peers: Sequence[Contestant], seconds: float
+) -> Iterator[Entry]:
+    """Repeats and free rewrites alone: at shares, at the floor, and at each peer's peak."""
+    wanted: list[tuple[int, str | None]] = [(int(s * plain.peak_bytes), None) for s in SHARES]
+    wanted += [(peer.peak_bytes, peer.method) for peer in peers]
+    orders = ours.curve([limit_bytes for limit_bytes, _ in wanted], seconds=seconds)
+    wanted.append((min(orders), None))  # the floor
+    bound: dict[tuple[int, ...], Contestant] = {}
+    for limit_bytes, against in wanted:
+        order = orders.get(limit_bytes)
+        if order is None:
+            say(f"nothing fits {limit_bytes / plain.peak_bytes:.1%} of the plain peak")
+            continue
+        if order.schedule not in bound:
+            bound[order.schedule] = ours.contestant(contest, "bayplan", order)
+            contest.admit(bound[order.schedule])
+        yield bound[order.schedule], limit_bytes, against
+
+
+def _packed(
+    contest: Contest, ours: Ours, plain: Contestant, cache: Path, seconds: float
+) -> Iterator[Entry]:
+    """With packing, and with packing and swapping."""
+    space = open_swap_space(cache)
+    for method, place in (("bayplan+pack", None), ("bayplan+pack+swap", space)):
+        for share in PACKED_SHARES:
+            limit_bytes = int(share * plain.peak_bytes)
+            order = ours.packed(limit_bytes, seconds=seconds, space=place)
+            if order is None:
+                say(f"{method}: nothing fits {share:.0%} of the plain peak")
+                continue
+            contestant = ours.contestant(contest, method, order, space=place)
+            contest.admit(contestant)
+            yield contestant, limit_bytes, None
+
+
+def _row(contestant: Contestant, plain: Contestant) -> dict[str, Any]:
+    assert contestant.numbers is not None, "it was admitted"
+    assert plain.numbers is not None, "it was admitted"
+    same_numbers = contestant.numbers.gradients == plain.numbers.gradients
+    same_buffers = contestant.numbers.buffers == plain.numbers.buffers
+    if contestant.method.startswith("bayplan"):
+        assert same_numbers, f"{contestant.method} computes other gradients"
+        assert same_buffers, f"{contestant.method} leaves other buffers"
+    return {
+        "method": contestant.method,
+        "peak_bytes": contestant.peak_bytes,
+        "peak_share": contestant.peak_bytes / plain.peak_bytes,
+        "predicted_peak_bytes": contestant.predicted_peak_bytes,
+        "seconds": min(contestant.cpu_seconds),
+        "time_ratio": min(contestant.cpu_seconds) / min(plain.cpu_seconds),
+        "predicted_time_ratio": contestant.predicted_time_ratio,
+        "wall_ratio": min(contestant.wall_seconds) / min(plain.wall_seconds),
+        "same_numbers": same_numbers,
+        "same_buffers": same_buffers,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    predicted = row["predicted_time_ratio"]
+    told = "" if predicted is None else f" (predicted {predicted:.3f})"
+    against = "" if row["against"] is None else f", against {row['against']}"
+    return (
+        f"{row['model']}, {row['method']}{against}: {row['peak_share']:.1%} of the plain peak at"
+        f" {row['time_ratio']:.3f}x{told}"
+    )
+
+
+def _keep(result: dict[str, Any]) -> None:
+    """What is known so far, in case the rest never comes."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "partial.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

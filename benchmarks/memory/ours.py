@@ -1,0 +1,120 @@
+"""Planning one step for many limits, and binding each plan to a model that runs it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from memory.contest import Contest, Contestant
+
+from bayplan.api import granularity_of
+from bayplan.choosing import Within, as_planned, order_of
+from bayplan.data.errors import DoesNotFit
+from bayplan.data.limit import Limit
+from bayplan.data.order import StepOrder
+from bayplan.data.profile import Clock
+from bayplan.fitted import bind
+from bayplan.planned import Circumstances, TracedStep
+from bayplan.planning.search import pareto, smallest_peak
+from bayplan.planning.swaps import Arrangement
+from bayplan.pricing import measured_prices
+from bayplan.swap_space import SwapSpace
+from bayplan.tracing import loss_bytes, trace_step
+from bayplan.training import TrainingStep
+
+__all__ = ["Ours"]
+
+
+@dataclass
+class Ours:
+    """Our planner for one step; all limits and peaks are over what is alive at the step's start.
+
+    Attributes:
+        around: what surrounds the traced graph.
+        traced: the step.
+        plain_peak_bytes: of the eager step, measured.
+        cache: of prices, plans and compiled loops.
+        planning_seconds: so far.
+    """
+
+    around: Circumstances
+    traced: TracedStep
+    plain_peak_bytes: int
+    cache: Path
+    planning_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, step: TrainingStep, *, plain_peak_bytes: int, cache: Path) -> "Ours":
+        """Trace a step and price its operators here, by processor time."""
+        around = Circumstances(
+            prices=partial(measured_prices, cache=cache, clock=Clock.CPU),
+            loss_bytes=loss_bytes(step),
+            granularity_bytes=granularity_of("cpu"),
+        )
+        return cls(around, trace_step(step, around), plain_peak_bytes, cache)
+
+    def curve(self, limits_bytes: Sequence[int], *, seconds: float) -> dict[int, StepOrder]:
+        """The fastest plans by repeats alone for those limits that work, and for the floor."""
+        started = time.perf_counter()
+        program = self.traced.with_packs().program
+        start_bytes = program.always_bytes
+        floor = smallest_peak(program, time_limit_seconds=seconds / 8, cache_dir=self.cache)
+        limits = [start_bytes + limit_bytes for limit_bytes in limits_bytes]
+        found = dict(
+            pareto(
+                program,
+                {limit for limit in limits if limit > floor.peak_bytes} | {floor.peak_bytes},
+                starts=[floor.schedule],
+                time_limit_seconds=seconds * 7 / 8,
+                cache_dir=self.cache,
+            )
+        )
+        self.planning_seconds += time.perf_counter() - started
+        return {
+            limit - start_bytes: order_of(
+                program,
+                Arrangement(planned.schedule),
+                strategy="auto",
+                plain_peak_bytes=start_bytes + self.plain_peak_bytes,
+                plain_seconds=program.plain_seconds,
+            )
+            for limit, planned in found.items()
+        }
+
+    def packed(
+        self, limit_bytes: int, *, seconds: float, space: SwapSpace | None = None
+    ) -> StepOrder | None:
+        """A plan that packs and, given a place for it, swaps; None where nothing fits."""
+        start_bytes = self.traced.with_packs().program.always_bytes
+        within = Within(
+            Limit(size_bytes=start_bytes + limit_bytes),
+            cache=self.cache,
+            time_limit_seconds=seconds,
+            plain_peak_bytes=start_bytes + self.plain_peak_bytes,
+            tier=None if space is None else space.tier,
+        )
+        try:
+            return within(self.traced)
+        except DoesNotFit:
+            return None
+
+    def contestant(
+        self, contest: Contest, method: str, order: StepOrder, *, space: SwapSpace | None = None
+    ) -> Contestant:
+        """A model that runs as planned, ready to be measured."""
+        step = contest.fresh_step()
+        bind(step, as_planned(order), self.around, space=space)
+        start_bytes = self.traced.with_packs().program.always_bytes
+        return Contestant(
+            method,
+            step,
+            predicted_peak_bytes=order.peak_bytes - start_bytes,
+            predicted_time_ratio=order.time_ratio,
+        )
+
+
+def open_swap_space(directory: Path) -> SwapSpace:
+    """Where swapped activations go, with its measured speed."""
+    return SwapSpace.measured(torch.device("cpu"), directory)

@@ -1,0 +1,52 @@
+"""The report's strategies run here, at a batch that fits: peaks and times in turns."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory.contest import Contest, Contestant
+from memory.ours import Ours, open_swap_space
+from ome.strategies import orders_of
+from torch import _dynamo
+
+from bayplan.devices.meters import open_meter
+from bayplan.models import load
+
+__all__ = ["measured_rows"]
+
+
+def measured_rows(
+    name: str, *, batch: int, image_size: int, cache: Path, seconds: float, rounds: int
+) -> list[dict[str, Any]]:
+    """One model by each strategy; peaks are over the step's start, ratios to the eager step."""
+    _dynamo.reset()
+    torch.manual_seed(0)
+    with open_meter(torch.device("cpu"), cache) as meter:
+        contest = Contest(*load(name)(batch, image_size=image_size), meter)
+        plain = Contestant("eager", contest.fresh_step())
+        contest.admit(plain)
+        contest.measure([plain], rounds=1)
+        space = open_swap_space(cache)
+        ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
+        orders = orders_of(ours.traced, space.tier, cache=cache, seconds=seconds)
+        everyone = [plain]
+        for strategy, order in orders.items():
+            everyone.append(ours.contestant(contest, strategy, order, space=space))
+            contest.admit(everyone[-1])
+        contest.measure(everyone, rounds=rounds)
+    return [_row(name, contestant, plain) for contestant in everyone]
+
+
+def _row(name: str, contestant: Contestant, plain: Contestant) -> dict[str, Any]:
+    assert contestant.numbers == plain.numbers, f"{contestant.method} computes other numbers"
+    return {
+        "model": name,
+        "strategy": contestant.method,
+        "kind": "measured",
+        "peak_bytes": contestant.peak_bytes,
+        "predicted_peak_bytes": contestant.predicted_peak_bytes,
+        "seconds": min(contestant.cpu_seconds),
+        "time_ratio": min(contestant.cpu_seconds) / min(plain.cpu_seconds),
+        "predicted_time_ratio": contestant.predicted_time_ratio,
+        "wall_ratio": min(contestant.wall_seconds) / min(plain.wall_seconds),
+    }

@@ -1,0 +1,50 @@
+"""The strategies of the report, and ours at a limit that none of them reaches."""
+
+from pathlib import Path
+
+from bayplan.choosing import Within, by_strategy
+from bayplan.data.errors import DoesNotFit
+from bayplan.data.limit import Limit
+from bayplan.data.order import StepOrder
+from bayplan.planned import TracedStep
+from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
+from bayplan.planning.swaps import Tier
+
+__all__ = ["OURS", "RIVALS", "orders_of", "references"]
+
+OURS = "ours"
+RIVALS = ("checkpoint", "ome")  # those with small peaks, to be undercut
+
+
+def references(tier: Tier) -> dict[str, Strategy]:
+    """Plain, Large Model Support, gradient checkpointing's memory mode, and the hybrid."""
+    return {
+        "keep": keep(),
+        "swap": swap(tier=tier),
+        "checkpoint": checkpoint("memory"),
+        "ome": ome(tier=tier),
+    }
+
+
+def orders_of(
+    traced: TracedStep, tier: Tier, *, cache: Path, seconds: float
+) -> dict[str, StepOrder]:
+    """A step by each strategy; ours by repeats alone, one byte below the smallest of the rivals.
+
+    Where nothing is smaller, which happens if weights outweigh activations, ours is as small.
+    """
+    orders = {
+        name: by_strategy(name, strategy, tier=tier)(traced)
+        for name, strategy in references(tier).items()
+    }
+    limit_bytes = min(orders[name].peak_bytes for name in RIVALS) - 1
+    try:
+        ours = _within(limit_bytes, cache, seconds)(traced)
+    except DoesNotFit:
+        ours = _within(limit_bytes + 1, cache, seconds)(traced)
+    return {**orders, OURS: ours}
+
+
+def _within(limit_bytes: int, cache: Path, seconds: float) -> Within:
+    limit = Limit(size_bytes=limit_bytes)
+    return Within(limit, cache=cache, time_limit_seconds=seconds, may_pack=False)

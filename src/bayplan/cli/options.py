@@ -1,0 +1,134 @@
+"""Options that several commands share, and what they make of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from bayplan.data import files
+
+if TYPE_CHECKING:
+    from bayplan.questions import Question
+    from bayplan.swap_space import SwapSpace
+
+__all__ = [
+    "Autocast",
+    "Batch",
+    "Cache",
+    "Device",
+    "Json",
+    "Memory",
+    "Optimizer",
+    "Output",
+    "Pack",
+    "SwapDir",
+    "SwapSize",
+    "Target",
+    "as_json",
+    "check_output",
+    "question_about",
+    "swap_space",
+]
+
+Target = Annotated[str, Parameter(help="A reference model, or module:function of your own.")]
+Batch = Annotated[
+    int | None,
+    Parameter(name=["--batch", "-b"], help="Samples per step. Default: the target's own."),
+]
+Optimizer = Annotated[str, Parameter(help="sgd (with momentum), adam, adamw or none.")]
+Autocast = Annotated[str, Parameter(help="Mixed precision of the forward: bf16, fp16 or none.")]
+Device = Annotated[
+    str | None,
+    Parameter(
+        help="A device that need not be here: h100, titan-v, …, or a device file (YAML); times are"
+        " then derived from its figures. Default: this machine, on which the step is measured."
+    ),
+]
+Cache = Annotated[
+    bool, Parameter(help="Take a kept profile; --no-cache measures anew and replaces it.")
+]
+Json = Annotated[
+    bool,
+    Parameter(name="--json", negative="", show_default=False, help="Print JSON for machines."),
+]
+Output = Annotated[
+    Path | None, Parameter(name=["--output", "-o"], help="Also write the result to this file.")
+]
+Memory = Annotated[
+    str | None,
+    Parameter(
+        allow_leading_hyphen=True,  # so that -1GiB is told what is wrong with it
+        help="The limit, like 8GiB. Default: what the device has to give.",
+    ),
+]
+Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]
+SwapDir = Annotated[
+    Path | None,
+    Parameter(help="A directory on a disk for activations that pay to be swapped. Default: none."),
+]
+SwapSize = Annotated[
+    str | None, Parameter(help="The largest swap file, like 4GiB. Default: what the plan needs.")
+]
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse an output that cannot be written before the step is measured, not after."""
+    if path is not None:
+        from bayplan.running.recorder import check_writable
+
+        check_writable(path)
+
+
+def as_json(noun: msgspec.Struct) -> str:
+    """A noun for machines."""
+    return msgspec.json.encode(noun).decode()
+
+
+def question_about(
+    target: str,
+    *,
+    batch: int | None,
+    device: str | None = None,
+    cluster: Path | None = None,
+    optimizer: str,
+    autocast: str,
+) -> "Question":
+    """What the words of a command ask about."""
+    from bayplan.data.cluster import Cluster
+    from bayplan.data.errors import UsageError
+    from bayplan.profiling.catalogue import load_device
+
+    if device is not None and cluster is not None:
+        raise UsageError("--device and --cluster both name the device; give one of them")
+    kind = None if device is None else load_device(device)
+    if cluster is not None:
+        described = files.read(cluster, Cluster)
+        kinds = [described.kinds[one.kind] for one in described.devices]
+        kind = min(kinds, key=lambda one: one.memory_bytes.value)
+
+    from bayplan.questions import Question
+    from bayplan.targets import resolve_target
+
+    return Question(
+        target=resolve_target(target),
+        batch=batch,
+        optimizer=optimizer,
+        autocast=autocast,
+        device=kind,
+    )
+
+
+def swap_space(directory: Path | None, size: str | None) -> "SwapSpace | None":
+    """Where to swap to, measured; None where nobody asked for it."""
+    from bayplan.data.errors import UsageError
+    from bayplan.data.units import parse_bytes
+
+    max_bytes = None if size is None else parse_bytes(size)
+    if directory is None:
+        if size is not None:
+            raise UsageError(f"--swap-size {size} needs --swap-dir, the directory to swap to")
+        return None
+    from bayplan.swap_space import SwapSpace
+
+    return SwapSpace.measured("cpu", directory, max_bytes=max_bytes)

@@ -1,0 +1,180 @@
+"""Commands that make plans and carry them out: plan, run."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from bayplan.cli.app import TARGET_HELP, app
+from bayplan.cli.options import (
+    Autocast,
+    Batch,
+    Device,
+    Json,
+    Optimizer,
+    Pack,
+    SwapDir,
+    SwapSize,
+    Target,
+    as_json,
+    check_output,
+    question_about,
+    swap_space,
+)
+from bayplan.data import files
+from bayplan.data.errors import ExitCode, UsageError
+
+__all__ = ["plan", "run"]
+
+Seconds = Annotated[
+    float, Parameter(name="--time-limit", help="Seconds for the search of one plan.")
+]
+
+
+@app.command(
+    sort_key=5,
+    help_epilogue=f"""\
+Examples:
+  bayplan plan resnet50 --batch 64 --memory 4GiB -o resnet50.plan.json
+  bayplan plan resnet50 --batch 64 --pareto -o plans/
+  bayplan plan resnet50 --batch 64 --strategy checkpoint -o checkpoint.plan.json
+  bayplan run plans/0.40.json --steps 20
+
+Strategies: auto (ours: keep, recompute, pack, swap, whatever is fastest), keep, checkpoint
+(about sqrt(n) checkpoints), checkpoint-speed (keeps convolutions and matrix products), swap (as
+Large Model Support does), ome (checkpoints, some of them swapped).
+
+{TARGET_HELP}
+
+Exit code 0 if there is a plan, 3 if none fits.""",
+)
+def plan(
+    target: Target,
+    /,
+    *,
+    output: Annotated[
+        Path,
+        Parameter(name=["--output", "-o"], help="The plan file; with --pareto, a folder of them."),
+    ],
+    batch: Batch = None,
+    memory: Annotated[
+        str | None,
+        Parameter(allow_leading_hyphen=True, help="The limit: 8GiB, or 40% of the plain peak."),
+    ] = None,
+    pareto: Annotated[
+        bool,
+        Parameter(negative="", help="Plans for many limits, from the plain peak to the smallest."),
+    ] = False,
+    strategy: Annotated[str, Parameter(help="Who plans; see below.")] = "auto",
+    device: Device = None,
+    optimizer: Optimizer = "adamw",
+    autocast: Autocast = "none",
+    pack: Pack = True,
+    swap_dir: SwapDir = None,
+    swap_size: SwapSize = None,
+    time_limit: Seconds = 10.0,
+    json: Json = False,
+) -> int:
+    """Plan a training step within a memory limit, and write the plan."""
+    from bayplan.data.limit import Limit
+    from bayplan.reporting.plans import curve_text, plan_line
+    from bayplan.reporting.progress import ProgressBar
+
+    if pareto and (memory is not None or strategy != "auto"):
+        raise UsageError("--pareto plans for many limits by itself; leave --memory and --strategy")
+    if not pareto and memory is None and strategy == "auto":
+        raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
+    limit = None if memory is None else Limit.parse(memory)
+    if not pareto:
+        check_output(output)
+    question = question_about(
+        target, batch=batch, device=device, optimizer=optimizer, autocast=autocast
+    )
+    from bayplan.planner import Planner
+
+    with ProgressBar() as bar:
+        planner = Planner(
+            question,
+            space=swap_space(swap_dir, swap_size),
+            may_pack=pack,
+            time_limit_seconds=time_limit,
+            on_progress=bar,
+        )
+        if pareto:
+            from bayplan.curves import write_curve
+
+            points = write_curve(planner, output, time_limit_seconds=6 * time_limit)
+            bar.close()
+            print(curve_text(points))
+            return ExitCode.DONE
+        order = planner.order(limit or Limit(share=1.0), strategy=strategy)
+        made = planner.plan(order, limit=limit)
+        files.write(output, made)
+    print(as_json(made) if json else f"{plan_line(made)} -> {output}")
+    return ExitCode.DONE
+
+
+@app.command(
+    sort_key=6,
+    help_epilogue="""\
+Examples:
+  bayplan run plans/0.40.json --steps 20
+  bayplan run my.plan.json --target my_project.train:build -o run.record.json
+
+A plan for a function of your own names code, and a file is not trusted to do that: say --target.
+
+Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step.""",
+)
+def run(
+    plan: Annotated[Path, Parameter(help="A plan file by `bayplan plan`.")],
+    /,
+    *,
+    steps: Annotated[int, Parameter(help="Steps to train and measure.")] = 5,
+    target: Annotated[
+        str | None, Parameter(help="What to train, where the plan names code of your own.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["--output", "-o"], help="Also write the measured record to this file."),
+    ] = None,
+    swap_dir: SwapDir = None,
+    swap_size: SwapSize = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Check that the plan belongs to the step; run nothing.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Train as a plan says, and show predicted next to measured."""
+    from bayplan.data.plan import Plan
+    from bayplan.reporting.plans import plan_line
+    from bayplan.reporting.progress import ProgressBar
+    from bayplan.reporting.text import comparison_text
+
+    if steps < 1:
+        raise UsageError(f"--steps is {steps}; at least 1 step must run")
+    given = files.read(plan, Plan)
+    check_output(output)
+    from bayplan.runner import check_plan, question_of, run_plan
+
+    question = question_of(given, target=target)
+    check_plan(given, question)
+    if dry_run:
+        print(f"would run {steps} steps: {plan_line(given)}")
+        return ExitCode.DONE
+    with ProgressBar() as bar:
+        done = run_plan(
+            given,
+            question,
+            num_steps=steps,
+            space=swap_space(swap_dir, swap_size),
+            path=output,
+            on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
+        )
+    if json:
+        print(as_json(done.measured))
+    else:
+        losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
+        print(f"{plan_line(given)}\nlosses {losses}")
+        print(comparison_text(done.predicted, done.measured))
+    done.check(given)
+    return ExitCode.DONE

@@ -1,0 +1,42 @@
+"""A schedule told by activation: what is recomputed, packed or swapped, and what that costs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from bayplan.data.order import StepOrder
+from bayplan.data.plan import Choice, Decision
+from bayplan.data.program import Program
+
+__all__ = ["decisions_of"]
+
+
+def decisions_of(program: Program, order: StepOrder) -> tuple[Decision, ...]:
+    """Every activation that is not simply kept, in the order forward makes them."""
+    found = {(decision.value, decision.choice): decision for decision in _all(program, order)}
+    place = {op.name: index for index, op in enumerate(program.ops)}
+    return tuple(sorted(found.values(), key=lambda one: place.get(one.value, len(place))))
+
+
+def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
+    for index, count in Counter(order.schedule).items():
+        op = program.ops[index]
+        if count > 1:
+            yield Decision(
+                value=op.name,
+                choice=Choice.RECOMPUTE,
+                place=op.place,
+                size_bytes=sum(program.buffers[buffer] for buffer in op.writes),
+                seconds=(count - 1) * op.seconds,
+            )
+    for swap in order.swaps:
+        op = program.ops[program.producers[swap.buffer]]
+        yield Decision(
+            value=op.name,
+            choice=Choice.SWAP,
+            place=op.place,
+            size_bytes=program.buffers[swap.buffer],
+        )
+    places = {op.name: op.place for op in program.ops}
+    for name in order.packs:
+        value = name.partition(":")[2]
+        yield Decision(value=value, choice=Choice.PACK, place=places.get(value, ""))

@@ -1,0 +1,171 @@
+"""`run`: a plan carried out, with what was predicted next to what is measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bayplan.api import granularity_of, record
+from bayplan.capturing.explain import explained
+from bayplan.choosing import as_planned
+from bayplan.data.errors import FileFault, ForeignPlan, PlanBroken, UsageError
+from bayplan.data.graph import StepGraph
+from bayplan.data.plan import Plan
+from bayplan.data.profile import Clock
+from bayplan.data.record import DeviceRecord, RunRecord, Source
+from bayplan.data.units import format_bytes
+from bayplan.devices.machine import device_name
+from bayplan.fitted import bind
+from bayplan.planned import Circumstances
+from bayplan.pricing import free_prices
+from bayplan.questions import Question
+from bayplan.swap_space import SwapSpace
+from bayplan.targets import resolve_target
+from bayplan.tracing import loss_bytes, resident_bytes
+
+__all__ = ["PEAK_TOLERANCE", "Run", "check_plan", "predicted_record", "question_of", "run_plan"]
+
+PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has broken its plan
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a plan promised and what came of it.
+
+    Attributes:
+        predicted: by the plan.
+        measured: of the run's steps.
+        losses: one for each step.
+    """
+
+    predicted: RunRecord
+    measured: RunRecord
+    losses: tuple[float, ...]
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a run above its limit, or far from what was predicted.
+
+        Raises:
+            PlanBroken: with both numbers.
+        """
+        measured, predicted = self.measured.steady_peak_bytes, self.predicted.peak_bytes
+        if plan.limit_bytes is not None and measured > plan.limit_bytes * (1 + PEAK_TOLERANCE):
+            raise PlanBroken(
+                f"the run's peak of {format_bytes(measured)} is above the limit of"
+                f" {format_bytes(plan.limit_bytes)}; plan with a limit of"
+                f" {format_bytes(2 * plan.limit_bytes - measured)}"
+            )
+        if abs(measured - predicted) > PEAK_TOLERANCE * predicted:
+            raise PlanBroken(
+                f"the run's peak is {format_bytes(measured)}, predicted was"
+                f" {format_bytes(predicted)}; something beside the step takes memory, or the plan"
+                " was made on another machine"
+            )
+
+
+def question_of(plan: Plan, *, target: str | None = None) -> Question:
+    """The step that a plan was made for.
+
+    Args:
+        plan: from a file, so nothing in it is run as code.
+        target: needed where the plan names a function of the user's own.
+    """
+    request = plan.request
+    if request is None:
+        raise FileFault("the plan does not say what it was made for (`request` is missing)")
+    if target is None and ":" in request.target:
+        raise UsageError(
+            f"the plan is for {request.target}, which is code, and a plan file is not trusted to"
+            f" name code to run; if you trust it, say --target {request.target}"
+        )
+    return Question(
+        target=resolve_target(target or request.target),
+        batch=request.batch,
+        optimizer=request.optimizer,
+        autocast=request.autocast,
+    )
+
+
+def predicted_record(plan: Plan) -> RunRecord:
+    """A plan's promise as a record."""
+    assert plan.order is not None, "checked when the plan was taken"
+    return RunRecord(
+        model=plan.model,
+        source=Source.SIMULATED,
+        method="liveness",
+        step_seconds=(plan.predicted_seconds,),
+        devices=(
+            DeviceRecord(
+                device=device_name(torch.device("cpu")),
+                peak_bytes=plan.order.peak_bytes,
+                step_peak_bytes=(plan.order.peak_bytes,),
+            ),
+        ),
+    )
+
+
+def check_plan(plan: Plan, question: Question) -> StepGraph:
+    """Refuse a plan for another step; returns the step's graph.
+
+    Raises:
+        ForeignPlan: model, batch, optimizer, precision or torch differ.
+    """
+    if plan.order is None:
+        raise ForeignPlan("the plan has no `order`: it is not for one device")
+    if plan.torch_version != str(torch.__version__):
+        raise ForeignPlan(
+            f"the plan is for torch {plan.torch_version}, here is {torch.__version__}; plan anew"
+        )
+    graph = question.capture()
+    if graph.fingerprint != plan.graph_fingerprint:
+        raise ForeignPlan(
+            f"the plan is for a step with fingerprint {plan.graph_fingerprint},"
+            f" {question.target.name} at batch {question.samples} has {graph.fingerprint};"
+            " model, batch, optimizer or precision differ. Plan this step anew"
+        )
+    return graph
+
+
+def run_plan(
+    plan: Plan,
+    question: Question,
+    *,
+    num_steps: int,
+    space: SwapSpace | None = None,
+    clock: Clock = Clock.WALL,
+    path: Path | None = None,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> Run:
+    """Train as planned, and measure.
+
+    Args:
+        plan: for this very step.
+        question: what to build.
+        num_steps: after one to warm up.
+        space: where swapped activations go; needed if the plan swaps.
+        clock: of the step times.
+        path: where the measured record is written, also after Ctrl-C.
+        on_step: hears of each step and its loss.
+
+    Raises:
+        ForeignPlan: the plan is for another model, batch or torch.
+    """
+    graph = check_plan(plan, question)
+    assert plan.order is not None, "checked"
+    around = Circumstances(
+        prices=free_prices,
+        resident_bytes=resident_bytes(graph),
+        loss_bytes=loss_bytes(question.without_memory()),
+        granularity_bytes=granularity_of("cpu"),
+    )
+    step = question.build()
+    bind(replace(step, optimizer=None), as_planned(plan.order), around, space=space)
+    losses: list[float] = []
+    with explained():
+        step()  # optimizer state and kernel caches are made by the first step
+        with record(path, clock=clock) as recording:
+            for number in range(num_steps):
+                losses.append(float(step()))
+                on_step(number, losses[-1])
+    return Run(predicted_record(plan), recording.result, tuple(losses))

@@ -1,0 +1,136 @@
+"""What tests of planned training share: a cache of their own, and trainings as digests to compare.
+
+A training is summed up by digests of every number it leaves behind (losses, gradients, buffers,
+parameters, random state), so that two of them are compared bit by bit and never held side by side.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bayplan.data.program import Program
+from bayplan.fitted import bind
+from bayplan.planned import Circumstances, Decide, PlannedBackend
+from bayplan.planning.swaps import Arrangement
+from bayplan.pricing import measured_prices
+from bayplan.swap_space import SwapSpace
+from bayplan.training import TrainingStep
+
+Build = Callable[[], tuple[nn.Module, Any, Any]]
+Digests = dict[str, str]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def state_of(model: nn.Module) -> Digests:
+    """Digests of a model's numbers and of the generator."""
+    found = {f"parameter {name}": digest_of(one) for name, one in model.named_parameters()}
+    found |= {f"buffer {name}": digest_of(one) for name, one in model.named_buffers()}
+    found |= {
+        f"gradient {name}": digest_of(one.grad)
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
+    return {**found, "random state": digest_of(torch.get_rng_state())}
+
+
+def train_digests(
+    build: Build,
+    *,
+    prepare: Callable[[TrainingStep], Any] = lambda step: None,
+    num_steps: int = 2,
+    autocast: torch.dtype | None = None,
+) -> Digests:
+    """Build a model from a fixed seed, prepare it, and train it for some steps."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = build()
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    prepare(TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast))
+    step = TrainingStep(
+        model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer, autocast=autocast
+    )
+    found: Digests = {}
+    for number in range(num_steps):
+        found[f"step {number}: loss"] = digest_of(step())
+        found |= {f"step {number}: {name}": one for name, one in state_of(model).items()}
+    return found
+
+
+def repeat_all(program: Program) -> Arrangement:
+    """Before every backward op, all of forward that leads to what it reads, each time anew."""
+    schedule = list(range(program.first_backward))
+    for index in range(program.first_backward, len(program.ops)):
+        needed: set[int] = set()
+        waiting = [index]
+        while waiting:
+            for buffer in program.ops[waiting.pop()].reads:
+                maker = program.producers[buffer]
+                if (
+                    0 <= maker < program.first_backward
+                    and program.ops[maker].can_repeat
+                    and maker not in needed
+                ):
+                    needed.add(maker)
+                    waiting.append(maker)
+        schedule += [*sorted(needed), index]
+    return Arrangement(tuple(schedule))
+
+
+@pytest.fixture(scope="session")
+def planner_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planner")
+
+
+@pytest.fixture
+def own_planner_cache(planner_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Keep the user's cache, and what other tests compiled, out of a test."""
+    monkeypatch.setenv("BAYPLAN_CACHE", str(planner_cache))
+    yield planner_cache
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def around(planner_cache: Path) -> Circumstances:
+    """Nothing but the graph counts, and operators cost what they cost here."""
+    return Circumstances(prices=partial(measured_prices, cache=planner_cache))
+
+
+@pytest.fixture(scope="session")
+def bind_to(around: Circumstances) -> Callable[..., PlannedBackend]:
+    """Let a step's model run as decided: `bind_to(step, decide, space=None)`."""
+
+    def bound(
+        step: TrainingStep, decide: Decide, *, space: SwapSpace | None = None
+    ) -> PlannedBackend:
+        return bind(step, decide, around, space=space)
+
+    return bound
+
+
+@pytest.fixture(scope="session")
+def digests() -> Callable[..., Digests]:
+    """Sum up a training: `digests(build, prepare=lambda step: None, num_steps=2)`."""
+    return train_digests
+
+
+@pytest.fixture(scope="session")
+def model_state() -> Callable[[nn.Module], Digests]:
+    """Sum up a model's numbers and the random state, as they are now."""
+    return state_of
+
+
+@pytest.fixture(scope="session")
+def repeat_everything() -> Callable[[Program], Arrangement]:
+    """A strategy that keeps nothing: every backward op has all it reads made again for it."""
+    return repeat_all

@@ -1,0 +1,254 @@
+"""The first promise: planned training gives the numbers of plain training, bit by bit.
+
+Losses, gradients, buffers, parameters and the random state are compared after every step. ResNets
+deeper than 50 are made of the same blocks and left out, and so are the 120 million parameters of
+VGG16's classifier.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bayplan.choosing import Within, by_strategy, order_of
+from bayplan.data.limit import Limit
+from bayplan.data.order import StepOrder
+from bayplan.models.gpt import GptConfig
+from bayplan.models.llama import LlamaConfig
+from bayplan.models.registry import load
+from bayplan.planned import Decide, TracedStep
+from bayplan.planning.schedule import plain_schedule, replay_schedule
+from bayplan.planning.search import smallest_peak
+from bayplan.planning.strategies import checkpoint, keep, ome, swap
+from bayplan.planning.swaps import Tier
+from bayplan.swap_space import SwapSpace
+
+FAST = Tier(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
+SMALL: dict[str, Any] = {"num_layers": 2, "num_heads": 2, "width": 16, "context": 16}
+VOCABULARY = 50
+
+pytestmark = pytest.mark.usefixtures("own_planner_cache")
+
+
+def build_vgg16():
+    model, batch, loss_fn = load("vgg16")(2, image_size=32)
+    model.classifier = nn.Sequential(nn.Linear(25088, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 10))
+    return model, (batch[0], batch[1] % 10), loss_fn
+
+
+REFERENCE_MODELS = {
+    "alexnet": partial(load("alexnet"), 2, image_size=64),
+    "alexnet-oneflow": partial(load("alexnet-oneflow"), 1),
+    "vgg16": build_vgg16,
+    "resnet18": partial(load("resnet18"), 2, image_size=32),
+    "resnet50": partial(load("resnet50"), 2, image_size=32),
+    "inception_v4": partial(load("inception_v4"), 2, image_size=75),
+    "gpt": partial(load("gpt"), 2, config=GptConfig(**SMALL, vocabulary=VOCABULARY)),
+    "llama": partial(
+        load("llama-7b"),
+        2,
+        config=LlamaConfig(**SMALL, hidden=32, vocabulary=VOCABULARY, dtype=torch.float32),
+    ),
+}
+
+
+class Mixed(nn.Module):
+    """Small, with all that strategies stumble over: statistics, random numbers, views, branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout())
+        self.pool = nn.MaxPool2d(2)
+        self.narrow = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.GELU())
+        self.head = nn.Sequential(nn.Linear(8 * 64, 32), nn.Dropout(0.1), nn.Linear(32, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images)
+        x = self.pool(x + self.branch(x))
+        return self.head(self.narrow(x).flatten(1))
+
+
+def build_mixed():
+    return Mixed(), (torch.randn(4, 3, 16, 16), torch.randint(10, (4,))), nn.CrossEntropyLoss()
+
+
+def tight(traced: TracedStep, *, cache: Path, **settings: Any) -> StepOrder:
+    """Our own strategy at a limit one fifth of the way up from the smallest peak found."""
+    program = traced.with_packs().program
+    plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
+    least_bytes = smallest_peak(program, time_limit_seconds=0.3, cache_dir=cache).peak_bytes
+    limit_bytes = least_bytes + (plain_bytes - least_bytes) // 5
+    within = Within(Limit(size_bytes=limit_bytes), cache, time_limit_seconds=0.6, **settings)
+    order = within(traced)
+    assert order.peak_bytes <= limit_bytes
+    return order
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (2, 8))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def pixels() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(2, (2,))}
+
+
+# Class, settings of its config beside the common ones, and batch.
+BERT_LIKE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+TRANSFORMERS = {
+    "BertForMaskedLM": (BERT_LIKE, tokens),
+    "GPT2LMHeadModel": (
+        {
+            "n_embd": 16,
+            "n_layer": 1,
+            "n_head": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "loss_type": "ForCausalLM",  # else its first forward logs, which torch cannot trace
+        },
+        tokens,
+    ),
+    "LlamaForCausalLM": ({**BERT_LIKE, "attention_dropout": 0.1}, tokens),
+    "T5ForConditionalGeneration": (
+        {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        tokens,
+    ),
+    "ViTForImageClassification": (
+        {
+            **BERT_LIKE,
+            "image_size": 16,
+            "patch_size": 8,
+            "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.1,
+        },
+        pixels,
+    ),
+}
+
+
+def build_transformer(name: str):
+    transformers = pytest.importorskip("transformers")
+    settings, batch = TRANSFORMERS[name]
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(vocab_size=VOCABULARY, **settings)
+    return model_class(config), batch(), None
+
+
+@pytest.fixture(params=["mixed", "gpt"])
+def build(request):
+    return build_mixed if request.param == "mixed" else REFERENCE_MODELS["gpt"]
+
+
+@pytest.fixture
+def assert_same(digests, bind_to) -> Callable[..., StepOrder]:
+    """Train plainly and as decided; returns the order it was trained in."""
+
+    def check(build: Callable[[], Any], decide: Decide, space: SwapSpace | None = None, **how: Any):
+        bound = []
+        plain = digests(build, **how)
+        planned = digests(
+            build, prepare=lambda step: bound.append(bind_to(step, decide, space=space)), **how
+        )
+        different = [name for name in plain if plain[name] != planned.get(name)]
+        assert not different
+        assert plain.keys() == planned.keys()
+        (order,) = bound[0].orders
+        return order
+
+    return check
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> SwapSpace:
+    return SwapSpace(torch.device("cpu"), tmp_path, FAST)
+
+
+@pytest.mark.parametrize("name", REFERENCE_MODELS)
+def test_every_reference_model_within_a_tight_limit(assert_same, planner_cache, name):
+    order = assert_same(REFERENCE_MODELS[name], partial(tight, cache=planner_cache))
+    assert order.peak_bytes < order.plain_peak_bytes
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_models_that_people_bring(assert_same, repeat_everything, name):
+    order = assert_same(partial(build_transformer, name), by_strategy("all", repeat_everything))
+    assert len(order.schedule) > len(set(order.schedule))
+
+
+def test_all_the_memory_repeats_nothing(assert_same, planner_cache, build):
+    order = assert_same(build, Within(Limit(share=1.0), planner_cache))
+    assert order.schedule == tuple(range(len(order.schedule)))
+
+
+@pytest.mark.parametrize("may_pack", [False, True])
+@pytest.mark.parametrize("may_swap", [False, True])
+def test_tight_limits_with_and_without_packs_and_swaps(
+    assert_same, planner_cache, space, build, may_pack, may_swap
+):
+    decide = partial(
+        tight, cache=planner_cache, may_pack=may_pack, tier=FAST if may_swap else None
+    )
+    order = assert_same(build, decide, space=space)
+    assert may_pack or not order.packs
+    assert bool(order.swaps) == may_swap  # nothing is cheaper than a copy that takes no time
+
+
+def test_packing_all_that_can_be(assert_same):
+    def decide(traced: TracedStep) -> StepOrder:
+        packs = [pack.name for pack in traced.packs]
+        program = traced.with_packs(packs).program
+        return order_of(
+            program,
+            keep()(program),
+            strategy="pack",
+            packs=packs,
+            plain_peak_bytes=0,
+            plain_seconds=program.plain_seconds,
+        )
+
+    assert assert_same(build_mixed, decide).packs
+
+
+STRATEGIES = {
+    "keep": keep(),
+    "checkpoint memory": checkpoint("memory", least_bytes=1),
+    "checkpoint speed": checkpoint("speed"),
+    "swap": swap(),
+    "swap, waiting at once": swap(sync_out=True, sync_in=True),
+    "ome": ome(least_bytes=1),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_other_strategy(assert_same, space, build, strategy):
+    order = assert_same(build, by_strategy(strategy, STRATEGIES[strategy], tier=FAST), space=space)
+    assert order.strategy == strategy
+    assert bool(order.swaps) >= strategy.startswith("swap")
+
+
+def test_making_everything_again_for_each_reader(assert_same, repeat_everything, build):
+    """Dropout is replayed many times over, and running statistics are updated only once."""
+    order = assert_same(build, by_strategy("all", repeat_everything), num_steps=3)
+    assert len(order.schedule) > 2 * len(set(order.schedule))
+
+
+def test_mixed_precision(assert_same, repeat_everything):
+    decide = by_strategy("all", repeat_everything)
+    assert_same(REFERENCE_MODELS["gpt"], decide, autocast=torch.bfloat16)

@@ -30,7 +30,7 @@ from memory.peers import PEERS
 from memory.planning_times import DEEP, planning_times
 
 SHARES = (0.80, 0.60, 0.50, 0.40, 0.35)
-PACKED_SHARES = (0.50, 0.35)
+PACKED_SHARES = (0.40,)
 QUICK_PEERS = ("checkpoint each block", "activation_memory_budget 0.5")
 COLUMNS = (
     "model",
@@ -135,6 +135,7 @@ def _peers(
             say(f"{name}: {method} fails: {fault}")
             failures.append({"model": name, "method": method, "fault": str(fault)})
         else:
+            say(f"{name}: {method} is ready")
             yield contestant
 
 
@@ -155,6 +156,7 @@ def _by_repeats(
         if order.schedule not in bound:
             bound[order.schedule] = ours.contestant(contest, "bayplan", order)
             contest.admit(bound[order.schedule])
+            say(f"bayplan at {limit_bytes / plain.peak_bytes:.1%} of the plain peak is ready")
         yield bound[order.schedule], limit_bytes, against
 
 

@@ -6,6 +6,7 @@ a device. Beside the step, parameters count three times, as with the report's Ad
 
 from collections.abc import Callable, Iterator
 from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from bayplan.planned import Circumstances, TracedStep
 from bayplan.planning.affine import AffineProgram
 from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.search import smallest_peak
-from bayplan.planning.swaps import Tier, lane_seconds
+from bayplan.planning.strategies import Strategy
+from bayplan.planning.swaps import Arrangement, Tier, lane_seconds
 from bayplan.pricing import derived_prices
 from bayplan.profiling.catalogue import load_device
 from bayplan.tracing import loss_bytes, trace_step
@@ -57,7 +59,12 @@ def predicted_rows(name: str, *, batch: int, cache: Path, seconds: float) -> lis
 
 
 def largest_batches(
-    name: str, *, limit_bytes: int = LIMIT_BYTES, batches: tuple[int, int] = (64, 128), cache: Path
+    name: str,
+    *,
+    cache: Path,
+    limit_bytes: int = LIMIT_BYTES,
+    batches: tuple[int, int] = (64, 128),
+    seconds: float = 3.0,
 ) -> Iterator[dict[str, Any]]:
     """The largest batch of each strategy within the limit, found between traced batch sizes.
 
@@ -65,44 +72,63 @@ def largest_batches(
     """
     small, large = batches
     steps = AffineProgram(_program(name, small), small, _program(name, large), large)
-    for strategy, peak_and_seconds in _judges(cache).items():
-        found = _largest(lambda batch: peak_and_seconds(steps.at(batch))[0] <= limit_bytes)  # noqa: B023
-        while found and peak_and_seconds(_program(name, found))[0] > limit_bytes:
-            found -= 1  # the allocator's rounding is not affine
-        peak_bytes, seconds = peak_and_seconds(_program(name, max(found, 1)))
+    known: dict[str, Strategy] = references(_TIER)
+    known[OURS] = _Smallest(limit_bytes, cache, seconds)
+    for label, strategy in known.items():
+        found = _largest(partial(_fits, strategy, steps.at, limit_bytes))
+        # The allocator's rounding is not affine, so a trace may find it too large by one.
+        while found > 1 and not _fits(strategy, partial(_program, name), limit_bytes, found):
+            found -= 1
+        peak_bytes, step_seconds = _cost(strategy, _program(name, found))
         yield {
             "model": name,
-            "strategy": strategy,
+            "strategy": label,
             "limit_bytes": limit_bytes,
             "largest_batch": found,
             "peak_bytes": peak_bytes,
-            "samples_per_second": found / seconds,
-            "report_largest_batch": LARGEST_BATCHES.get(strategy),
+            "samples_per_second": found / step_seconds,
+            "report_largest_batch": LARGEST_BATCHES.get(label),
         }
 
 
-def _judges(cache: Path) -> dict[str, Callable[[Program], tuple[int, float]]]:
-    """For each strategy, its peak and seconds on a program."""
+def _fits(
+    strategy: Strategy, program_at: Callable[[int], Program], limit_bytes: int, batch: int
+) -> bool:
+    return _cost(strategy, program_at(batch))[0] <= limit_bytes
 
-    def judge(strategy: Any) -> Callable[[Program], tuple[int, float]]:
-        def peak_and_seconds(program: Program) -> tuple[int, float]:
-            swapped = strategy(program).apply(program)
-            schedule = plain_schedule(swapped.program)
-            replay = replay_schedule(swapped.program, schedule)
-            return replay.peak_bytes, lane_seconds(swapped, schedule, _TIER).seconds
 
-        return peak_and_seconds
+def _cost(strategy: Strategy, program: Program) -> tuple[int, float]:
+    """Peak and seconds of a program."""
+    swapped = strategy(program).apply(program)
+    schedule = plain_schedule(swapped.program)
+    peak_bytes = replay_schedule(swapped.program, schedule).peak_bytes
+    return peak_bytes, lane_seconds(swapped, schedule, _TIER).seconds
 
-    def ours(program: Program) -> tuple[int, float]:
-        planned = smallest_peak(program, time_limit_seconds=2.0, cache_dir=cache)
-        return planned.peak_bytes, planned.seconds
 
-    return {**{name: judge(one) for name, one in references(_TIER).items()}, OURS: ours}
+class _Smallest:
+    """Ours as a strategy: a schedule that fits, by repeats alone, or the smallest found.
+
+    The programs of all batch sizes have the same ops, so what fits one is tried on the next before
+    anything is searched.
+    """
+
+    def __init__(self, limit_bytes: int, cache: Path, seconds: float) -> None:
+        self._limit_bytes, self._cache, self._seconds = limit_bytes, cache, seconds
+        self._known: list[tuple[int, ...]] = []
+
+    def __call__(self, program: Program) -> Arrangement:
+        """The schedule for one batch size."""
+        for schedule in reversed(self._known):
+            if replay_schedule(program, schedule).peak_bytes <= self._limit_bytes:
+                return Arrangement(schedule)
+        planned = smallest_peak(program, time_limit_seconds=self._seconds, cache_dir=self._cache)
+        self._known.append(planned.schedule)
+        return Arrangement(planned.schedule)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """By doubling, then halving the distance; 0 if not even 1 fits."""
-    low, high = 0, 1
+    """By doubling, then halving the distance; at least 1."""
+    low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:

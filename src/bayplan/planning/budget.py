@@ -7,10 +7,11 @@ repeatable; the time limit is what a caller waits at most.
 import math
 import time
 from collections.abc import Callable
+from typing import TypedDict
 
 from bayplan.data.program import Program
 
-__all__ = ["Budget", "Progress"]
+__all__ = ["Budget", "Progress", "Slice", "Slices"]
 
 Progress = Callable[[float, float], None]  # share of the budget used, best seconds so far
 
@@ -57,3 +58,36 @@ class Budget:
     def is_out(self) -> bool:
         """Whether nothing is left."""
         return self.share_used >= 1
+
+
+class Slice(TypedDict):
+    """What one of several searches may use."""
+
+    time_limit_seconds: float
+    num_evaluations: int | None
+
+
+class Slices:
+    """One budget for several searches; what a search leaves goes to those after it.
+
+    Attributes:
+        left: the weights of all slices still to be cut.
+    """
+
+    def __init__(
+        self, total: int, *, time_limit_seconds: float, num_evaluations: int | None
+    ) -> None:
+        self.left = self._total = total
+        self._deadline = time.monotonic() + time_limit_seconds
+        self._num_evaluations = num_evaluations
+
+    def cut(self, weight: int) -> Slice:
+        """A slice of this weight."""
+        share = min(1.0, weight / max(1, self.left))
+        self.left -= weight
+        num_evaluations = None
+        if self._num_evaluations is not None:
+            # Of the whole, not of what is left: only that is the same in every run.
+            num_evaluations = max(1, self._num_evaluations * weight // self._total)
+        left_seconds = max(0.0, self._deadline - time.monotonic())
+        return {"time_limit_seconds": share * left_seconds, "num_evaluations": num_evaluations}

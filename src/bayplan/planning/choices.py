@@ -98,6 +98,17 @@ class Trace(NamedTuple):
     total_bytes: NDArray[numpy.int64]
     lives: NDArray[numpy.int32]
 
+    def coming(self) -> NDArray[numpy.int32]:
+        """For each step, itself if it is a plain op, else the plain op that the repeat is for."""
+        far = numpy.iinfo(numpy.int32).max
+        ops = numpy.where(self.is_repeat, far, self.schedule).astype(numpy.int32)
+        return numpy.minimum.accumulate(ops[::-1])[::-1]
+
+    def ops_over(self, limit_bytes: int) -> range:
+        """From the first to the last plain op at which, or before which, the limit is exceeded."""
+        ops = self.coming()[self.total_bytes > limit_bytes]
+        return range(int(ops[0]), int(ops[-1]) + 1) if len(ops) else range(0)
+
 
 class Moves(NamedTuple):
     """Changes of choices: move m sets `where[starts[m]:starts[m + 1]]` to `what[...]`."""

@@ -7,20 +7,22 @@ __all__ = ["drop", "refill"]
 
 # A drop is taken as long as it does this share of what it promised when all were ranked.
 _STILL_WORTH = 0.5
-# All drops are ranked again once this share of the excess is left.
+# All drops are ranked again once this share of the excess is left. Not of the first excess: the
+# last bytes deserve as much care as the first, or a whole role is dropped for them.
 _RANK_AGAIN = 0.7
 
 
 def drop(space: SearchSpace, choices: Choices, limit_bytes: int) -> tuple[Choices, float]:
     """Drop by excess removed per second until it fits or nothing helps.
 
-    All single drops are ranked at once and taken in that order as long as each still does
-    about what it promised; then they are ranked again. Returned with the price paid last, in
-    seconds for a byte less during one op.
+    All single drops where it is over the limit are ranked at once and taken in that order as long
+    as each still does about what it promised; then they are ranked again. Returned with the price
+    paid last, in seconds for a byte less during one op.
     """
     current, price = space.judge(choices, limit_bytes), 0.0
-    while current.excess > 0 and not space.budget.is_out:
-        ranked = space.rank(choices, space.around.single_drops(choices), limit_bytes)
+    while current.excess > 0 and current.length > 0 and not space.budget.is_out:
+        over = space.evaluator.trace(choices).ops_over(limit_bytes)
+        ranked = space.rank(choices, space.around.single_drops(choices, over), limit_bytes)
         promises = [(_worth(space, current, after), move) for move, after in ranked]
         promises = sorted((item for item in promises if item[0] > 0), key=lambda item: -item[0])
         before, goal = current.excess, _RANK_AGAIN * current.excess

@@ -81,12 +81,16 @@ class Neighbourhood:
         self.dear: list[int] = []
         self.dear_until: list[float] = []
 
-    def single_drops(self, choices: Choices) -> list[Move]:
-        """Every way to drop one more gap, or all of a role, from these choices."""
-        moves = [[(gap, HOLD)] for gap in self.by_place if choices[gap] == KEEP]
-        moves += [[(gap, HOLD)] for gap in self.by_place if choices[gap] == RELEASE]
-        moves += [[(gap, KEEP)] for gap in self.by_place if choices[gap] == HOLD]
+    def single_drops(self, choices: Choices, ops: range) -> list[Move]:
+        """Every way to drop one more gap that crosses these ops, or all gaps of a role."""
+        crossing = [gap for gap in self.by_place if self._crosses(self.gaps[gap], ops)]
+        moves = [[(gap, HOLD)] for gap in crossing if choices[gap] in (KEEP, RELEASE)]
+        moves += [[(gap, KEEP)] for gap in crossing if choices[gap] == HOLD]
         return moves + [[(gap, HOLD) for gap in row] for row in self.rows if len(row) > 1]
+
+    @staticmethod
+    def _crosses(gap: Gap, ops: range) -> bool:
+        return gap.begin < ops.stop and (gap.end < 0 or gap.end >= ops.start)
 
     def single_keeps(self, choices: Choices) -> list[Move]:
         """Every way to drop one gap less."""
@@ -101,8 +105,7 @@ class Neighbourhood:
 
     def focus(self, trace: Trace, rng: random.Random, *, limit_bytes: int) -> None:
         """Look where it hurts: which gaps fill memory at its fullest, which repeats cost most."""
-        coming = numpy.where(trace.is_repeat, len(self.program.ops), trace.schedule)
-        coming = numpy.minimum.accumulate(coming[::-1])[::-1]  # the plain op at or after a step
+        coming = trace.coming()
         fullest = 0.97 * min(limit_bytes, int(trace.total_bytes.max()))
         over = numpy.maximum(trace.total_bytes - fullest, 0.0).cumsum()
         self.pressing = []

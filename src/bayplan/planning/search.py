@@ -12,15 +12,13 @@ evaluations, as long as the time limit does not end it before.
 """
 
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Program
 from bayplan.planning.bounds import least_peak
-from bayplan.planning.budget import Budget, Progress
+from bayplan.planning.budget import Budget, Progress, Slices
 from bayplan.planning.curve import Curve
 from bayplan.planning.fastest import fastest
 from bayplan.planning.from_schedule import choices_of_schedule
@@ -33,6 +31,9 @@ from bayplan.planning.space import SearchSpace
 from bayplan.planning.squeezing import squeeze
 
 __all__ = ["Planned", "pareto", "plan_schedule", "smallest_peak"]
+
+# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
+_DOWN, _UP = 2, 1
 
 
 def plan_schedule(
@@ -141,35 +142,32 @@ def pareto(
     Yields:
         A limit and its plan.
     """
-    curve = Curve(program, limits_bytes)
-    deadline = time.monotonic() + time_limit_seconds
-    num_searches = 2 * len(curve.limits_bytes) + 1
+    floor_bytes = least_peak(program).peak_bytes
+    curve = Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
+    slices = Slices(
+        (_DOWN + _UP) * len(curve.limits_bytes),
+        time_limit_seconds=time_limit_seconds,
+        num_evaluations=num_evaluations,
+    )
 
-    def settings(number: int) -> _Settings:
-        left_seconds = max(0.0, deadline - time.monotonic())
-        return {
-            "time_limit_seconds": left_seconds / (num_searches - number),
-            "seed": seed,
-            "num_evaluations": num_evaluations and max(1, num_evaluations // num_searches),
-            "cache_dir": cache_dir,
-        }
+    def search(limit_bytes: int, weight: int) -> Planned:
+        return plan_schedule(
+            program,
+            limit_bytes,
+            seed=seed,
+            starts=[*starts, *curve.schedules_near(limit_bytes)],
+            cache_dir=cache_dir,
+            **slices.cut(weight),
+        )
 
-    for number, limit_bytes in enumerate(reversed(curve.limits_bytes)):
-        known = [*starts, *curve.schedules_near(limit_bytes)]
+    for limit_bytes in reversed(curve.limits_bytes):
         try:
-            planned = plan_schedule(program, limit_bytes, starts=known, **settings(number))
+            planned = search(limit_bytes, _DOWN)
         except DoesNotFit:
-            yield from curve.offer(smallest_peak(program, **settings(number)))
+            planned = smallest_peak(program, seed=seed, cache_dir=cache_dir, **slices.cut(_DOWN))
+        yield from curve.offer(planned)
+        if limit_bytes not in curve.plans:  # nor will any smaller one fit
             break
-        yield from curve.offer(planned)
-    for number, limit_bytes in enumerate(sorted(curve.plans), num_searches - len(curve.plans)):
-        known = [*starts, *curve.schedules_near(limit_bytes)]
-        planned = plan_schedule(program, limit_bytes, starts=known, **settings(number))
-        yield from curve.offer(planned)
-
-
-class _Settings(TypedDict):
-    time_limit_seconds: float
-    seed: int
-    num_evaluations: int | None
-    cache_dir: Path | None
+    slices.left = _UP * len(curve.plans)
+    for limit_bytes in sorted(curve.plans):
+        yield from curve.offer(search(limit_bytes, _UP))

@@ -118,7 +118,9 @@ class ParameterUpdates:
             assert isinstance(source, fx.Node), "an update reads a gradient and a parameter"
             sources.append(graph.placeholder(source.name))
             sources[-1].meta = {"val": source.meta["val"]}
-        return price(graph.call_function(_Trial(self.optimizer, self._group(index)), (*sources,)))
+        trial = graph.call_function(_Trial(self.optimizer, self._group(index)), (*sources,))
+        trial.meta = {"val": None}
+        return price(trial)
 
     def checked(
         self, run: Callable[[list[Any]], Any], indices: Sequence[int]

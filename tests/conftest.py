@@ -96,7 +96,10 @@ def planner_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_planner_cache(planner_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Keep the user's cache, and what other tests compiled, out of a test."""
     monkeypatch.setenv("BAYPLAN_CACHE", str(planner_cache))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # kernels this small only wait for each other
     yield planner_cache
+    torch.set_num_threads(num_threads)
     torch.compiler.reset()
 
 

@@ -61,19 +61,22 @@ def main() -> None:
     settings: dict[str, Any] = {"rounds": arguments.rounds, "seconds": arguments.seconds}
     if arguments.quick:
         settings = {"rounds": 1, "seconds": 2.0, "methods": QUICK_PEERS}
+    folder = Path(__file__).parent / "results"
+    partial = (folder / "quick" if arguments.quick else folder) / "partial.json"
     result: dict[str, Any] = {"rows": [], "failures": [], "planning": []}
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
             _compare(name, known[name], result, cache=Path(cache), **settings)
-            _keep(result)
+            _keep(result, partial)
         for name in () if arguments.quick or arguments.no_deep else DEEP:
             result["planning"].append(planning_times(name, cache=Path(cache)))
             say("planning {model}: {planning_seconds:.1f} s".format(**result["planning"][-1]))
-            _keep(result)
+            _keep(result, partial)
     if result["rows"]:
         result["claims"] = claims(result["rows"])
         say(json.dumps(result["claims"], indent=1))
         finish(__file__, result, columns=COLUMNS, arguments=arguments)
+        partial.unlink(missing_ok=True)
 
 
 def _compare(
@@ -209,11 +212,10 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _keep(result: dict[str, Any]) -> None:
+def _keep(result: dict[str, Any], file: Path) -> None:
     """What is known so far, in case the rest never comes."""
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "partial.json").write_text(json.dumps(result, indent=1) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

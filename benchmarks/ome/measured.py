@@ -1,12 +1,13 @@
 """The report's strategies run here, at a batch that fits: peaks and times in turns."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from memory.contest import Contest, Contestant
 from memory.ours import Ours, open_swap_space
-from ome.strategies import orders_of
+from ome.strategies import STRATEGIES, orders_of
 from torch import _dynamo
 
 from bayplan.devices.meters import open_meter
@@ -16,7 +17,14 @@ __all__ = ["measured_rows"]
 
 
 def measured_rows(
-    name: str, *, batch: int, image_size: int, cache: Path, seconds: float, rounds: int
+    name: str,
+    *,
+    batch: int,
+    image_size: int,
+    cache: Path,
+    seconds: float,
+    rounds: int,
+    only: Collection[str] = STRATEGIES,
 ) -> list[dict[str, Any]]:
     """One model by each strategy; peaks are over the step's start, ratios to the eager step."""
     _dynamo.reset()
@@ -30,8 +38,8 @@ def measured_rows(
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         orders = orders_of(ours.traced, space.tier, cache=cache, seconds=seconds)
         everyone = [plain]
-        for strategy, order in orders.items():
-            everyone.append(ours.contestant(contest, strategy, order, space=space))
+        for strategy in (name for name in orders if name in only):
+            everyone.append(ours.contestant(contest, strategy, orders[strategy], space=space))
             contest.admit(everyone[-1])
         contest.measure(everyone, rounds=rounds)
     return [_row(name, contestant, plain) for contestant in everyone]

@@ -4,14 +4,14 @@ Nothing is allocated: models are traced on tensors without memory and priced fro
 a device. Beside the step, parameters count three times, as with the report's Adam.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ome.report import LARGEST_BATCHES, LIMIT_BYTES, REPORTED
-from ome.strategies import OURS, orders_of, references
+from ome.strategies import OURS, STRATEGIES, orders_of, references
 
 from bayplan.capturing.fake import build_without_memory
 from bayplan.data.program import Program
@@ -65,6 +65,7 @@ def largest_batches(
     limit_bytes: int = LIMIT_BYTES,
     batches: tuple[int, int] = (64, 128),
     seconds: float = 3.0,
+    only: Collection[str] = STRATEGIES,
 ) -> Iterator[dict[str, Any]]:
     """The largest batch of each strategy within the limit, found between traced batch sizes.
 
@@ -74,7 +75,8 @@ def largest_batches(
     steps = AffineProgram(_program(name, small), small, _program(name, large), large)
     known: dict[str, Strategy] = references(_TIER)
     known[OURS] = _Smallest(limit_bytes, cache, seconds)
-    for label, strategy in known.items():
+    for label in (label for label in known if label in only):
+        strategy = known[label]
         found = _largest(partial(_fits, strategy, steps.at, limit_bytes))
         # The allocator's rounding is not affine, so a trace may find it too large by one.
         while found > 1 and not _fits(strategy, partial(_program, name), limit_bytes, found):

@@ -10,9 +10,10 @@ from bayplan.planned import TracedStep
 from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
 from bayplan.planning.swaps import Tier
 
-__all__ = ["OURS", "RIVALS", "orders_of", "references"]
+__all__ = ["OURS", "RIVALS", "STRATEGIES", "orders_of", "references"]
 
 OURS = "ours"
+STRATEGIES = ("keep", "swap", "checkpoint", "ome", OURS)
 RIVALS = ("checkpoint", "ome")  # those with small peaks, to be undercut
 
 

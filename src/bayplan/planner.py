@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from bayplan.api import granularity_of
+from bayplan.capturing.step import follow_step
 from bayplan.choosing import Within, by_strategy, order_of
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.graph import Phase, StepGraph
@@ -23,10 +24,23 @@ from bayplan.planning.moment import peak_moment
 from bayplan.planning.search import pareto, smallest_peak
 from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
 from bayplan.planning.swaps import Arrangement, Tier
-from bayplan.pricing import Price, derived_prices, measured_prices, scaled_prices
+from bayplan.pricing import (
+    OutsideWatch,
+    Price,
+    derived_prices,
+    measured_prices,
+    scaled_prices,
+)
+from bayplan.profiling.roofline import derive_profile
 from bayplan.questions import Question
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import loss_bytes, plain_peak_bytes, resident_bytes, trace_step
+from bayplan.tracing import (
+    loss_bytes,
+    outside_nodes,
+    plain_peak_bytes,
+    resident_bytes,
+    trace_step,
+)
 from bayplan.training import TrainingStep
 
 __all__ = ["STRATEGIES", "Planner", "strategy_named"]
@@ -150,6 +164,21 @@ class Planner:
         ops = (*traced.with_packs().program.ops, *traced.with_packs(every).program.ops)
         return {op.name: (op.seconds, op.workspace_bytes) for op in ops}
 
+    @cached_property
+    def outside_seconds(self) -> float:
+        """What loss and update take, which are the same with every plan."""
+        nodes = outside_nodes(self.graph)
+        kind = self.question.device
+        if kind is not None:
+            profile = derive_profile(self.graph, kind)
+            return sum(profile.seconds[index] for index in nodes)
+        device = next(self.step.model.parameters()).device
+        with measured_prices(device, cache=self.cache, clock=self.clock) as costs:
+            watch = OutsideWatch(nodes, costs)
+            source = self.question.optimizer_source()
+            follow_step(self.step, optimizer=source, watcher=watch)
+        return watch.seconds
+
     @property
     def tier(self) -> Tier | None:
         """How fast swapped activations move, if they may."""
@@ -252,6 +281,6 @@ class Planner:
             peak_moment=peak_moment(arrangement_of(order).apply(program)),
             actions=(("0F0", "0B0", "0U0"),),
             predicted_peak_bytes=(order.peak_bytes,),
-            predicted_seconds=order.seconds,
+            predicted_seconds=order.seconds + self.outside_seconds,
             gap=order.gap,
         )

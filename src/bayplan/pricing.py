@@ -1,8 +1,9 @@
 """What the operators of a traced step cost: measured here, or derived for a device elsewhere."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,7 +20,14 @@ from bayplan.profiling.operator_cache import kept_prices
 from bayplan.profiling.roofline import derive_profile
 from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of
 
-__all__ = ["Price", "derived_prices", "free_prices", "measured_prices", "scaled_prices"]
+__all__ = [
+    "OutsideWatch",
+    "Price",
+    "derived_prices",
+    "free_prices",
+    "measured_prices",
+    "scaled_prices",
+]
 
 Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
 
@@ -27,7 +35,7 @@ Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
 @contextmanager
 def measured_prices(
     device: torch.device, *, cache: Path, clock: Clock = Clock.WALL
-) -> Iterator[Price]:
+) -> Iterator[OperatorCosts]:
     """Prices by running each distinct operator alone on a device that is here."""
     with (
         torch_private.outside_tracing(),
@@ -77,6 +85,33 @@ def scaled_prices(
             return max(0.0, seconds), max(0, round(low[1] + share * (high[1] - low[1])))
 
         yield price
+
+
+class OutsideWatch(torch_private.TorchDispatchMode):
+    """Follows a step on fake tensors and prices some of its nodes here.
+
+    Attributes:
+        seconds: of all chosen nodes met so far.
+    """
+
+    def __init__(self, nodes: Collection[int], costs: OperatorCosts) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._nodes, self._costs, self._index = nodes, costs, 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch_private.is_bookkeeping(func):
+            if self._index in self._nodes:
+                self.seconds += self._costs.price(func, args, kwargs)[0]
+            self._index += 1
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "changed_inputs",
     "compile_fault",
     "compile_joint",
     "current_backward_sequence",
@@ -110,6 +111,17 @@ def is_tangent(node: fx.Node) -> bool:
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether anything is to be called with a parameter's gradient, before or after it is added."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a joint graph whose tensors forward changes: buffers, mostly.
+
+    The graph itself changes nothing; torch writes the new values back when forward is done.
+    """
+    described = graph.output_node().meta.get("desc", ())
+    changed = [one.mutated_input for one in described if hasattr(one, "mutated_input")]
+    inputs = graph.find_nodes(op="placeholder")
+    return [node for node in inputs if node.meta.get("desc") in changed]
 
 
 def outside_tracing() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.capturing.step import capture_step, follow_step
 from bayplan.data.errors import BayplanError, CaptureError
-from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.devices.meters import open_meter
 from bayplan.planned import Circumstances, TracedStep
 from bayplan.profiling.workspaces import WorkspaceWatch
@@ -29,6 +29,7 @@ from bayplan.training import TrainingStep, call_model, split_batch
 __all__ = [
     "compile_whole",
     "loss_bytes",
+    "outside_nodes",
     "plain_peak_bytes",
     "resident_bytes",
     "trace_step",
@@ -148,6 +149,21 @@ def plain_peak_bytes(
         watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
         follow_step(step, optimizer=optimizer, watcher=watch)
     return max(without.total_bytes[index] + size for index, size in watch.found.items())
+
+
+def outside_nodes(graph: StepGraph) -> frozenset[int]:
+    """The nodes of a step that no planned graph runs: its loss, and the update."""
+    update = {index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE}
+    inside = [
+        index
+        for index, node in enumerate(graph.nodes)
+        if node.module and node.phase is not Phase.UPDATE
+    ]
+    last_forward = max(
+        (index for index in inside if graph.nodes[index].phase is Phase.FORWARD), default=-1
+    )
+    first_backward = min((index for index in inside if index > last_forward), default=0)
+    return frozenset(update | set(range(last_forward + 1, first_backward)))
 
 
 def loss_bytes(step: TrainingStep) -> int:

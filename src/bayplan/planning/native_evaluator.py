@@ -101,6 +101,7 @@ class NativeEvaluator:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self._old = numpy.zeros(1, numpy.uint8)
+        self._most_writes = max(len(op.writes) for op in program.ops)
 
     def evaluate(self, choices: Choices, *, limit_bytes: int) -> Outcome:
         """See `Evaluator`."""
@@ -124,9 +125,8 @@ class NativeEvaluator:
         first, raw = self.program.first_backward, _Outcome()
         is_repeat = self._arrays["is_repeat"][: len(schedule)].astype(numpy.bool_)
         is_repeat[:first] = False
-        most_writes = max(len(op.writes) for op in self.program.ops)
         curve = numpy.zeros(len(schedule), numpy.int64)
-        lives = numpy.zeros((len(schedule) * most_writes, 3), numpy.int32)
+        lives = numpy.zeros((len(schedule) * self._most_writes, 3), numpy.int32)
         last_read = numpy.zeros(len(self.program.buffers), numpy.int32)
         trace = _Trace(curve.ctypes.data, lives.ctypes.data, last_read.ctypes.data, 0)
         self._library.replay_evaluate(

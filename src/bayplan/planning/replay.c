@@ -1,6 +1,6 @@
 /* The planner's inner loop: from choices to a schedule, its seconds, its peak and its excess.
 
-   The Python twin (search.py's reference, `choices.py`) says the same slowly and explains the
+   The Python twin (`PlainEvaluator` in choices.py) says the same slowly and explains the
    rules; the tests hold the two equal. Nothing is allocated here and nothing is kept between
    calls: all arrays belong to the caller, scratch arrays are left as they were found. */
 

@@ -26,7 +26,7 @@ from bayplan.planning.greedy import refill
 from bayplan.planning.native_evaluator import open_evaluator
 from bayplan.planning.refusal import refusal
 from bayplan.planning.result import Planned, finish
-from bayplan.planning.schedule import check_schedule, replay_schedule
+from bayplan.planning.schedule import Replay, check_schedule, replay_schedule
 from bayplan.planning.space import SearchSpace
 from bayplan.planning.squeezing import squeeze
 
@@ -75,18 +75,22 @@ def plan_schedule(
         found = space.evaluator.schedule(fastest(space, limit_bytes, begin))
     else:
         found = space.evaluator.schedule(squeeze(space))
-    fitting = [s for s in (found, *starts) if _peak_bytes(program, s) <= limit_bytes]
-    if not fitting:
-        raise DoesNotFit(
-            refusal(program, found, limit_bytes), smallest_bytes=_peak_bytes(program, found)
-        )
-    plans = (finish(space.evaluator, tuple(schedule), limit_bytes) for schedule in fitting)
-    return min(plans, key=lambda planned: planned.seconds)
+    known = [replay for replay in _replays(program, starts) if replay[1].peak_bytes <= limit_bytes]
+    plans = [min(known, key=lambda replay: replay[1].seconds)[0]] if known else []
+    if replay_schedule(program, found).peak_bytes <= limit_bytes:
+        plans.append(found)
+    if not plans:
+        raise DoesNotFit(refusal(program, found, limit_bytes))
+    finished = [finish(space.evaluator, schedule, limit_bytes) for schedule in plans]
+    return min(finished, key=lambda planned: planned.seconds)
 
 
-def _peak_bytes(program: Program, schedule: Sequence[int]) -> int:
-    check_schedule(program, schedule)
-    return replay_schedule(program, schedule).peak_bytes
+def _replays(
+    program: Program, schedules: Iterable[Sequence[int]]
+) -> Iterator[tuple[tuple[int, ...], Replay]]:
+    for schedule in schedules:
+        check_schedule(program, schedule)
+        yield tuple(schedule), replay_schedule(program, schedule)
 
 
 def smallest_peak(

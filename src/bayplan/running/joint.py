@@ -17,7 +17,7 @@ from bayplan import torch_private
 from bayplan.data.program import Op, Program
 from bayplan.data.units import round_up
 from bayplan.operators import in_place_positions
-from bayplan.running.repeats import ONCE_ONLY
+from bayplan.running.repeats import CHANGED, ONCE_ONLY, repeat_form
 
 __all__ = ["JointStep", "analyse_joint", "positions_to_overwrite"]
 
@@ -124,6 +124,7 @@ class _Survey:
     sizes: list[int] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)
     tangents: set[int] = field(default_factory=set)
+    changed: set[int] = field(default_factory=set)
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     buffers_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     after_tangents: set[fx.Node] = field(default_factory=set)
@@ -153,7 +154,7 @@ class _Survey:
             writes=self.makes[node],
             seconds=seconds,
             workspace_bytes=workspace_bytes,
-            can_repeat=node.target not in ONCE_ONLY,
+            can_repeat=node.target not in ONCE_ONLY and not self._repeat_reads_changed(node),
             takes_over=self.may_take_over(node),
             place=_place_of(node),
         )
@@ -191,6 +192,13 @@ class _Survey:
             if isinstance(source, fx.Node) and self._could_hold(source, node)
         )
 
+    def _repeat_reads_changed(self, node: fx.Node) -> bool:
+        """Whether a repeat in backward would read an input that has another value by then."""
+        sources: list[fx.Node] = []
+        fx.node.map_arg((repeat_form(node.target, node.args)[1], node.kwargs), sources.append)
+        read = {buffer for source in sources for buffer in self.buffers_of[source]}
+        return not read.isdisjoint(self.changed)
+
     def _could_hold(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a result fits exactly where an argument lies."""
         before, after = self.values[source], self.values[node]
@@ -208,6 +216,8 @@ class _Survey:
     def _placeholder(self, node: fx.Node) -> None:
         value = self.values[node] = node.meta["val"]
         self._name(node, value, is_input=True)
+        if node.meta.get(CHANGED):
+            self.changed.update(self.buffers_of[node])
         if torch_private.is_tangent(node):
             self.after_tangents.add(node)
             # Made by the loss, and no input of the step.

@@ -6,6 +6,7 @@
   puts the generator back.
 - BatchNorm has updated its running statistics once and for all. They have no part in what it
   computes in training, so it is repeated without them.
+- What else reads a buffer that forward changes would find its new value, and is never repeated.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,30 @@ from torch import fx
 
 from bayplan import torch_private
 
-__all__ = ["ONCE_ONLY", "draw", "draw_again", "generator_state", "make_repeatable", "repeat_form"]
+__all__ = [
+    "CHANGED",
+    "ONCE_ONLY",
+    "draw",
+    "draw_again",
+    "generator_state",
+    "make_repeatable",
+    "repeat_form",
+]
 
 aten = torch.ops.aten
+
+CHANGED = "bayplan_changed"  # in an input's meta, where forward changes its tensor
 
 _CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def make_repeatable(graph: fx.Graph) -> None:
-    """Give every random operator of a joint graph the state of its generator as an argument."""
+    """Give every random operator of a joint graph the state of its generator as an argument.
+
+    Inputs that forward changes are marked, in a way that copies of the graph keep.
+    """
+    for node in torch_private.changed_inputs(graph):
+        node.meta[CHANGED] = True
     for node in list(graph.nodes):
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue

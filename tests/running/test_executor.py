@@ -1,0 +1,193 @@
+"""The executor: the graph's numbers, and nothing in memory after its last use."""
+
+import operator
+import weakref
+
+import pytest
+import torch
+from torch import fx
+
+from bayplan.running.executor import compile_graph
+from bayplan.running.partition import OVERWRITES
+
+aten = torch.ops.aten
+
+
+def module_of(graph: fx.Graph, **constants: torch.Tensor) -> fx.GraphModule:
+    return fx.GraphModule(dict(constants), graph)
+
+
+def chain(length: int) -> tuple[fx.Graph, list[fx.Node]]:
+    """Negations one after the other, that return the last."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(length):
+        nodes.append(graph.call_function(aten.neg.default, (nodes[-1],)))
+    graph.output((nodes[-1],))
+    return graph, nodes
+
+
+class Watch:
+    """Counts how many of the tensors it was shown are alive."""
+
+    def __init__(self) -> None:
+        self.storages: list[weakref.ref] = []
+        self.alive_at_calls: list[int] = []
+
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor + 1
+        self.storages.append(weakref.ref(made.untyped_storage()))
+        self.alive_at_calls.append(sum(one() is not None for one in self.storages))
+        return made
+
+
+def test_outputs_are_those_of_the_graph():
+    graph, _ = chain(3)
+    (y,) = compile_graph(module_of(graph))([torch.arange(3.0)])
+    assert torch.equal(y, -torch.arange(3.0))
+
+
+def test_list_of_inputs_is_emptied_and_torch_is_told_so():
+    graph, _ = chain(1)
+    run = compile_graph(module_of(graph))
+    inputs = [torch.ones(2)]
+    run(inputs)
+    assert inputs == []
+    assert run._boxed_call
+
+
+def test_wrong_number_of_inputs_is_refused():
+    graph, _ = chain(1)
+    with pytest.raises(ValueError, match="zip"):
+        compile_graph(module_of(graph))([torch.ones(1), torch.ones(1)])
+
+
+def test_values_are_released_right_after_their_last_use():
+    watch, graph = Watch(), fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(5):
+        value = graph.call_function(watch.see, (value,))
+    graph.output((value,))
+    compile_graph(module_of(graph))([torch.zeros(3)])
+    # While each runs, what it reads and what it makes are there, and no more.
+    assert watch.alive_at_calls == [1, 2, 2, 2, 2]
+
+
+def test_inputs_are_released_after_their_last_use():
+    graph, seen = fx.Graph(), []
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    total = graph.call_function(aten.add.Tensor, (first, second))
+    look = graph.call_function(
+        lambda y: seen.append([ref() is None for ref in references]) or y, (total,)
+    )
+    graph.output((look, second))
+    inputs = [torch.ones(3), torch.ones(3)]
+    references = [weakref.ref(one.untyped_storage()) for one in inputs]
+    outputs = compile_graph(module_of(graph))(inputs)
+    assert seen == [[True, False]]  # the second is an output, too
+    assert torch.equal(outputs[0], torch.full((3,), 2.0))
+
+
+def test_value_that_nobody_reads_is_released_at_once():
+    watch, graph = Watch(), fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(watch.see, (x,))
+    last = graph.call_function(watch.see, (x,))
+    graph.output((last,))
+    compile_graph(module_of(graph))([torch.zeros(3)])
+    assert watch.alive_at_calls == [1, 1]
+
+
+def test_parts_of_a_tuple_do_not_keep_each_other_alive():
+    storages: list[weakref.ref] = []
+    alive: list[list[bool]] = []
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = (x + 1, x + 2)
+        storages.extend(weakref.ref(one.untyped_storage()) for one in pair)
+        return pair
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        alive.append([one() is not None for one in storages])
+        return x * 2
+
+    graph = fx.Graph()
+    pair = graph.call_function(split, (graph.placeholder("x"),))
+    first = graph.call_function(operator.getitem, (pair, 0))
+    second = graph.call_function(operator.getitem, (pair, 1))
+    doubled = graph.call_function(look, (first,))
+    later = graph.call_function(look, (doubled,))
+    graph.output((later, second))
+    outputs = compile_graph(module_of(graph))([torch.zeros(2)])
+    assert alive == [[True, True], [False, True]]
+    assert [one.tolist() for one in outputs] == [[4.0, 4.0], [2.0, 2.0]]
+
+
+def test_part_that_is_not_asked_for_is_gone_at_once():
+    graph, storages = fx.Graph(), []
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = (x + 1, x + 2)
+        storages.append(weakref.ref(pair[1].untyped_storage()))
+        return pair
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        assert storages[0]() is None
+        return x * 2
+
+    pair = graph.call_function(split, (graph.placeholder("x"),))
+    first = graph.call_function(operator.getitem, (pair, 0))
+    graph.output((graph.call_function(look, (first,)),))
+    (y,) = compile_graph(module_of(graph))([torch.zeros(2)])
+    assert y.tolist() == [2.0, 2.0]
+
+
+def test_a_tuple_that_is_read_whole_stays_whole():
+    graph = fx.Graph()
+    pair = graph.call_function(lambda x: (x + 1, x + 2), (graph.placeholder("x"),))
+    first = graph.call_function(operator.getitem, (pair, 0))
+    total = graph.call_function(lambda pair, first: pair[1] + first, (pair, first))
+    graph.output((total,))
+    (y,) = compile_graph(module_of(graph))([torch.zeros(2)])
+    assert y.tolist() == [3.0, 3.0]
+
+
+def test_nested_arguments_options_and_constants():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    constant = graph.get_attr("weight")
+    joined = graph.call_function(aten.cat.default, ([x, constant], 0))
+    scaled = graph.call_function(aten.add.Tensor, (joined, joined), {"alpha": 3})
+    graph.output((scaled, None, x))
+    module = module_of(graph, weight=torch.tensor([5.0]))
+    y, nothing, again = compile_graph(module)([torch.ones(1)])
+    assert y.tolist() == [4.0, 20.0]
+    assert nothing is None
+    assert again.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_result_takes_over_the_memory_of_an_argument(is_planned):
+    graph, nodes = chain(2)
+    if is_planned:
+        nodes[2].meta[OVERWRITES] = 0
+    made: list[int] = []
+    between = graph.call_function(lambda y: made.append(y.data_ptr()) or y, (nodes[1],))
+    nodes[2].prepend(between)
+    nodes[2].args = (between,)
+    (y,) = compile_graph(module_of(graph))([torch.arange(1000.0)])
+    assert torch.equal(y, torch.arange(1000.0))
+    assert (y.data_ptr() == made[0]) == is_planned
+
+
+def test_a_run_leaves_nothing_for_the_next():
+    graph, _ = chain(2)
+    run = compile_graph(module_of(graph))
+    x = torch.ones(2)
+    reference = weakref.ref(x.untyped_storage())
+    inputs = [x]
+    del x
+    outputs = run(inputs)
+    assert reference() is None
+    assert torch.equal(run([torch.zeros(2)])[0], torch.zeros(2))
+    assert torch.equal(outputs[0], torch.ones(2))

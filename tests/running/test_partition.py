@@ -1,0 +1,252 @@
+"""Cutting a joint graph: forward hands on what is kept, repeats read the latest copies."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from bayplan import torch_private
+from bayplan.devices.tiers import open_tier
+from bayplan.running.executor import compile_graph
+from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.partition import OVERWRITES, SWAPPER, Step, cut
+from bayplan.running.repeats import make_repeatable
+from bayplan.running.swapping import SwapKind, Swapper, SwapStep
+
+Plan = Callable[[JointStep], tuple[Sequence[Step], int]]
+Graphs = tuple[JointStep, fx.Graph, fx.Graph]
+
+
+def plain(step: JointStep) -> tuple[list[Step], int]:
+    program = step.program
+    return [Step(index) for index in range(len(program.ops))], program.first_backward
+
+
+def repeating(*names: str) -> Plan:
+    """All of the named forward ops once more, at the start of backward."""
+
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        again = [Step(i) for i, op in enumerate(step.program.ops) if op.name in names and i < first]
+        assert len(again) == len(names)
+        return [*steps[:first], *again, *steps[first:]], first
+
+    return plan
+
+
+def run_with(
+    function: Callable[..., Any], plan: Plan, *inputs: torch.Tensor, swapper: Swapper | None = None
+) -> tuple[Graphs, list[torch.Tensor]]:
+    """Run a function as planned; returns the graphs, and its output with the inputs' gradients."""
+    graphs: list[Graphs] = []
+
+    def partition(joint, joint_inputs, *, num_fwd_outputs, **_):
+        make_repeatable(joint.graph)
+        step = analyse_joint(
+            joint, num_forward_outputs=num_fwd_outputs, cost_of=lambda node: (1.0, 0)
+        )
+        steps, num_forward = plan(step)
+        forward, backward = cut(step, steps, num_forward=num_forward, owner=joint, swapper=swapper)
+        graphs.append((step, forward.graph, backward.graph))
+        return forward, backward
+
+    def backend(module, example_inputs):
+        return torch_private.compile_joint(
+            module,
+            example_inputs,
+            partition=partition,
+            compile_graph=lambda module, _: compile_graph(module),
+        )
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    return graphs, results_of(compiled, *inputs)
+
+
+def results_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+    torch.manual_seed(0)
+    output = function(*leaves)
+    (output * torch.arange(1.0, output.numel() + 1).view(output.shape)).sum().backward()
+    return [output.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+
+def assert_same(
+    function: Callable[..., Any], plan: Plan, *inputs: torch.Tensor, **how: Any
+) -> Graphs:
+    graphs, planned = run_with(function, plan, *inputs, **how)
+    for one, other in zip(results_of(function, *inputs), planned, strict=True):
+        assert torch.equal(one, other)
+    return graphs[0]
+
+
+def names(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "call_function"]
+
+
+def saved(graph: fx.Graph) -> list[str]:
+    """What a backward graph takes from forward."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [node.name for node in inputs if not torch_private.is_tangent(node)]
+
+
+def weight(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos()
+
+
+def test_plain_order_hands_on_what_backward_reads():
+    _, forward, backward = assert_same(wave, plain, weight(3))
+    assert names(forward) == ["sin", "exp", "cos"]
+    assert saved(backward) == ["primals_1", "exp"]
+
+
+def test_repeated_operators_are_not_handed_on():
+    _, forward, backward = assert_same(wave, repeating("sin", "exp"), weight(3))
+    assert saved(backward) == ["primals_1"]
+    assert names(backward)[:2] == ["sin", "exp"]
+    assert names(forward) == ["sin", "exp", "cos"]
+
+
+def test_repeat_of_a_part_reads_what_was_handed_on():
+    _, _, backward = assert_same(wave, repeating("exp"), weight(3))
+    assert saved(backward) == ["primals_1", "sin"]
+
+
+def test_repeat_reads_the_latest_copy():
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        again = [Step(0), Step(1), Step(0), Step(1)]
+        return [*steps[:first], *again, *steps[first:]], first
+
+    _, _, backward = assert_same(wave, plan, weight(3))
+    copies = [node for node in backward.nodes if node.target is torch.ops.aten.exp.default]
+    # The older copies serve nobody, and what serves nobody is not run.
+    assert len(copies) == 1
+    assert copies[0].args[0].target is torch.ops.aten.sin.default
+
+
+def test_views_are_made_anew_for_each_copy():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().view(6).exp().view(3, 2).cos()
+
+    step, _, backward = assert_same(function, repeating("sin", "exp"), weight(2, 3))
+    assert saved(backward) == ["primals_1"]
+    exp = next(node for node in backward.nodes if node.target is torch.ops.aten.exp.default)
+    assert "view" in exp.args[0].name
+    assert exp.args[0].args[0].target is torch.ops.aten.sin.default
+    assert step.program.first_backward == 4
+
+
+def test_outputs_are_first_copies():
+    """A repeat makes the buffer again for its readers, not for the caller who holds it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()  # exp is both an output and what its own gradient reads
+
+    _, forward, backward = assert_same(function, repeating("sin", "exp"), weight(3))
+    assert names(forward) == ["sin", "exp"]
+    assert [node.name for node in forward.output_node().args[0]][0] == "exp"
+    assert "exp" in names(backward)
+
+
+def test_random_operator_repeats_its_numbers():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x.sin(), 0.5).exp()
+
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        again = [Step(i) for i in range(first) if step.program.ops[i].can_repeat]
+        return [*steps[:first], *again, *steps[first:]], first
+
+    _, _, backward = assert_same(function, plan, weight(200))
+    assert any("generator_state" in name for name in saved(backward))
+    assert not any("generator_state" in name for name in names(backward))
+
+
+def test_forward_that_is_never_repeated_runs_once():
+    norm = nn.BatchNorm1d(3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return norm(x.sin()).exp()
+
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        again = [Step(i) for i in range(first) if step.program.ops[i].can_repeat]
+        return [*steps[:first], *again, *steps[first:]], first
+
+    run_with(function, plan, weight(8, 3))
+    assert norm.num_batches_tracked == 1
+
+
+def test_result_overwrites_an_argument_that_is_ours():
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        (sin,) = step.program.ops[0].writes
+        return [steps[0], Step(1, taken_over=sin), *steps[2:]], first
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + 1).cos()
+
+    _, forward, _ = assert_same(function, plan, weight(3))
+    marks = {node.name: node.meta[OVERWRITES] for node in forward.nodes if OVERWRITES in node.meta}
+    assert marks == {"add": 0}
+
+
+def test_what_forward_handed_on_is_never_overwritten():
+    """A second backward, or the caller, may still read it."""
+
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        (exp,) = step.program.ops[1].writes
+        last = next(i for i, op in enumerate(step.program.ops) if i >= first and exp in op.reads)
+        steps[last] = Step(last, taken_over=exp)
+        return steps, first
+
+    _, _, backward = assert_same(lambda x: x.sin().exp().relu(), plan, weight(3))
+    assert not any(node.meta.get(OVERWRITES) is not None for node in backward.nodes)
+
+
+@pytest.mark.parametrize("num_returns", [1, 2])
+def test_swapped_buffer_is_a_token_between_the_graphs(tmp_path, num_returns):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y.cos() * y.sin()
+
+    def plan(step: JointStep) -> tuple[list[Step], int]:
+        steps, first = plain(step)
+        (exp,) = step.program.ops[0].writes
+        readers = [i for i, op in enumerate(step.program.ops) if i >= first and exp in op.reads]
+        assert len(readers) >= 2
+        forward = [steps[0], Step(SwapStep(SwapKind.OUT, exp)), *steps[1:first]]
+        forward.append(Step(SwapStep(SwapKind.AWAY, exp)))
+        backward: list[Step] = []
+        for index in range(first, len(steps)):
+            if index in readers[:num_returns]:
+                is_last = index == readers[num_returns - 1]
+                backward.append(Step(SwapStep(SwapKind.BACK, exp)))
+                backward.append(Step(SwapStep(SwapKind.HERE, exp, is_last=is_last)))
+            backward.append(steps[index])
+        return [*forward, *backward], len(forward)
+
+    with open_tier(torch.device("cpu"), capacity_bytes=2**16, directory=tmp_path) as store:
+        swapper = Swapper(store)
+        _, forward, backward = assert_same(function, plan, weight(100), swapper=swapper)
+        assert store.statistics.num_out == 1
+        assert store.statistics.num_in == num_returns
+        assert store.used_bytes == 0
+    assert any(name.startswith("token") for name in saved(backward))
+    assert "exp" not in saved(backward)
+    calls = [node for node in (*forward.nodes, *backward.nodes) if SWAPPER in node.meta]
+    assert len(calls) == 2 + 2 * num_returns
+
+
+def test_constants_reach_both_graphs():
+    constant = torch.tensor([2.0, 3.0, 4.0])
+    assert_same(lambda x: (x * torch.tensor([2.0, 3.0, 4.0])).sin(), plain, weight(3))
+    assert_same(lambda x: (x * constant).sin(), plain, weight(3))

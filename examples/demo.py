@@ -62,7 +62,7 @@ def build() -> tuple:
 def train(
     model: nn.Module, batch: tuple, loss_fn: Callable, optimizer: torch.optim.Optimizer
 ) -> tuple[list[float], bayplan.RunRecord]:
-    """The loop of any training script, recorded but for its first step, in which kernels warm up."""
+    """The loop of any training script, recorded but for its first step, which warms kernels up."""
     losses = []
 
     def one_step() -> None:

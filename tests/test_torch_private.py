@@ -72,6 +72,16 @@ def test_tensor_that_cannot_be_faked_raises_unsupported_fake_tensor():
         torch_private.FakeTensorMode().from_tensor(quantized)
 
 
+def test_faking_is_noticed_and_left_for_a_while():
+    assert not torch_private.is_faking()
+    with torch_private.FakeTensorMode():
+        assert torch_private.is_faking()
+        with torch_private.outside_tracing():
+            assert not torch_private.is_faking()
+            assert not isinstance(torch.ones(2), torch_private.FakeTensor)
+        assert isinstance(torch.ones(2), torch_private.FakeTensor)
+
+
 def test_mode_behind_fake_tensors_is_found():
     with torch_private.FakeTensorMode() as mode:
         x = torch.ones(2)
@@ -261,6 +271,76 @@ def test_joint_graph_is_cut_by_our_partition_and_wrapped_again():
     torch.compile(model, backend=backend)(x).sum().backward()
     assert seen["outputs"] == 1
     assert len(seen["tangents"]) == 1
+    assert model.bias.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("fixed", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.layer(x) * self.count + self.fixed
+
+
+def test_inputs_that_forward_changes_are_known_in_the_joint_graph():
+    from functorch.compile import default_partition
+
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        changed = torch_private.changed_inputs(joint.graph)
+        seen.append([node.meta["val"].shape for node in changed])
+        # Their new values are the forward's first outputs.
+        (new, *_), (old,) = joint.graph.output_node().args[0], changed
+        seen.append([source for source in new.all_input_nodes if source is old])
+        return default_partition(joint, inputs, **options)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_private.compile_joint(
+            module, inputs, partition=partition, compile_graph=lambda graph, _: graph
+        )
+
+    model = _Counting()
+    torch.compile(model, backend=backend)(torch.ones(2, 3)).sum().backward()
+    assert seen[0] == [(3,)]
+    assert len(seen[1]) == 1
+    assert model.count.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_graph_that_changes_nothing_has_no_changed_inputs():
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert torch_private.changed_inputs(graph) == []
+
+
+def test_inputs_are_given_in_a_list_that_may_be_emptied():
+    """Else torch would hold what the backend has released."""
+    seen = []
+
+    def boxed(module: fx.GraphModule, _):
+        def run(inputs: list):
+            seen.append(type(inputs))
+            mine = list(inputs)
+            inputs.clear()
+            return module(*mine)
+
+        run._boxed_call = True
+        return run
+
+    def backend(module: fx.GraphModule, inputs):
+        from functorch.compile import default_partition
+
+        return torch_private.compile_joint(
+            module, inputs, partition=default_partition, compile_graph=boxed
+        )
+
+    model = nn.Linear(3, 3)
+    torch.compile(model, backend=backend)(torch.ones(2, 3)).sum().backward()
+    assert seen == [list, list]
     assert model.bias.grad.tolist() == [2.0, 2.0, 2.0]
 
 

@@ -18,7 +18,7 @@ def claims(rows: list[Row]) -> dict[str, Any]:
         "worst_time_error": max(abs(_time_error(row)) for row in ours if not _swaps(row)),
         "all_same_numbers": all(row["same_numbers"] and row["same_buffers"] for row in ours),
         "slower_than_a_peer": [pair for row in ours for pair in _slower(row, rows)],
-        "missed_targets": [miss for row in ours for miss in _missed(row, rows)],
+        "missed_targets": [miss for row in ours for miss in _missed(row)] + _unreached(rows),
     }
 
 
@@ -52,14 +52,21 @@ def _slower(row: Row, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _missed(row: Row, rows: list[Row]) -> list[Row]:
+def _missed(row: Row) -> list[Row]:
     """The target of a row's share of the plain peak, if its step is slower."""
-    plain = next(r for r in rows if (r["model"], r["method"]) == (row["model"], "plain"))
-    targets = TARGET_RATIOS.get(row["model"], {})
-    if row["method"] != "bayplan" or row["against"] is not None:
+    target = TARGET_RATIOS.get(row["model"], {}).get(row["limit_share"])
+    if row["method"] != "bayplan" or target is None or row["time_ratio"] <= target:
         return []
+    kept = ("model", "limit_share", "time_ratio", "predicted_time_ratio")
+    return [{**{name: row[name] for name in kept}, "target": target}]
+
+
+def _unreached(rows: list[Row]) -> list[Row]:
+    """Targets at shares of the plain peak that no plan fits, for models that were run."""
+    reached = {(row["model"], row["limit_share"]) for row in rows if row["method"] == "bayplan"}
     return [
-        {"model": row["model"], "share": share, "target": ratio, "time_ratio": row["time_ratio"]}
-        for share, ratio in targets.items()
-        if int(share * plain["peak_bytes"]) == row["limit_bytes"] and row["time_ratio"] > ratio
+        {"model": model, "limit_share": share, "time_ratio": None, "target": target}
+        for model in {row["model"]: None for row in rows}
+        for share, target in TARGET_RATIOS.get(model, {}).items()
+        if (model, share) not in reached
     ]

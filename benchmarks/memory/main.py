@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +104,39 @@ def _compare(
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         entries = [*_by_repeats(contest, ours, plain, peers, seconds)]
         entries += _packed(contest, ours, plain, cache, seconds / 4)
-        everyone = [plain, *peers, *{id(entry[0]): entry[0] for entry in entries}.values()]
+        runners = {id(entry.contestant): entry.contestant for entry in entries}
+        everyone = [plain, *peers, *runners.values()]
         say(f"{name}: {len(everyone)} methods")
         for contestant in everyone:
             # Measured before all took turns: the peaks count, the times do not.
             contestant.cpu_seconds.clear()
             contestant.wall_seconds.clear()
         contest.measure(everyone, rounds=rounds)
-    for contestant, limit_bytes, against in [
-        (one, None, None) for one in (plain, *peers)
-    ] + entries:
-        row = {"model": name, "against": against, "limit_bytes": limit_bytes}
-        result["rows"].append({**row, **_row(contestant, plain)})
+    for entry in [*map(Entry, (plain, *peers)), *entries]:
+        row = {
+            "model": name,
+            "against": entry.against,
+            "limit_share": entry.limit_share,
+            "limit_bytes": entry.limit_bytes,
+        }
+        result["rows"].append({**row, **_row(entry.contestant, plain)})
         say(_line(result["rows"][-1]))
 
 
-Entry = tuple[Contestant, int | None, str | None]  # with its limit, and the peer it answers
+@dataclass(frozen=True)
+class Entry:
+    """A row to come; several may share a contestant, where one plan is the best for all.
+
+    Attributes:
+        limit_bytes: what was planned for.
+        limit_share: the same as a share of the plain peak, where that was asked for.
+        against: the peer whose peak is the limit.
+    """
+
+    contestant: Contestant
+    limit_bytes: int | None = None
+    limit_share: float | None = None
+    against: str | None = None
 
 
 def _peers(
@@ -146,7 +164,8 @@ def _by_repeats(
     contest: Contest, ours: Ours, plain: Contestant, peers: Sequence[Contestant], seconds: float
 ) -> Iterator[Entry]:
     """Repeats and free rewrites alone: at shares, at the floor, and at each peer's peak."""
-    wanted: list[tuple[int, str | None]] = [(int(s * plain.peak_bytes), None) for s in SHARES]
+    shares = {int(share * plain.peak_bytes): share for share in SHARES}
+    wanted: list[tuple[int, str | None]] = [(limit_bytes, None) for limit_bytes in shares]
     wanted += [(peer.peak_bytes, peer.method) for peer in peers]
     orders = ours.curve([limit_bytes for limit_bytes, _ in wanted], seconds=seconds)
     wanted.append((min(orders), None))  # the floor
@@ -160,7 +179,8 @@ def _by_repeats(
             bound[order.schedule] = ours.contestant(contest, "bayplan", order)
             contest.admit(bound[order.schedule])
             say(f"bayplan at {limit_bytes / plain.peak_bytes:.1%} of the plain peak is ready")
-        yield bound[order.schedule], limit_bytes, against
+        share = None if against else shares.get(limit_bytes)
+        yield Entry(bound[order.schedule], limit_bytes, share, against)
 
 
 def _packed(
@@ -177,7 +197,7 @@ def _packed(
                 continue
             contestant = ours.contestant(contest, method, order, space=place)
             contest.admit(contestant)
-            yield contestant, limit_bytes, None
+            yield Entry(contestant, limit_bytes, share)
 
 
 def _row(contestant: Contestant, plain: Contestant) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bayplan.choosing import Within, order_of
-from bayplan.data.errors import CaptureError, DoesNotFit, UsageError
+from bayplan.data.errors import DoesNotFit, UsageError
 from bayplan.data.limit import Limit
 from bayplan.data.order import StepOrder
 from bayplan.data.program import Program
@@ -82,11 +82,6 @@ class _Search:
         self.tier: Tier | None = planner.tier or (ASSUMED_TIER if elsewhere else None)
         self._small = self._programs(_SMALL[0], None)
         self._lines = self._lines_to(_SMALL[1], self._programs(_SMALL[1], tuple(self._small)))
-        if not self._lines:
-            raise CaptureError(
-                f"the step runs other operators at batch {_SMALL[0]} than at batch {_SMALL[1]},"
-                " so its largest batch cannot be searched; give --batch"
-            )
 
     def row(self, name: str) -> LargestBatch:
         """The largest size of one strategy."""
@@ -96,7 +91,7 @@ class _Search:
         while batch and batch not in found and len(found) < _MOST_TRACES:
             programs = self._programs(batch, tuple(lines))
             found[batch] = self._order(name, way, programs, batch)
-            lines = self._lines_to(batch, programs) or lines
+            lines = self._lines_to(batch, programs)
             batch = self._largest(way, lines)
         fitting = [size for size, order in found.items() if order is not None]
         batch = max(fitting, default=min(found, default=0))
@@ -171,23 +166,19 @@ class _Search:
         if variants is None:
             variants = tuple(dict.fromkeys([(), known if self._planner.may_pack else ()]))
         return {
-            packs: traced.with_packs(packs).program
-            for packs in variants
-            if {*packs} <= {*known}
+            packs: traced.with_packs(packs).program for packs in variants if {*packs} <= {*known}
         }
 
     def _lines_to(
         self, batch: int, programs: Mapping[Packs, Program]
     ) -> dict[Packs, AffineProgram]:
-        """Lines from the smallest traced size to this one, where the operators are the same."""
-        lines: dict[Packs, AffineProgram] = {}
-        for packs, program in programs.items():
-            ends = sorted([(_SMALL[0], self._small[packs]), (batch, program)], key=lambda end: end[0])
-            try:
-                lines[packs] = AffineProgram(ends[0][1], ends[0][0], ends[1][1], ends[1][0])
-            except CaptureError:
-                continue
-        return lines
+        """Lines from the smallest traced size to another."""
+        if batch == _SMALL[0]:
+            return self._lines
+        return {
+            packs: AffineProgram(self._small[packs], _SMALL[0], program, batch)
+            for packs, program in programs.items()
+        }
 
     def _largest(self, way: FittingWay, lines: Mapping[Packs, AffineProgram]) -> int:
         """The largest size that fits, where all smaller ones do too; 0 if none does."""

@@ -66,7 +66,8 @@ def fit(
         >>> import torch
         >>> layers = [torch.nn.Linear(64, 64) for _ in range(6)]
         >>> model, batch = torch.nn.Sequential(*layers), torch.ones(2048, 64)
-        >>> model = fit(model, batch, lambda y: y.square().mean(), memory="90%")
+        >>> loss_fn = lambda y: y.square().mean()
+        >>> model = fit(model, batch, loss_fn, memory="90%", time_limit_seconds=1)
         >>> model(batch).square().mean().backward()
     """
     limit = Limit.parse(memory)

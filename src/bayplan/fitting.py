@@ -69,11 +69,14 @@ def fit(
     limit_bytes = memory_bytes or _memory_bytes(question, profile)
     changes: list[str] = []
     planned: PlanSummary | None = None
+    smallest_bytes: int | None = None
     if record.peak_bytes > limit_bytes and planner is not None:
-        planned = _planned(planner, limit_bytes, changes)
+        planned, smallest_bytes = _planned(planner, limit_bytes)
     if record.peak_bytes > limit_bytes and planned is None:
         search = _Changes(question, graph, profile, profiles, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
+        if smallest_bytes is not None and memory_bytes is not None:
+            changes.append(f"--memory {_rounded_up(smallest_bytes)} and a plan")
         changes += (
             [f"--memory {_rounded_up(record.peak_bytes)}"]
             if memory_bytes is not None
@@ -91,24 +94,23 @@ def fit(
     )
 
 
-def _planned(planner: Planner, limit_bytes: int, changes: list[str]) -> PlanSummary | None:
-    """A plan within the limit; or None, and the smallest limit that has one among the changes."""
+def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
+    """A plan within the limit; or None, and the smallest limit found that has one."""
     try:
         order = planner.order(Limit(size_bytes=limit_bytes))
     except DoesNotFit as refusal:
-        if refusal.smallest_bytes is not None:
-            changes.append(f"--memory {_rounded_up(refusal.smallest_bytes)} and a plan")
-        return None
+        return None, refusal.smallest_bytes
     except CaptureError:  # captured, but not traceable as one graph: then there is no plan
-        return None
+        return None, None
     chosen = Counter(one.choice for one in planner.plan(order).decisions)
-    return PlanSummary(
+    summary = PlanSummary(
         peak_bytes=order.peak_bytes,
         time_ratio=order.time_ratio,
         num_recomputed=chosen[Choice.RECOMPUTE],
         num_packed=chosen[Choice.PACK],
         num_swapped=chosen[Choice.SWAP],
     )
+    return summary, None
 
 
 def profile_question(

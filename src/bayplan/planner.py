@@ -33,6 +33,7 @@ from bayplan.pricing import (
 )
 from bayplan.profiling.roofline import derive_profile
 from bayplan.questions import Question
+from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.tracing import (
     loss_bytes,
@@ -43,7 +44,7 @@ from bayplan.tracing import (
 )
 from bayplan.training import TrainingStep
 
-__all__ = ["STRATEGIES", "Planner", "strategy_named"]
+__all__ = ["ASSUMED_TIER", "STRATEGIES", "Planner", "strategy_named"]
 
 Progress = Callable[[str, int, int], None]
 _Prices = dict[str, tuple[float, int]]  # seconds and workspace bytes, by op
@@ -53,7 +54,7 @@ _PRICED_FLOPS = 3e11
 _FEWEST = 2  # samples; one may take other kernels than many
 _PERCENT = 100  # progress is told in these
 # What a host link of that generation moves; used where no tier can be measured.
-_ASSUMED_TIER = Tier(out_bytes_per_second=12e9, in_bytes_per_second=12e9, latency_seconds=1e-5)
+ASSUMED_TIER = Tier(out_bytes_per_second=12e9, in_bytes_per_second=12e9, latency_seconds=1e-5)
 STRATEGIES = ("auto", "keep", "checkpoint", "checkpoint-speed", "swap", "ome")
 
 
@@ -79,6 +80,7 @@ class Planner:
         question: the step and the device.
         space: where activations may be swapped to; None plans no swaps of its own.
         may_pack: whether activations may be packed.
+        update_in_backward: whether each parameter is updated as soon as its gradient is complete.
         time_limit_seconds: for the search of one plan.
         clock: for pricing operators here.
         on_progress: hears what is being done.
@@ -87,6 +89,7 @@ class Planner:
     question: Question
     space: SwapSpace | None = None
     may_pack: bool = True
+    update_in_backward: bool = False
     time_limit_seconds: float = 10.0
     clock: Clock = Clock.WALL
     cache: Path = field(default_factory=cache_directory)
@@ -130,7 +133,17 @@ class Planner:
             resident_bytes=resident_bytes(self.graph),
             loss_bytes=loss_bytes(self.step),
             granularity_bytes=self.granularity_bytes,
+            updates=self._updates(),
         )
+
+    def _updates(self) -> ParameterUpdates | None:
+        if not self.update_in_backward:
+            return None
+        source = self.question.optimizer_source()
+        if source is None:
+            raise UsageError("--update-in-backward needs an optimizer; --optimizer is none")
+        model = self.step.model
+        return ParameterUpdates.of(model, source(p for p in model.parameters() if p.requires_grad))
 
     @cached_property
     def traced(self) -> TracedStep:
@@ -191,7 +204,7 @@ class Planner:
             DoesNotFit: says what binds and the smallest limit that works.
         """
         if strategy != "auto":
-            tier = self.tier or _ASSUMED_TIER
+            tier = self.tier or ASSUMED_TIER
             chosen = strategy_named(strategy, tier=tier)
             decide = by_strategy(
                 strategy, chosen, plain_peak_bytes=self.plain_peak_bytes, tier=tier
@@ -275,6 +288,7 @@ class Planner:
                 optimizer=question.optimizer,
                 autocast=question.autocast,
                 memory="" if limit is None else str(limit),
+                update_in_backward=self.update_in_backward,
             ),
             order=order,
             decisions=decisions_of(program, order),

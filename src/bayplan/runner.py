@@ -20,6 +20,7 @@ from bayplan.fitted import bind
 from bayplan.planned import Circumstances
 from bayplan.pricing import free_prices
 from bayplan.questions import Question
+from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.targets import resolve_target
 from bayplan.tracing import loss_bytes, resident_bytes
@@ -109,13 +110,18 @@ def check_plan(plan: Plan, question: Question) -> StepGraph:
     """Refuse a plan for another step; returns the step's graph.
 
     Raises:
-        ForeignPlan: model, batch, optimizer, precision or torch differ.
+        ForeignPlan: model, batch, optimizer, precision, device or torch differ.
     """
     if plan.order is None:
         raise ForeignPlan("the plan has no `order`: it is not for one device")
     if plan.torch_version != str(torch.__version__):
         raise ForeignPlan(
             f"the plan is for torch {plan.torch_version}, here is {torch.__version__}; plan anew"
+        )
+    here = device_name(torch.device("cpu"))
+    if plan.cluster_fingerprint != here:
+        raise ForeignPlan(
+            f"the plan is for {plan.cluster_fingerprint}, here is {here}; plan without --device"
         )
     graph = question.capture()
     if graph.fingerprint != plan.graph_fingerprint:
@@ -153,13 +159,19 @@ def run_plan(
     """
     graph = check_plan(plan, question)
     assert plan.order is not None, "checked"
+    step = question.build()
+    updates = None
+    if plan.request is not None and plan.request.update_in_backward:
+        if step.optimizer is None:
+            raise ForeignPlan("the plan updates in backward, but names no optimizer")
+        updates = ParameterUpdates.of(step.model, step.optimizer)
     around = Circumstances(
         prices=free_prices,
         resident_bytes=resident_bytes(graph),
         loss_bytes=loss_bytes(question.without_memory()),
         granularity_bytes=granularity_of("cpu"),
+        updates=updates,
     )
-    step = question.build()
     bind(replace(step, optimizer=None), as_planned(plan.order), around, space=space)
     losses: list[float] = []
     with explained():

@@ -1,5 +1,6 @@
 """Running commands as a user does, in this process: torch is imported once, not per command."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +38,30 @@ def build(batch_size=8):
     return Net(), make_batch(batch_size), nn.CrossEntropyLoss()
 """
 """A user's project: one file, one function; other tests add to it."""
+
+DEEP = """\
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return self.head(inputs)
+
+
+def deep(batch_size=512):
+    torch.manual_seed(5)
+    batch = torch.randn(batch_size, 32), torch.randint(10, (batch_size,))
+    return Deep(), batch, nn.CrossEntropyLoss()
+
+
+def deep_of_fixed_size():
+    return deep(512)
+"""
+"""Activations of 64 KiB each, far more than parameters: a step that a plan can make smaller."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +128,48 @@ def add_to_project(project: Path) -> Callable[[str], None]:
         (project / "train.py").write_text(TRAIN + "\n\n" + text)
 
     return add
+
+
+@pytest.fixture
+def deep_project(project: Path, add_to_project: Callable[[str], None]) -> Path:
+    """The folder with `train:deep` to plan for."""
+    add_to_project(DEEP)
+    return project
+
+
+@pytest.fixture(scope="session")
+def made_plans() -> dict[str, str]:
+    """Texts of plan files by their limit: planned once for all tests that only read them."""
+    return {}
+
+
+@pytest.fixture
+def plan_file(
+    bayplan: Callable[..., Outcome], deep_project: Path, made_plans: dict[str, str]
+) -> Path:
+    """A plan for `train:deep` within 80 % of its plain peak, in its project."""
+    path = deep_project / "deep.plan.json"
+    if not made_plans:
+        options = ("--memory", "80%", "--time-limit", 1, "-o", path)
+        assert bayplan("plan", "train:deep", *options).code == 0
+        made_plans["80%"] = path.read_text()
+    path.write_text(made_plans["80%"])
+    return path
+
+
+@pytest.fixture
+def edit_plan(plan_file: Path) -> Callable[..., Path]:
+    """Change the plan file as by hand: `edit_plan(limit_bytes=1, order={"schedule": [0]})`."""
+
+    def edit(**changes: object) -> Path:
+        fields = json.loads(plan_file.read_text())
+        for name, change in changes.items():
+            is_part = isinstance(change, dict) and isinstance(fields.get(name), dict)
+            fields[name] = {**fields[name], **change} if is_part else change
+        plan_file.write_text(json.dumps(fields))
+        return plan_file
+
+    return edit
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_limit_here_is_what_is_free(bayplan, project, monkeypatch):
 
 
 def test_peak_at_the_limit_fits_and_one_byte_less_does_not(bayplan, project):
-    options = ("fit", "train:build", "--device", "h100", "--json")
+    options = ("fit", "train:build", "--device", "h100", "--no-plan", "--json")
     peak_bytes = verdict_of(bayplan(*options)).peak_bytes
     assert bayplan(*options, "--memory", f"{peak_bytes}B").code == 0
     assert bayplan(*options, "--memory", f"{peak_bytes - 1}B").code == 3
@@ -112,7 +112,8 @@ def test_peak_at_the_limit_fits_and_one_byte_less_does_not(bayplan, project):
 
 @pytest.mark.parametrize("where", [("--device", "h100"), ()], ids=["derived", "measured"])
 def test_each_suggested_change_really_fits(bayplan, project, where):
-    options = ["fit", "train:build", "--batch", 96, "--memory", "3MiB", *where, "--json"]
+    options = ["fit", "train:build", "--batch", 96, "--memory", "3MiB", *where]
+    options += ["--no-plan", "--json"]
     outcome = bayplan(*options)
     assert outcome.code == 3
     changes = verdict_of(outcome).would_fit
@@ -130,7 +131,7 @@ def test_each_suggested_change_really_fits(bayplan, project, where):
 
 
 def test_suggested_batch_is_the_largest_that_fits(bayplan, project):
-    options = ("fit", "train:build", "--device", "h100", "--memory", "3MiB", "--json")
+    options = ("fit", "train:build", "--device", "h100", "--memory", "3MiB", "--no-plan", "--json")
     suggested = verdict_of(bayplan(*options, "--batch", 96)).would_fit[0]
     batch = int(suggested.removeprefix("--batch "))
     assert bayplan(*options, "--batch", batch).code == 0
@@ -160,7 +161,7 @@ def test_larger_device_is_suggested_where_the_device_is_the_limit(bayplan, add_t
         "def wide(batch_size=1):\n"
         "    return nn.Linear(2**15, 20480), torch.randn(batch_size, 2**15), lambda y: y.sum()\n"
     )
-    outcome = bayplan("fit", "train:wide", "--device", "rtx-2080-ti", "--json")
+    outcome = bayplan("fit", "train:wide", "--device", "rtx-2080-ti", "--no-plan", "--json")
     assert outcome.code == 3
     changes = verdict_of(outcome).would_fit
     device = next(change for change in changes if change.startswith("--device "))
@@ -200,7 +201,8 @@ def test_model_that_refuses_one_sample_still_gets_an_answer(bayplan, add_to_proj
     """Batch normalization cannot train on a single sample, yet 1 is where both searches start."""
     add_to_project(NORMALIZED)
     monkeypatch.setattr("bayplan.fitting._MEASURED_FLOPS", 1.0)
-    outcome = bayplan("fit", "train:normalized", "--batch", 512, "--memory", "1MiB", "--json")
+    options = ("--batch", 512, "--memory", "1MiB", "--no-plan", "--json")
+    outcome = bayplan("fit", "train:normalized", *options)
     assert outcome.code == 3
     verdict = verdict_of(outcome)
     assert verdict.time_origin is Origin.SCALED
@@ -337,3 +339,36 @@ def test_profile_is_kept_between_answers_and_renewed_when_asked(
     renewed = bayplan(*command, "--no-cache").out
     assert json.loads(renewed)["step_seconds"] != json.loads(first)["step_seconds"]
     assert bayplan(*command).out == renewed
+
+
+def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_project):
+    options = ("fit", "train:deep", "--device", "h100", "--memory", "600KiB", "--time-limit", 1)
+    outcome = bayplan(*options)
+    assert outcome.code == 0
+    line = outcome.out.splitlines()[0]
+    figures = (
+        rf"peak [\d.]+ of 600\.0 KiB at [\d.]+ x the plain step's time \(.+\); without one, {SIZE}"
+    )
+    assert re.fullmatch(f"fits with a plan: {figures}", line)
+    verdict = verdict_of(bayplan(*options, "--json"))
+    assert not verdict.fits
+    assert verdict.would_fit == ()
+    assert verdict.planned is not None
+    assert verdict.planned.peak_bytes <= verdict.limit_bytes < verdict.peak_bytes
+    assert verdict.planned.time_ratio >= 1
+    assert verdict.planned.num_recomputed + verdict.planned.num_packed > 0
+    refused = bayplan(*options, "--no-plan", "--json")
+    assert refused.code == 3
+    assert verdict_of(refused).planned is None
+
+
+@pytest.mark.xfail(reason="planning/search.py refuses without `smallest_bytes`")
+def test_limit_that_no_plan_reaches_is_told_the_smallest_that_has_one(bayplan, deep_project):
+    options = ("fit", "train:deep", "--device", "h100", "--time-limit", 1, "--json")
+    outcome = bayplan(*options, "--memory", "100KiB")
+    assert outcome.code == 3
+    *_, planned, plain = verdict_of(outcome).would_fit
+    memory = re.fullmatch(r"--memory (\S+) and a plan", planned)
+    assert memory is not None
+    assert re.fullmatch(r"--memory \S+", plain)
+    assert bayplan(*options, "--memory", memory[1]).code == 0

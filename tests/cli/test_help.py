@@ -8,7 +8,11 @@ from importlib import metadata
 
 import pytest
 
-COMMANDS = ["fit", "profile", "capture", "simulate", "report", "doctor"]
+COMMANDS = [
+    *("fit", "profile", "capture", "simulate"),
+    *("plan", "run"),
+    *("report", "explain", "doctor"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ def test_help_of_each_command_is_a_snapshot(bayplan, command, snapshot):
     assert "\n".join(line.rstrip() for line in outcome.out.splitlines()) == snapshot
 
 
-@pytest.mark.parametrize("command", ["fit", "profile", "capture", "simulate", "report"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "doctor"])
 def test_help_shows_examples_to_copy(bayplan, command):
     text = bayplan(command, "--help").out
     examples = text[text.index("Examples:\n") :]

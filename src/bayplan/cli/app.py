@@ -69,8 +69,8 @@ def _run(arguments: list[str]) -> int:
             _show_users_traceback(fault)
         _complain(str(fault))
         return fault.exit_code
-    except KeyboardInterrupt:
-        _complain("interrupted; no file was changed")
+    except KeyboardInterrupt as stop:  # a command that leaves files behind says which
+        _complain(f"interrupted; {stop}" if str(stop) else "interrupted; no file was changed")
         return 130
     except BrokenPipeError:  # `bayplan … | head` has read enough; nothing more may be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,6 +19,8 @@ from bayplan.cli.options import (
     SwapDir,
     SwapSize,
     Target,
+    TimeLimit,
+    UpdateInBackward,
     as_json,
     check_output,
     question_about,
@@ -28,6 +30,7 @@ from bayplan.data import files
 from bayplan.data.errors import ExitCode
 
 if TYPE_CHECKING:
+    from bayplan.batches import LargestBatch
     from bayplan.planner import Planner
     from bayplan.reporting.progress import ProgressBar
 
@@ -62,6 +65,7 @@ def fit(
         Parameter(help="Where the plain step does not fit, look for a plan that does."),
     ] = True,
     pack: Pack = True,
+    update_in_backward: UpdateInBackward = False,
     swap_dir: SwapDir = None,
     swap_size: SwapSize = None,
     device: Device = None,
@@ -75,6 +79,7 @@ def fit(
     optimizer: Optimizer = "adamw",
     autocast: Autocast = "none",
     cache: Cache = True,
+    time_limit: TimeLimit = 10.0,
     json: Json = False,
 ) -> int:
     """Say whether a training step fits, why, how fast it will be, and which plan makes it fit."""
@@ -93,36 +98,54 @@ def fit(
 
     space = swap_space(swap_dir, swap_size)
     with ProgressBar() as bar:
-        planner = Planner(question, space=space, may_pack=pack, on_progress=bar)
+        planner = Planner(
+            question,
+            space=space,
+            may_pack=pack,
+            update_in_backward=update_in_backward,
+            time_limit_seconds=time_limit,
+            on_progress=bar,
+        )
         if max_batch:
-            return _print_largest(planner, memory_bytes, bar)
+            return _print_largest(planner, memory_bytes, bar, json=json)
         options = {"memory_bytes": memory_bytes, "profile": given, "use_cache": cache}
         verdict = answer(question, **options, planner=planner if plan else None, on_progress=bar)
     print(as_json(verdict) if json else verdict_text(verdict))
     return ExitCode.DONE if verdict.fits or verdict.planned else ExitCode.DOES_NOT_FIT
 
 
-def _print_largest(planner: "Planner", memory_bytes: int | None, bar: "ProgressBar") -> int:
-    from bayplan.batches import largest_batches
+def _print_largest(
+    planner: "Planner", memory_bytes: int | None, bar: "ProgressBar", *, json: bool
+) -> int:
+    from bayplan.batches import LargestBatch, largest_batches
     from bayplan.data.errors import UsageError
-    from bayplan.data.units import format_bytes
     from bayplan.reporting.plans import table_text
 
     if memory_bytes is None:
         raise UsageError("--max-batch needs the limit; say it with --memory, like 8GiB")
-    rows: list[tuple[str, ...]] = []
-    largest = 0
+    rows: list[LargestBatch] = []
     try:
         for row in largest_batches(planner, memory_bytes):
-            largest = max(largest, row.batch)
-            ratio, rate = f"{row.time_ratio:.3f}", f"{row.samples_per_second:.1f}"
-            figures = (format_bytes(row.peak_bytes), ratio, rate) if row.batch else ("", "", "")
-            rows.append((row.strategy, str(row.batch), *figures))
+            rows.append(row)
     finally:  # also what was found before a Ctrl-C
         bar.close()
-        if rows:
-            print(table_text(("strategy", "batch", "peak", "time / plain", "samples/s"), rows))
-    return ExitCode.DONE if largest else ExitCode.DOES_NOT_FIT
+        if rows and json:
+            print(as_json(rows))
+        elif rows:
+            columns = ("strategy", "batch", "peak", "time / plain", "samples/s")
+            print(table_text(columns, [_cells(row) for row in rows]))
+    return ExitCode.DONE if any(row.batch for row in rows) else ExitCode.DOES_NOT_FIT
+
+
+def _cells(row: "LargestBatch") -> tuple[str, ...]:
+    from bayplan.data.units import format_bytes
+
+    if row.note:
+        return row.strategy, "", row.note, "", ""
+    if not row.batch:
+        return row.strategy, "0", "", "", ""
+    figures = (f"{row.time_ratio:.3f}", f"{row.samples_per_second:.1f}")
+    return row.strategy, str(row.batch), format_bytes(row.peak_bytes), *figures
 
 
 @app.command(

@@ -25,6 +25,8 @@ __all__ = [
     "SwapDir",
     "SwapSize",
     "Target",
+    "TimeLimit",
+    "UpdateInBackward",
     "as_json",
     "check_output",
     "question_about",
@@ -63,12 +65,23 @@ Memory = Annotated[
     ),
 ]
 Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]
+UpdateInBackward = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        help="Update each parameter as soon as its gradient is complete, and release the gradient."
+        " Not with gradient clipping or accumulation.",
+    ),
+]
 SwapDir = Annotated[
     Path | None,
     Parameter(help="A directory on a disk for activations that pay to be swapped. Default: none."),
 ]
 SwapSize = Annotated[
     str | None, Parameter(help="The largest swap file, like 4GiB. Default: what the plan needs.")
+]
+TimeLimit = Annotated[
+    float, Parameter(name="--time-limit", help="Seconds for the search of one plan.")
 ]
 
 
@@ -80,9 +93,9 @@ def check_output(path: Path | None) -> None:
         check_writable(path)
 
 
-def as_json(noun: msgspec.Struct) -> str:
-    """A noun for machines."""
-    return msgspec.json.encode(noun).decode()
+def as_json(result: object) -> str:
+    """A noun, or rows of a table, for machines."""
+    return msgspec.json.encode(result).decode()
 
 
 def question_about(
@@ -121,7 +134,7 @@ def question_about(
 
 def swap_space(directory: Path | None, size: str | None) -> "SwapSpace | None":
     """Where to swap to, measured; None where nobody asked for it."""
-    from bayplan.data.errors import UsageError
+    from bayplan.data.errors import PlanBroken, UsageError
     from bayplan.data.units import parse_bytes
 
     max_bytes = None if size is None else parse_bytes(size)
@@ -131,4 +144,7 @@ def swap_space(directory: Path | None, size: str | None) -> "SwapSpace | None":
         return None
     from bayplan.swap_space import SwapSpace
 
-    return SwapSpace.measured("cpu", directory, max_bytes=max_bytes)
+    try:
+        return SwapSpace.measured("cpu", directory, max_bytes=max_bytes)
+    except PlanBroken as fault:  # before anything runs, there is no plan to break
+        raise UsageError(str(fault)) from None

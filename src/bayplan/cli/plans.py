@@ -16,6 +16,8 @@ from bayplan.cli.options import (
     SwapDir,
     SwapSize,
     Target,
+    TimeLimit,
+    UpdateInBackward,
     as_json,
     check_output,
     question_about,
@@ -25,10 +27,6 @@ from bayplan.data import files
 from bayplan.data.errors import ExitCode, UsageError
 
 __all__ = ["plan", "run"]
-
-Seconds = Annotated[
-    float, Parameter(name="--time-limit", help="Seconds for the search of one plan.")
-]
 
 
 @app.command(
@@ -70,9 +68,10 @@ def plan(
     optimizer: Optimizer = "adamw",
     autocast: Autocast = "none",
     pack: Pack = True,
+    update_in_backward: UpdateInBackward = False,
     swap_dir: SwapDir = None,
     swap_size: SwapSize = None,
-    time_limit: Seconds = 10.0,
+    time_limit: TimeLimit = 10.0,
     json: Json = False,
 ) -> int:
     """Plan a training step within a memory limit, and write the plan."""
@@ -97,13 +96,17 @@ def plan(
             question,
             space=swap_space(swap_dir, swap_size),
             may_pack=pack,
+            update_in_backward=update_in_backward,
             time_limit_seconds=time_limit,
             on_progress=bar,
         )
         if pareto:
             from bayplan.curves import write_curve
 
-            points = write_curve(planner, output, time_limit_seconds=6 * time_limit)
+            try:
+                points = write_curve(planner, output, time_limit_seconds=6 * time_limit)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"plans found so far are in {output}") from None
             bar.close()
             print(curve_text(points))
             return ExitCode.DONE

@@ -136,6 +136,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             imported from a plan alone.
         batch: samples; None for the target's own.
         memory: the limit as it was given, `8GiB` or `40%`.
+        update_in_backward: each parameter is updated as soon as its gradient is complete.
     """
 
     target: str
@@ -143,6 +144,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optimizer: str = "adamw"
     autocast: str = "none"
     memory: str = ""
+    update_in_backward: bool = False
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,7 +32,7 @@ class AffineProgram:
     large_batch: int
 
     def __post_init__(self) -> None:
-        assert self.small_batch < self.large_batch, "two different batch sizes"
+        assert self.small_batch != self.large_batch, "two different batch sizes"
         shapes = [
             ([(op.name, op.reads, op.writes, op.can_repeat) for op in one.ops], one.first_backward)
             for one in (self.small, self.large)

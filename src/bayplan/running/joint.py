@@ -205,8 +205,16 @@ class _Survey:
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
             return False
         (buffer,) = self.buffers_of[source]
+        is_forwards = node in self.after_tangents and self.base_of_buffer[buffer] not in (
+            self.after_tangents
+        )
+        others = (other for other in node.all_input_nodes if other is not source)
         return (
             buffer not in self.inputs
+            # What forward handed on may be read again, by a second backward.
+            and not is_forwards
+            # As in `x + x.t()`, where each element is read twice.
+            and not any(buffer in self.buffers_of[other] for other in others)
             and before.shape == after.shape
             and before.stride() == after.stride()
             and before.dtype == after.dtype

@@ -262,8 +262,9 @@ class _Builder:
         for position in positions_to_overwrite(node):
             source = node.args[position]
             if isinstance(source, fx.Node) and self._joint.buffers_of[source] == (buffer,):
-                is_ours = self._latest[source] not in self._saved.values()
-                return position if is_ours else None
+                base = self._tokens.base(buffer)  # the argument may be a view of it
+                is_saved = base in self._saved and self._latest.get(base) is self._saved[base]
+                return None if is_saved else position
         return None
 
     def _is_part_of_latest(self, node: fx.Node) -> bool:

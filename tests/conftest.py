@@ -5,10 +5,15 @@ parameters, random state), so that two of them are compared bit by bit and never
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+# Before torch is imported: some virtual machines announce the matrix unit that bf16 kernels then
+# use, and end the process when they do. What is tested here does not depend on it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ from bayplan.swap_space import SwapSpace
 from bayplan.tracing import loss_bytes, trace_step
 from bayplan.training import TrainingStep
 
-__all__ = ["Ours"]
+__all__ = ["Ours", "open_swap_space"]
 
 
 @dataclass

@@ -35,14 +35,17 @@ def write_curve(
     except OSError as fault:
         raise FileFault(f"cannot make the folder {folder}: {fault.strerror}") from None
     plain_bytes = planner.plain_peak_bytes
-    floor_bytes = planner.smallest_bytes(time_limit_seconds=time_limit_seconds / 4)
+    smallest = planner.smallest(time_limit_seconds=time_limit_seconds / 4)
+    floor_bytes = min(planned.peak_bytes for planned in smallest.values())
     name_of: dict[int, str] = {floor_bytes: "floor"}
     for percent in range(_STEP_PERCENT, 101, _STEP_PERCENT):
         limit_bytes = Limit(share=percent / 100).of(plain_bytes)
         if limit_bytes > floor_bytes:
             name_of[limit_bytes] = f"{percent / 100:.2f}"
     found: dict[int, StepOrder] = {}
-    curve = planner.curve(sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4)
+    curve = planner.curve(
+        sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4, starts=smallest
+    )
     for limit_bytes, order in curve:
         found[limit_bytes] = order
         made = planner.plan(order, limit=Limit(size_bytes=limit_bytes))

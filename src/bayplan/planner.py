@@ -1,6 +1,6 @@
 """Plans for a question: one, a whole curve of memory against time, and the largest batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planned import Circumstances, TracedStep, arrangement_of
 from bayplan.planning.decisions import decisions_of
 from bayplan.planning.moment import peak_moment
-from bayplan.planning.search import pareto, smallest_peak
+from bayplan.planning.search import Planned, pareto, smallest_peak
 from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
 from bayplan.planning.swaps import Arrangement, Tier
 from bayplan.pricing import (
@@ -210,8 +210,7 @@ class Planner:
                 strategy, chosen, plain_peak_bytes=self.plain_peak_bytes, tier=tier
             )
             return decide(self.traced)
-        traced = self.traced
-        return Within(
+        within = Within(
             limit,
             cache=self.cache,
             time_limit_seconds=self.time_limit_seconds,
@@ -219,25 +218,38 @@ class Planner:
             tier=self.tier,
             may_pack=self.may_pack,
             on_progress=lambda share: self.on_progress("planning", int(share * _PERCENT), _PERCENT),
-        )(traced)
+        )
+        return within(self.traced)
 
     def curve(
-        self, limits_bytes: list[int], *, time_limit_seconds: float
+        self,
+        limits_bytes: list[int],
+        *,
+        time_limit_seconds: float,
+        starts: Mapping[tuple[str, ...], Planned] | None = None,
     ) -> Iterator[tuple[int, StepOrder]]:
         """Memory against time, as plans are found; a limit comes again when a faster one is.
 
         More memory is never slower. Recomputation and packing only: swaps depend on the moment.
+
+        Args:
+            limits_bytes: in any order.
+            time_limit_seconds: for all limits together.
+            starts: by `smallest`, so that no limit they fit is left without a plan.
         """
-        variants: list[tuple[str, ...]] = [()]
-        if self.may_pack:
-            worth = tuple(pack.name for pack in self.traced.packs if pack.saved_bytes)
-            variants += [worth] if worth else []
+        starts, variants = starts or {}, self._variants
         best: dict[int, StepOrder] = {}
         plain_seconds = self.traced.with_packs().program.plain_seconds
         for number, packs in enumerate(variants):
             program = self.traced.with_packs(packs).program
             seconds = time_limit_seconds / len(variants)
-            found = pareto(program, limits_bytes, time_limit_seconds=seconds, cache_dir=self.cache)
+            found = pareto(
+                program,
+                limits_bytes,
+                time_limit_seconds=seconds,
+                starts=[starts[packs].schedule] if packs in starts else [],
+                cache_dir=self.cache,
+            )
             for limit_bytes, planned in found:
                 self.on_progress("planning the curve", number, len(variants))
                 known = best.get(limit_bytes)
@@ -254,18 +266,25 @@ class Planner:
                 )
                 yield limit_bytes, best[limit_bytes]
 
-    def smallest_bytes(self, *, time_limit_seconds: float) -> int:
-        """The smallest peak found, by recomputation and packing."""
-        names = tuple(pack.name for pack in self.traced.packs) if self.may_pack else ()
-        variants = list(dict.fromkeys([(), names]))
-        return min(
-            smallest_peak(
+    def smallest(self, *, time_limit_seconds: float) -> dict[tuple[str, ...], Planned]:
+        """The smallest peak found by recomputation, with nothing packed and with packs."""
+        return {
+            packs: smallest_peak(
                 self.traced.with_packs(packs).program,
-                time_limit_seconds=time_limit_seconds / len(variants),
+                time_limit_seconds=time_limit_seconds / len(self._variants),
                 cache_dir=self.cache,
-            ).peak_bytes
-            for packs in variants
-        )
+            )
+            for packs in self._variants
+        }
+
+    @property
+    def _variants(self) -> list[tuple[str, ...]]:
+        """Nothing packed, what is worth it, and everything."""
+        if not self.may_pack:
+            return [()]
+        worth = tuple(pack.name for pack in self.traced.packs if pack.saved_bytes)
+        every = tuple(pack.name for pack in self.traced.packs)
+        return list(dict.fromkeys([(), worth, every]))
 
     def plan(self, order: StepOrder, *, limit: Limit | None = None) -> Plan:
         """A decided order as the file that `run` obeys."""

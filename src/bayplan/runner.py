@@ -57,7 +57,11 @@ class Run:
                 f" {format_bytes(plan.limit_bytes)}; plan with a limit of"
                 f" {format_bytes(2 * plan.limit_bytes - measured)}"
             )
-        if abs(measured - predicted) > PEAK_TOLERANCE * predicted:
+        off_bytes = abs(measured - predicted)
+        if plan.order is not None and plan.order.swaps:
+            # A copy that is done early frees its memory early, which nobody minds.
+            off_bytes = measured - predicted
+        if off_bytes > PEAK_TOLERANCE * predicted:
             raise PlanBroken(
                 f"the run's peak is {format_bytes(measured)}, predicted was"
                 f" {format_bytes(predicted)}; something beside the step takes memory, or the plan"
@@ -159,6 +163,8 @@ def run_plan(
     """
     graph = check_plan(plan, question)
     assert plan.order is not None, "checked"
+    # Before the model is built: the target's builder runs for this too, and may set the seed.
+    beside_bytes = loss_bytes(question.without_memory())
     step = question.build()
     updates = None
     if plan.request is not None and plan.request.update_in_backward:
@@ -168,7 +174,7 @@ def run_plan(
     around = Circumstances(
         prices=free_prices,
         resident_bytes=resident_bytes(graph),
-        loss_bytes=loss_bytes(question.without_memory()),
+        loss_bytes=beside_bytes,
         granularity_bytes=granularity_of("cpu"),
         updates=updates,
     )

@@ -43,8 +43,8 @@ DEEP = """\
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-        self.head = nn.Linear(32, 10)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 10)
 
     def forward(self, inputs):
         for layer in self.layers:
@@ -52,16 +52,16 @@ class Deep(nn.Module):
         return self.head(inputs)
 
 
-def deep(batch_size=512):
+def deep(batch_size=4096):
     torch.manual_seed(5)
-    batch = torch.randn(batch_size, 32), torch.randint(10, (batch_size,))
+    batch = torch.randn(batch_size, 64), torch.randint(10, (batch_size,))
     return Deep(), batch, nn.CrossEntropyLoss()
 
 
 def deep_of_fixed_size():
-    return deep(512)
+    return deep(4096)
 """
-"""Activations of 64 KiB each, far more than parameters: a step that a plan can make smaller."""
+"""Activations of 1 MiB each, far more than parameters: a step that a plan can make smaller."""
 
 
 @dataclass(frozen=True)

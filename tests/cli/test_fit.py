@@ -342,12 +342,12 @@ def test_profile_is_kept_between_answers_and_renewed_when_asked(
 
 
 def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_project):
-    options = ("fit", "train:deep", "--device", "h100", "--memory", "600KiB", "--time-limit", 1)
+    options = ("fit", "train:deep", "--device", "h100", "--memory", "8MiB", "--time-limit", 1)
     outcome = bayplan(*options)
     assert outcome.code == 0
     line = outcome.out.splitlines()[0]
     figures = (
-        rf"peak [\d.]+ of 600\.0 KiB at [\d.]+ x the plain step's time \(.+\); without one, {SIZE}"
+        rf"peak [\d.]+ of 8\.0 MiB at [\d.]+ x the plain step's time \(.+\); without one, {SIZE}"
     )
     assert re.fullmatch(f"fits with a plan: {figures}", line)
     verdict = verdict_of(bayplan(*options, "--json"))

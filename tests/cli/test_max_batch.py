@@ -12,14 +12,18 @@ def rows_of(outcome) -> dict[str, dict]:
 
 
 def test_every_strategy_has_a_row_and_ours_is_the_largest(bayplan, deep_project):
-    outcome = bayplan("fit", "train:deep", "--memory", "1MiB", *SEARCH, "--json")
+    outcome = bayplan("fit", "train:deep", "--memory", "2MiB", *SEARCH, "--json")
     assert outcome.code == 0, outcome.err
     rows = rows_of(outcome)
     assert tuple(rows) == STRATEGIES
     assert rows["auto"]["batch"] == max(row["batch"] for row in rows.values())
     assert rows["auto"]["batch"] > rows["keep"]["batch"] > 0
-    assert all(row["peak_bytes"] <= 2**20 for row in rows.values())
+    assert all(row["peak_bytes"] <= 2**21 for row in rows.values())
     assert rows["keep"]["time_ratio"] == 1
+    for batch, fits in ((rows["keep"]["batch"], True), (rows["keep"]["batch"] + 1, False)):
+        options = ("--batch", batch, "--strategy", "keep", "-o", "p.json", "--json")
+        plan = json.loads(bayplan("plan", "train:deep", *options).out)
+        assert (plan["order"]["peak_bytes"] <= 2**21) == fits
     # Nobody said where to swap to.
     assert rows["swap"]["note"] == rows["ome"]["note"] == "needs --swap-dir"
 
@@ -33,16 +37,7 @@ def test_table_is_readable_and_zero_everywhere_exits_3(bayplan, deep_project):
     assert [line.split()[1] for line in lines[:4]] == ["0"] * 4
 
 
-def test_batch_one_larger_than_kept_does_not_fit_plainly(bayplan, deep_project):
-    outcome = bayplan("fit", "train:deep", "--memory", "1MiB", *SEARCH, "--json")
-    kept = rows_of(outcome)["keep"]["batch"]
-    for batch, fits in ((kept, True), (kept + 1, False)):
-        options = ("--batch", batch, "--strategy", "keep", "-o", "p.json", "--json")
-        plan = json.loads(bayplan("plan", "train:deep", *options).out)
-        assert (plan["order"]["peak_bytes"] <= 2**20) == fits
-
-
 def test_search_that_makes_no_sense_is_refused(bayplan, deep_project, check_refusal):
-    fixed = bayplan("fit", "train:deep_of_fixed_size", "--memory", "1MiB", *SEARCH)
+    fixed = bayplan("fit", "train:deep_of_fixed_size", "--memory", "2MiB", *SEARCH)
     check_refusal(fixed, 2, "takes no batch size", "batch_size")
     check_refusal(bayplan("fit", "train:deep", *SEARCH), 2, "--max-batch needs the limit")

@@ -33,6 +33,7 @@ from bayplan.pricing import (
 )
 from bayplan.profiling.roofline import derive_profile
 from bayplan.questions import Question
+from bayplan.running.joint import name_of_repeat
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.tracing import (
@@ -175,7 +176,9 @@ class Planner:
         traced = replace(self, question=self.question.at(batch)).traced
         every = tuple(pack.name for pack in traced.packs) if self.may_pack else ()
         ops = (*traced.with_packs().program.ops, *traced.with_packs(every).program.ops)
-        return {op.name: (op.seconds, op.workspace_bytes) for op in ops}
+        prices = {op.name: (op.seconds, op.workspace_bytes) for op in ops}
+        repeats = ((name_of_repeat(op.name), op.again()) for op in ops)
+        return prices | {name: (op.seconds, op.workspace_bytes) for name, op in repeats}
 
     @cached_property
     def outside_seconds(self) -> float:

@@ -13,8 +13,28 @@ from hypothesis import strategies as st
 from bayplan.data.program import Op, Program
 
 
+def random_repeat(rng: random.Random, reads: tuple, writes: tuple) -> dict:
+    """How repeats of an op differ from its first execution, mostly not at all."""
+    costs = {"repeat_seconds": rng.randint(1, 8) / 8, "repeat_workspace_bytes": rng.choice((0, 2))}
+    if len(writes) == 1:
+        return costs if rng.random() < 0.1 else {}
+    if rng.random() < 0.3:
+        return {}
+    made_once = rng.choice(writes)
+    others = rng.sample(range(writes[0]), k=rng.randint(0, 1))
+    return {
+        "repeat_writes": tuple(buffer for buffer in writes if buffer != made_once),
+        "repeat_reads": (*rng.sample(reads, k=rng.randint(0, 1)), *others, made_once),
+        **(costs if rng.random() < 0.8 else {}),
+    }
+
+
 def random_program(seed: int, *, num_forward: int = 6, num_backward: int = 6) -> Program:
-    """Any graph the rules allow, with multi-output ops, take-overs and ops that cannot repeat."""
+    """Any graph the rules allow.
+
+    With multi-output ops, take-overs, ops that cannot repeat and ops whose repeats need other
+    buffers, some of them made by the op's first execution alone.
+    """
     rng = random.Random(seed)
     sizes = [rng.randint(0, 6) for _ in range(2)]
     inputs = set(range(len(sizes)))
@@ -39,6 +59,7 @@ def random_program(seed: int, *, num_forward: int = 6, num_backward: int = 6) ->
                 workspace_bytes=rng.choice((0, 0, 3)),
                 can_repeat=rng.random() < 0.85,
                 takes_over=takes_over,
+                **random_repeat(rng, reads, writes),
             )
         )
     return Program(
@@ -173,7 +194,8 @@ class _Exhaustive:
     def steps(self, following: int, there: frozenset, renewed: frozenset) -> Iterator[tuple]:
         repeats = range(following) if following >= self.program.first_backward else ()
         for index in (following, *repeats):
-            op, is_repeat = self.program.ops[index], index < following
+            is_repeat = index < following
+            op = self.program.repeats[index] if is_repeat else self.program.ops[index]
             copies = there.difference(op.writes)
             needed = (set(op.reads) - self.program.inputs) - (self.program.outputs - renewed)
             if (is_repeat and not op.can_repeat) or not needed <= copies:

@@ -7,6 +7,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from bayplan.planning import native_evaluator
 from bayplan.planning.choices import (
@@ -30,6 +31,17 @@ def library(tmp_path_factory: pytest.TempPathFactory):
 def draw_choices(data: st.DataObject, num_gaps: int):
     values = st.lists(st.integers(0, NUM_CHOICES - 1), min_size=num_gaps, max_size=num_gaps)
     return numpy.array(data.draw(values), numpy.uint8)
+
+
+def test_what_no_repeat_makes_has_no_gaps(make_residual):
+    residual = make_residual(1)
+    norm = next(op for op in residual.ops if op.name == "norm_0")
+    cheap = structs.replace(norm, repeat_writes=norm.writes[:1])
+    program = structs.replace(
+        residual, ops=tuple(cheap if op is norm else op for op in residual.ops)
+    )
+    lost = {gap.buffer for gap in find_gaps(residual)} - {gap.buffer for gap in find_gaps(program)}
+    assert lost == {*norm.writes[1:]}
 
 
 @given(st.data())

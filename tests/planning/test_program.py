@@ -35,6 +35,11 @@ def test_relations_are_found(make_chain):
         ({"seconds": float("nan")}, "negative cost"),
         ({"workspace_bytes": -1}, "negative cost"),
         ({"takes_over": (1,)}, "does not read"),
+        ({"repeat_writes": (0,)}, "not some of"),
+        ({"repeat_writes": (1, 1)}, "not some of"),
+        ({"repeat_reads": (1,)}, "may not be there"),
+        ({"repeat_seconds": -1.0}, "negative cost"),
+        ({"repeat_workspace_bytes": -1}, "negative cost"),
     ],
 )
 def test_nonsense_in_an_op_is_refused(changes, message):
@@ -60,6 +65,46 @@ def test_nonsense_in_a_program_is_refused(changes, message):
 def test_take_over_needs_equal_size():
     with pytest.raises(ValueError, match="another size"):
         program(op(takes_over=(0,)), buffers=(4, 5))
+
+
+def norm_then_backward() -> Program:
+    norm = op(
+        name="norm",
+        writes=(1, 2),
+        seconds=3.0,
+        repeat_reads=(0, 2),
+        repeat_writes=(1,),
+        repeat_seconds=1.0,
+    )
+    backward = op(name="backward", reads=(1, 2), writes=(3,))
+    return program(norm, backward, buffers=(4, 8, 1, 4), first_backward=1)
+
+
+def test_executions_after_the_first_are_repeats():
+    found = norm_then_backward()
+    first, again, last = found.executions((0, 0, 1))
+    assert (first, last) == found.ops
+    assert (again.reads, again.writes, again.seconds) == ((0, 2), (1,), 1.0)
+    assert again == again.again()
+
+
+def test_what_only_the_first_execution_makes_cannot_be_renewed():
+    assert norm_then_backward().renewable == {1, 3}
+
+
+def test_repeat_that_reads_other_buffers_takes_nothing_over():
+    plain = op(takes_over=(0,))
+    assert op(takes_over=(0,), repeat_seconds=0.5).again().takes_over == plain.takes_over
+    assert op(takes_over=(0,), repeat_reads=(0,)).again().takes_over == ()
+
+
+def test_fingerprint_tells_repeats_apart_but_not_their_costs():
+    found = norm_then_backward()
+    norm, backward = found.ops
+    dearer = structs.replace(norm, repeat_seconds=2.0)
+    whole = structs.replace(norm, repeat_reads=None, repeat_writes=None)
+    assert structs.replace(found, ops=(dearer, backward)).fingerprint == found.fingerprint
+    assert structs.replace(found, ops=(whole, backward)).fingerprint != found.fingerprint
 
 
 def test_survives_json(make_residual):

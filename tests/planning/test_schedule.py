@@ -91,16 +91,16 @@ def forward_replay(program: Program, schedule: tuple[int, ...]) -> list[int]:
     """Memory by the definition: find every copy's life, then add up, step by step."""
     latest: dict[int, list] = {}
     copies: list[list] = []  # buffer, birth, last reader, stays
-    for step, index in enumerate(schedule):
-        for buffer in set(program.ops[index].reads) - program.inputs:
+    executions = list(program.executions(schedule))
+    for step, op in enumerate(executions):
+        for buffer in set(op.reads) - program.inputs:
             latest[buffer][2] = step
-        for buffer in program.ops[index].writes:
+        for buffer in op.writes:
             stays = buffer in program.outputs and buffer not in latest
             latest[buffer] = [buffer, step, step, stays]
             copies.append(latest[buffer])
     totals = []
-    for step, index in enumerate(schedule):
-        op = program.ops[index]
+    for step, op in enumerate(executions):
         alive = [copy for copy in copies if copy[1] <= step and (copy[2] >= step or copy[3])]
         dying = {copy[0] for copy in alive if copy[2] == step and copy[1] < step and not copy[3]}
         saved = program.buffers[op.writes[0]] if dying & set(op.takes_over) else 0

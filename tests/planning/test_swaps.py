@@ -122,15 +122,16 @@ def test_impossible_swaps_are_refused(swaps, message):
         insert_swaps(many_readers(), swaps)
 
 
-def values_seen(swapped: Swapped) -> list[tuple]:
-    """What each op of the original program reads, by value: how it was made and from what."""
-    values: dict[int, object] = {buffer: buffer for buffer in swapped.program.inputs}
+def values_seen(swapped: Swapped, original: Program) -> list[tuple]:
+    """What each op of the original program reads: whose value lies there, after all copies."""
+    values = {buffer: buffer for buffer in swapped.program.inputs}
+    executions = original.executions(origin for origin in swapped.op_of if origin >= 0)
     seen = []
     for op, origin in zip(swapped.program.ops, swapped.op_of, strict=True):
         read = tuple(values[buffer] for buffer in op.reads)
         seen += [(origin, read)] if origin >= 0 else []
-        for place, buffer in enumerate(op.writes):
-            values[buffer] = hash((origin, place, read)) if origin >= 0 else read[0]
+        made = next(executions).writes if origin >= 0 else read[:1]
+        values.update(zip(op.writes, made, strict=True))
     return seen
 
 
@@ -177,10 +178,8 @@ def test_every_op_sees_the_same_values(programs, data):
         if data.draw(st.booleans())
     )
     arranged = Arrangement(schedule, swaps).apply(program)
-    plain = dict(values_seen(Arrangement(plain_schedule(program)).apply(program)))
-    seen = values_seen(arranged)
-    assert [op for op, _ in seen] == list(schedule)
-    assert all(plain[op] == read for op, read in seen)
+    wanted = [op.reads for op in program.executions(schedule)]
+    assert values_seen(arranged, program) == list(zip(schedule, wanted, strict=True))
     # Tokens are no copies, and a copy is as large as what it is a copy of.
     for size, old in zip(arranged.program.buffers, arranged.buffer_of, strict=True):
         assert size == (program.buffers[old] if old >= 0 else 0)

@@ -3,10 +3,12 @@
 A buffer is a piece of memory (a storage); views are dissolved, so to read a view is to read its
 buffer. Each buffer is made by one op, or is there from the start (`inputs`). The plain order runs
 the forward ops and then the backward ops, each once; every schedule keeps that order and may only
-insert repeats.
+insert repeats. A repeat mostly does again what the op did first; where it can do with less, the op
+says what its repeats read, make and cost.
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import msgspec
@@ -21,13 +23,19 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         name: for messages; ops of equal blocks should differ in digits only, so that the planner
             sees that they play the same role.
         reads: buffers it needs.
-        writes: buffers it makes, all of them at each repeat.
+        writes: buffers it makes.
         seconds: what one execution costs.
         workspace_bytes: scratch memory while it runs.
         can_repeat: whether a repeat gives the same bits.
         takes_over: buffers among `reads` whose memory the only output may take over, if the copy
             that is read dies here.
         place: the module it runs for, `layer1.0.conv2`; empty where that is not known.
+        repeat_reads: buffers that every execution after the first needs, which may be some that
+            the first one made and no other makes again; None: as the first.
+        repeat_writes: those of `writes` that every execution after the first makes again; None:
+            all of them. The others cannot be made again.
+        repeat_seconds: what every execution after the first costs; None: as much as the first.
+        repeat_workspace_bytes: the scratch memory of these; None: as much as the first.
     """
 
     name: str
@@ -38,6 +46,57 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     can_repeat: bool = True
     takes_over: tuple[int, ...] = ()
     place: str = ""
+    repeat_reads: tuple[int, ...] | None = None
+    repeat_writes: tuple[int, ...] | None = None
+    repeat_seconds: float | None = None
+    repeat_workspace_bytes: int | None = None
+
+    def again(self) -> "Op":
+        """The op as every execution after the first runs it.
+
+        One that reads or makes other buffers than the first takes no memory over.
+        """
+        reads, writes = self.repeat_reads, self.repeat_writes
+        seconds, workspace_bytes = self.repeat_seconds, self.repeat_workspace_bytes
+        if (reads, writes, seconds, workspace_bytes) == (None, None, None, None):
+            return self
+        return msgspec.structs.replace(
+            self,
+            reads=self.reads if reads is None else reads,
+            writes=self.writes if writes is None else writes,
+            seconds=self.seconds if seconds is None else seconds,
+            workspace_bytes=self.workspace_bytes if workspace_bytes is None else workspace_bytes,
+            takes_over=self.takes_over if reads is None and writes is None else (),
+            repeat_reads=None,
+            repeat_writes=None,
+            repeat_seconds=None,
+            repeat_workspace_bytes=None,
+        )
+
+    def renamed(self, reads: Mapping[int, int], writes: Mapping[int, int]) -> "Op":
+        """The op with other numbers for some of the buffers it reads or makes.
+
+        Example:
+            >>> op = Op(name="f", reads=(0,), writes=(1, 2), seconds=1.0,
+            ...         repeat_reads=(0, 2), repeat_writes=(1,))
+            >>> new = op.renamed({0: 7}, {2: 9})
+            >>> new.reads, new.writes, new.repeat_reads, new.repeat_writes
+            ((7,), (1, 9), (7, 9), (1,))
+        """
+        own = {buffer: writes.get(buffer, buffer) for buffer in self.writes}
+        in_repeats = {**reads, **own}
+        return msgspec.structs.replace(
+            self,
+            reads=tuple(reads.get(buffer, buffer) for buffer in self.reads),
+            writes=tuple(own.values()),
+            takes_over=tuple(reads.get(buffer, buffer) for buffer in self.takes_over),
+            repeat_reads=None
+            if self.repeat_reads is None
+            else tuple(in_repeats.get(buffer, buffer) for buffer in self.repeat_reads),
+            repeat_writes=None
+            if self.repeat_writes is None
+            else tuple(own[buffer] for buffer in self.repeat_writes),
+        )
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -95,13 +154,45 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{op.name} takes over what it does not read, or in many outputs")
             if {self.buffers[b] for b in op.takes_over} != {self.buffers[op.writes[0]]}:
                 raise ValueError(f"{op.name} takes over a buffer of another size")
+        self._check_repeat(op, made)
+
+    def _check_repeat(self, op: Op, made: set[int]) -> None:
+        again = op.again()
+        if not set(again.writes) <= set(op.writes) or len(set(again.writes)) < len(again.writes):
+            raise ValueError(f"repeats of {op.name} make {again.writes}, not some of {op.writes}")
+        kept = set(op.writes).difference(again.writes)
+        lost = [buffer for buffer in again.reads if buffer not in made and buffer not in kept]
+        if lost:
+            raise ValueError(f"repeats of {op.name} read buffers {lost}, which may not be there")
+        if not (again.seconds >= 0 and again.workspace_bytes >= 0):
+            raise ValueError(f"repeats of {op.name} have a negative cost")
 
     @cached_property
     def fingerprint(self) -> str:
         """Tells programs apart by what a schedule depends on: ops and sizes, not their costs."""
-        shape = [(op.name, op.reads, op.writes, op.can_repeat, op.takes_over) for op in self.ops]
+        shape = [
+            (op.name, op.reads, op.writes, op.can_repeat, op.takes_over, again.reads, again.writes)
+            for op, again in zip(self.ops, self.repeats, strict=True)
+        ]
         ends = (self.first_backward, sorted(self.inputs), sorted(self.outputs))
         return hashlib.sha256(repr((self.buffers, shape, ends)).encode()).hexdigest()[:24]
+
+    @cached_property
+    def repeats(self) -> tuple[Op, ...]:
+        """Each op as its executions after the first run it."""
+        return tuple(op.again() for op in self.ops)
+
+    @cached_property
+    def renewable(self) -> frozenset[int]:
+        """The buffers that a repeat can make again."""
+        return frozenset(b for op in self.repeats if op.can_repeat for b in op.writes)
+
+    def executions(self, schedule: Iterable[int]) -> Iterator[Op]:
+        """What each step of a schedule runs: an op at first, and then its repeat."""
+        done: set[int] = set()
+        for index in schedule:
+            yield self.repeats[index] if index in done else self.ops[index]
+            done.add(index)
 
     @cached_property
     def producers(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class AffineProgram:
     def __post_init__(self) -> None:
         assert self.small_batch != self.large_batch, "two different batch sizes"
         shapes = [
-            ([(op.name, op.reads, op.writes, op.can_repeat) for op in one.ops], one.first_backward)
+            (one.first_backward, list(map(_shape, one.ops)), list(map(_shape, one.repeats)))
             for one in (self.small, self.large)
         ]
         if shapes[0] != shapes[1]:
@@ -58,14 +58,21 @@ class AffineProgram:
         )
 
     def _op(self, batch: int, small: Op, large: Op) -> Op:
-        share = self._share(batch)
-        seconds = small.seconds + share * (large.seconds - small.seconds)
+        seconds, workspace_bytes = self._costs(batch, small, large)
+        repeat_seconds, repeat_workspace_bytes = self._costs(batch, small.again(), large.again())
         return structs.replace(
             large,
-            seconds=max(0.0, seconds),
-            workspace_bytes=self._integer(batch)(small.workspace_bytes, large.workspace_bytes),
+            seconds=seconds,
+            workspace_bytes=workspace_bytes,
             takes_over=tuple(sorted({*small.takes_over} & {*large.takes_over})),
+            repeat_seconds=repeat_seconds,
+            repeat_workspace_bytes=repeat_workspace_bytes,
         )
+
+    def _costs(self, batch: int, small: Op, large: Op) -> tuple[float, int]:
+        seconds = small.seconds + self._share(batch) * (large.seconds - small.seconds)
+        workspace_bytes = self._integer(batch)(small.workspace_bytes, large.workspace_bytes)
+        return max(0.0, seconds), workspace_bytes
 
     def _share(self, batch: int) -> float:
         return (batch - self.small_batch) / (self.large_batch - self.small_batch)
@@ -77,3 +84,7 @@ class AffineProgram:
             return max(0, small + (large - small) * (batch - self.small_batch) // distance)
 
         return between
+
+
+def _shape(op: Op) -> tuple[object, ...]:
+    return op.name, op.reads, op.writes, op.can_repeat

@@ -4,7 +4,7 @@ Both look at single moments, at each op in its plain place:
 
 1. Peak: the op's own buffers, its workspace, the outputs made so far and the buffers that are
    stuck are in memory, whatever was released before. A buffer is stuck if a later op reads it and
-   nothing can make it again in time: its op cannot repeat, or that reader is a forward op.
+   nothing can make it again in time: no repeat makes it, or that reader is a forward op.
 2. Seconds: any other buffer that was made before, that a later op reads and that is not in memory
    now will have to be made again by a repeat of its producer. The limit says how many bytes must
    be away; the cheapest repeats that free them, taken as if parts of a buffer could be freed (a
@@ -60,7 +60,7 @@ def least_seconds(program: Program, limit_bytes: int) -> float:
     """
     sizes = numpy.array(program.buffers, numpy.int64)
     producers = numpy.array(program.producers, numpy.int64)
-    seconds = numpy.array([op.seconds for op in program.ops])
+    seconds = numpy.array([op.seconds for op in program.repeats])
     dearest = 0.0
     for moment in _moments(program):
         if moment.least_bytes > limit_bytes:
@@ -97,14 +97,13 @@ def _moments(program: Program) -> Iterator[_Moment]:
         [max((user for user in users if user < forward), default=-1) for users in program.readers],
         numpy.int64,
     )
-    is_input, is_output = (
+    is_input, is_output, is_renewable = (
         numpy.isin(numpy.arange(len(sizes)), [*buffers])
-        for buffers in (program.inputs, program.outputs)
+        for buffers in (program.inputs, program.outputs, program.renewable)
     )
-    can_repeat = numpy.array([op.can_repeat for op in program.ops])[made]
     for index, op in enumerate(program.ops):
         waits = (made < index) & (last_use > index) & ~is_input & ~is_output
-        is_stuck = waits & (~can_repeat | (last_forward_use > index))
+        is_stuck = waits & (~is_renewable | (last_forward_use > index))
         is_there = is_stuck | (is_output & (made < index))
         is_there[[*op.reads, *op.writes]] = True
         is_there &= ~is_input

@@ -2,7 +2,7 @@
 
 A gap is the stretch between two neighbouring uses of a buffer in plain order (making it is its
 first use) that ends in backward; the stretch after the last use is a gap as well, for repeats may
-still want the buffer there. Inputs, outputs and what cannot be repeated have no gaps: they stay.
+still want the buffer there. Inputs, outputs and what no repeat can make have no gaps: they stay.
 
     keep      the buffer stays in memory through the gap
     hold      released when the gap begins; once a repeat has made it again, it stays
@@ -132,8 +132,7 @@ def find_gaps(program: Program) -> tuple[Gap, ...]:
     """All gaps, buffer by buffer, each buffer's in order."""
     gaps: list[Gap] = []
     for buffer, producer in enumerate(program.producers):
-        is_fixed = buffer in program.inputs or buffer in program.outputs
-        if is_fixed or not program.ops[producer].can_repeat:
+        if buffer in program.outputs or buffer not in program.renewable:
             continue
         uses = (producer, *program.readers[buffer])
         for begin, end in zip(uses, (*uses[1:], -1), strict=True):
@@ -204,7 +203,7 @@ class PlainEvaluator:
         for index in range(program.first_backward, len(program.ops)):
             cone = self._cone(index, missing)
             steps += [*cone, index]
-            for buffer in (buffer for op in cone for buffer in program.ops[op].writes):
+            for buffer in (buffer for op in cone for buffer in program.repeats[op].writes):
                 if buffer in gap_of and self._stays(gap_of[buffer], index, choices):
                     missing.discard(buffer)
             for buffer in {*program.ops[index].reads} & gap_of.keys():
@@ -223,13 +222,13 @@ class PlainEvaluator:
 
     def _cone(self, index: int, missing: set[int]) -> list[int]:
         cone: set[int] = set()
-        stack = [index]
+        stack = [self.program.ops[index]]
         while stack:
-            for buffer in self.program.ops[stack.pop()].reads:
+            for buffer in missing.intersection(stack.pop().reads):
                 producer = self.program.producers[buffer]
-                if buffer in missing and producer not in cone:
+                if producer not in cone:
                     cone.add(producer)
-                    stack.append(producer)
+                    stack.append(self.program.repeats[producer])
         return sorted(cone)
 
     def trace(self, choices: Choices) -> Trace:
@@ -239,10 +238,10 @@ class PlainEvaluator:
         is_repeat, following = numpy.zeros(len(schedule), numpy.bool_), 0
         births: dict[int, int] = {}
         lives: list[tuple[int, int, int]] = []
-        for step, index in enumerate(schedule):
-            is_repeat[step] = index != following
-            following += index == following
-            births.update(dict.fromkeys(self.program.ops[index].writes, step))
+        for step, op in enumerate(self.program.executions(schedule)):
+            is_repeat[step] = schedule[step] != following
+            following += schedule[step] == following
+            births.update(dict.fromkeys(op.writes, step))
             ended = {*replay.releases[step], replay.taken_over[step]}
             lives += [
                 (b, births[b], step) for b in sorted(births.keys() & ended) if births[b] < step
@@ -269,7 +268,7 @@ class PlainEvaluator:
                 excess += max(0, highest - limit_bytes)
                 highest = 0
             else:
-                seconds += self.program.ops[index].seconds
+                seconds += self.program.repeats[index].seconds
         return Outcome(seconds, float(excess), max(totals), len(totals))
 
     def evaluate(self, choices: Choices, *, limit_bytes: int) -> Outcome:

@@ -19,7 +19,7 @@ def decisions_of(program: Program, order: StepOrder) -> tuple[Decision, ...]:
 
 def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
     for index, count in Counter(order.schedule).items():
-        op = program.ops[index]
+        op = program.repeats[index]
         if count > 1:
             yield Decision(
                 value=op.name,

@@ -23,15 +23,14 @@ def choices_of_schedule(program: Program, gaps: Sequence[Gap], schedule: Sequenc
     is_read: list[bool] = [False] * len(gaps)  # by a repeat, before anything made it again
     following = program.first_backward
     for index in schedule[program.first_backward :]:
-        reads = {*program.ops[index].reads} & gap_of.keys()
         if index == following:
             following += 1
-            for buffer in reads:
+            for buffer in gap_of.keys() & program.ops[index].reads:
                 gap_of[buffer] += 1
             continue
-        for buffer in reads:
+        for buffer in gap_of.keys() & program.repeats[index].reads:
             is_read[gap_of[buffer]] |= not made_before[gap_of[buffer]]
-        for buffer in gap_of.keys() & program.ops[index].writes:
+        for buffer in gap_of.keys() & program.repeats[index].writes:
             made_before[gap_of[buffer]].append(following)
     for index, gap in enumerate(gaps):
         choices[index] = _choice(gap, sorted({*made_before[index]}), is_read=is_read[index])

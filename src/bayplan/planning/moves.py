@@ -72,11 +72,11 @@ class Neighbourhood:
         keys = [gaps[i].buffer * int(self._stride) + gaps[i].begin for i in sorted(useful)]
         self._keys = numpy.array([-self._stride, *keys], numpy.int64)
         largest = [
-            max(op.writes, key=program.buffers.__getitem__, default=-2) for op in program.ops
+            max(op.writes, key=program.buffers.__getitem__, default=-2) for op in program.repeats
         ]
         self._main_write = numpy.array(largest, numpy.int64)
         # Never zero, so that every repeat can be drawn.
-        self._op_seconds = numpy.array([op.seconds + 1e-12 for op in program.ops])
+        self._op_seconds = numpy.array([op.seconds + 1e-12 for op in program.repeats])
         self.pressing: list[int] = []
         self.dear: list[int] = []
         self.dear_until: list[float] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from bayplan.data.program import Program
+from bayplan.data.program import Op, Program
 from bayplan.native import CompileFailed, compile_library
 from bayplan.planning.choices import (
     FAR,
@@ -63,11 +63,19 @@ class _Trace(ctypes.Structure):
 _COUNTS = ("num_ops", "num_buffers", "first_backward", "num_gaps")
 _PER_BUFFER = ("bytes", "kind", "producer", "first_choice")
 _PER_GAP = ("gap_end", "window")
-_LISTS = ("reads_start", "reads", "writes_start", "writes", "takes_start", "takes")
+_LISTS = ("reads", "writes", "takes")
 _PER_OP = ("workspace", "seconds")
 _SCRATCH = ("is_there", "is_live", "copies", "gap", "stamp", "cone", "stack")
 _SCHEDULE = ("schedule", "is_repeat")
-_ARRAYS = (*_PER_BUFFER, *_PER_GAP, *_LISTS, *_PER_OP, *_SCRATCH, *_SCHEDULE)
+
+
+class _Form(ctypes.Structure):
+    """`Form` of replay.c, field by field."""
+
+    _fields_ = [
+        *((f"{name}{part}", ctypes.c_void_p) for name in _LISTS for part in ("_start", "")),
+        *((name, ctypes.c_void_p) for name in _PER_OP),
+    ]
 
 
 class _Program(ctypes.Structure):
@@ -77,7 +85,10 @@ class _Program(ctypes.Structure):
         *((name, ctypes.c_int32) for name in _COUNTS),
         ("end_bytes", ctypes.c_int64),
         ("plain_seconds", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_void_p) for name in (*_PER_BUFFER, *_PER_GAP)),
+        ("plain", _Form),
+        ("again", _Form),
+        *((name, ctypes.c_void_p) for name in (*_SCRATCH, *_SCHEDULE)),
         ("capacity", ctypes.c_int32),
     ]
 
@@ -90,6 +101,7 @@ class NativeEvaluator:
         self.gaps = find_gaps(program)
         self._library = library
         self._arrays = _flatten(program, self.gaps)
+        self._forms = [_flatten_ops(ops, program.inputs) for ops in (program.ops, program.repeats)]
         self._native = _Program(
             num_ops=len(program.ops),
             num_buffers=len(program.buffers),
@@ -98,7 +110,9 @@ class NativeEvaluator:
             end_bytes=program.always_bytes + sum(program.buffers[b] for b in program.outputs),
             plain_seconds=program.plain_seconds,
             capacity=MOST_REPEATS * len(program.ops) + 1,
-            **{name: array.ctypes.data for name, array in self._arrays.items()},
+            plain=_Form(**_pointers(self._forms[0])),
+            again=_Form(**_pointers(self._forms[1])),
+            **_pointers(self._arrays),
         )
         self._old = numpy.zeros(1, numpy.uint8)
         self._most_writes = max(len(op.writes) for op in program.ops)
@@ -208,17 +222,7 @@ def _flatten(program: Program, gaps: Sequence[Gap]) -> dict[str, NDArray]:
         first_choice[gaps[index].buffer] = index
     kind = numpy.zeros(num_buffers, numpy.uint8)
     kind[sorted(program.outputs)] = 1
-    reads = [sorted({*op.reads} - program.inputs) for op in program.ops]
-    takes = [[b for b in op.takes_over if b not in program.inputs] for op in program.ops]
     capacity = MOST_REPEATS * num_ops + 1
-
-    def starts(rows: Sequence[Sequence[int]]) -> NDArray[numpy.int32]:
-        return numpy.cumsum([0, *map(len, rows)], dtype=numpy.int32)
-
-    def flat(rows: Sequence[Sequence[int]]) -> NDArray[numpy.int32]:
-        return numpy.array([item for row in rows for item in row], numpy.int32)
-
-    writes = [op.writes for op in program.ops]
     return {
         "bytes": numpy.array(program.buffers, numpy.int64),
         "kind": kind,
@@ -226,11 +230,6 @@ def _flatten(program: Program, gaps: Sequence[Gap]) -> dict[str, NDArray]:
         "first_choice": first_choice,
         "gap_end": numpy.array([gap.end if gap.end >= 0 else FAR for gap in gaps], numpy.int32),
         "window": numpy.array(WINDOWS, numpy.int32),
-        **{"reads_start": starts(reads), "reads": flat(reads)},
-        **{"writes_start": starts(writes), "writes": flat(writes)},
-        **{"takes_start": starts(takes), "takes": flat(takes)},
-        "workspace": numpy.array([op.workspace_bytes for op in program.ops], numpy.int64),
-        "seconds": numpy.array([op.seconds for op in program.ops], numpy.float64),
         "is_there": numpy.zeros(num_buffers, numpy.uint8),
         "is_live": numpy.zeros(num_buffers, numpy.uint8),
         "copies": numpy.zeros(num_buffers, numpy.int32),
@@ -241,6 +240,25 @@ def _flatten(program: Program, gaps: Sequence[Gap]) -> dict[str, NDArray]:
         "schedule": numpy.zeros(capacity, numpy.int32),
         "is_repeat": numpy.zeros(capacity, numpy.uint8),
     }
+
+
+def _flatten_ops(ops: Sequence[Op], inputs: frozenset[int]) -> dict[str, NDArray]:
+    rows: dict[str, list[Sequence[int]]] = {
+        "reads": [sorted({*op.reads} - inputs) for op in ops],
+        "writes": [op.writes for op in ops],
+        "takes": [[b for b in op.takes_over if b not in inputs] for op in ops],
+    }
+    arrays: dict[str, NDArray] = {}
+    for name, lists in rows.items():
+        arrays[f"{name}_start"] = numpy.cumsum([0, *map(len, lists)], dtype=numpy.int32)
+        arrays[name] = numpy.array([item for row in lists for item in row], numpy.int32)
+    arrays["workspace"] = numpy.array([op.workspace_bytes for op in ops], numpy.int64)
+    arrays["seconds"] = numpy.array([op.seconds for op in ops], numpy.float64)
+    return arrays
+
+
+def _pointers(arrays: dict[str, NDArray]) -> dict[str, int]:
+    return {name: array.ctypes.data for name, array in arrays.items()}
 
 
 def open_evaluator(program: Program, *, cache_dir: Path | None = None) -> Evaluator:

@@ -10,6 +10,15 @@
 enum { KEEP = 0 };
 enum { FREE = 0, OUTPUT = 1 };
 
+/* What all ops read, make and cost, per op: row i of a list begins at start[i]. */
+typedef struct {
+    const int32_t *reads_start, *reads;
+    const int32_t *writes_start, *writes;
+    const int32_t *takes_start, *takes;
+    const int64_t *workspace;
+    const double *seconds;
+} Form;
+
 typedef struct {
     int32_t num_ops, num_buffers, first_backward, num_choices;
     int64_t end_bytes;              /* live after the last op: inputs, resident, outputs */
@@ -21,11 +30,7 @@ typedef struct {
     const int32_t *gap_end;         /* per gap: the next use, far beyond all ops if there is none */
     const int32_t *window;          /* per choice: how many ops ahead the next use may be for a
                                        buffer made again to stay */
-    const int32_t *reads_start, *reads;
-    const int32_t *writes_start, *writes;
-    const int32_t *takes_start, *takes;
-    const int64_t *workspace;       /* per op */
-    const double *seconds;          /* per op */
+    Form plain, again;              /* of an op's first execution, and of its repeats */
     /* scratch */
     uint8_t *is_there;              /* per buffer: the generator may read it */
     uint8_t *is_live;               /* per buffer, all zero between calls */
@@ -74,10 +79,11 @@ static void sort_cone(const Program *p, int32_t op, int32_t count) {
 
 /* What must be repeated before `op`: the missing buffers' producers, and theirs. */
 static int32_t collect_cone(const Program *p, int32_t op) {
+    const Form *form = &p->plain;
     int32_t count = 0, depth = 0, reader = op;
-    for (;;) {
-        for (int32_t r = p->reads_start[reader]; r < p->reads_start[reader + 1]; r++) {
-            int32_t buffer = p->reads[r];
+    for (;; form = &p->again) {
+        for (int32_t r = form->reads_start[reader]; r < form->reads_start[reader + 1]; r++) {
+            int32_t buffer = form->reads[r];
             if (p->is_there[buffer]) continue;
             int32_t maker = p->producer[buffer];
             if (p->stamp[maker] == op) continue;
@@ -95,6 +101,7 @@ static int32_t collect_cone(const Program *p, int32_t op) {
 /* Fills the schedule; returns its length, or -1 once it costs more than `most_seconds`. */
 static int32_t generate(const Program *p, const uint8_t *choices, double most_seconds,
                         double *seconds) {
+    const Form *plain = &p->plain, *again = &p->again;
     int32_t length = p->first_backward, result = -1;
     double total = p->plain_seconds;
     for (int32_t b = 0; b < p->num_buffers; b++) {
@@ -109,9 +116,9 @@ static int32_t generate(const Program *p, const uint8_t *choices, double most_se
             int32_t j = p->cone[i];
             p->schedule[length] = j;
             p->is_repeat[length++] = 1;
-            total += p->seconds[j];
-            for (int32_t w = p->writes_start[j]; w < p->writes_start[j + 1]; w++) {
-                int32_t buffer = p->writes[w];
+            total += again->seconds[j];
+            for (int32_t w = again->writes_start[j]; w < again->writes_start[j + 1]; w++) {
+                int32_t buffer = again->writes[w];
                 int32_t gap = p->gap[buffer];
                 if (gap >= 0 && p->gap_end[gap] - op <= p->window[choices[gap]])
                     p->is_there[buffer] = 1;
@@ -120,8 +127,8 @@ static int32_t generate(const Program *p, const uint8_t *choices, double most_se
         if (total > most_seconds) goto done;
         p->schedule[length] = op;
         p->is_repeat[length++] = 0;
-        for (int32_t r = p->reads_start[op]; r < p->reads_start[op + 1]; r++) {
-            int32_t buffer = p->reads[r];
+        for (int32_t r = plain->reads_start[op]; r < plain->reads_start[op + 1]; r++) {
+            int32_t buffer = plain->reads[r];
             if (p->first_choice[buffer] >= 0)
                 p->is_there[buffer] = choices[++p->gap[buffer]] == KEEP;
         }
@@ -136,20 +143,22 @@ done:
 /* Walks the schedule from its end; see replay_schedule. */
 static void simulate(const Program *p, int32_t length, int64_t limit, Trace *trace,
                      Outcome *outcome) {
+    const Form *again = &p->again;
     int64_t live = p->end_bytes, peak = 0, highest = 0;
     double excess = 0;
     for (int32_t s = p->first_backward; s < length; s++)
         if (p->is_repeat[s]) {
             int32_t j = p->schedule[s];
-            for (int32_t w = p->writes_start[j]; w < p->writes_start[j + 1]; w++)
-                if (p->kind[p->writes[w]] == OUTPUT) p->copies[p->writes[w]]++;
+            for (int32_t w = again->writes_start[j]; w < again->writes_start[j + 1]; w++)
+                if (p->kind[again->writes[w]] == OUTPUT) p->copies[again->writes[w]]++;
         }
     for (int32_t s = length - 1; s >= 0; s--) {
         int32_t op = s < p->first_backward ? s : p->schedule[s];
         int is_repeat = s >= p->first_backward && p->is_repeat[s];
+        const Form *form = is_repeat ? again : &p->plain;
         int64_t gone = 0, saved = 0;
-        for (int32_t w = p->writes_start[op]; w < p->writes_start[op + 1]; w++) {
-            int32_t buffer = p->writes[w];
+        for (int32_t w = form->writes_start[op]; w < form->writes_start[op + 1]; w++) {
+            int32_t buffer = form->writes[w];
             int64_t size = p->bytes[buffer];
             gone += size;
             if (p->kind[buffer] == OUTPUT) {
@@ -164,21 +173,21 @@ static void simulate(const Program *p, int32_t length, int64_t limit, Trace *tra
             }
             p->is_live[buffer] = 0;
         }
-        for (int32_t k = p->takes_start[op]; k < p->takes_start[op + 1]; k++) {
-            int32_t buffer = p->takes[k];
+        for (int32_t k = form->takes_start[op]; k < form->takes_start[op + 1]; k++) {
+            int32_t buffer = form->takes[k];
             if (!p->is_live[buffer] && (p->kind[buffer] == FREE || p->copies[buffer])) {
                 saved = p->bytes[buffer];
                 break;
             }
         }
-        for (int32_t r = p->reads_start[op]; r < p->reads_start[op + 1]; r++) {
-            int32_t buffer = p->reads[r];
+        for (int32_t r = form->reads_start[op]; r < form->reads_start[op + 1]; r++) {
+            int32_t buffer = form->reads[r];
             if (p->is_live[buffer] || (p->kind[buffer] == OUTPUT && !p->copies[buffer])) continue;
             p->is_live[buffer] = 1;
             live += p->bytes[buffer];
             if (trace) trace->last_read[buffer] = s;
         }
-        int64_t during = live + p->workspace[op] - saved;
+        int64_t during = live + form->workspace[op] - saved;
         if (trace) trace->curve[s] = during;
         if (during > peak) peak = during;
         if (!is_repeat) { /* a new group begins, seen from the end */
@@ -208,7 +217,7 @@ void replay_evaluate(const Program *p, const uint8_t *choices, int64_t limit, Tr
 void replay_simulate(const Program *p, int32_t length, int64_t limit, Outcome *outcome) {
     double seconds = p->plain_seconds;
     for (int32_t s = p->first_backward; s < length; s++)
-        if (p->is_repeat[s]) seconds += p->seconds[p->schedule[s]];
+        if (p->is_repeat[s]) seconds += p->again.seconds[p->schedule[s]];
     outcome->seconds = seconds;
     simulate(p, length, limit, 0, outcome);
 }

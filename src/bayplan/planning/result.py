@@ -56,7 +56,7 @@ def _without_idle_repeats(
     evaluator: Evaluator, schedule: tuple[int, ...], limit_bytes: int
 ) -> tuple[int, ...]:
     """Leave out repeats without which it still fits (older copies then live on), dearest first."""
-    ops, steps = evaluator.program.ops, numpy.array(schedule, numpy.int32)
+    ops, steps = evaluator.program.repeats, numpy.array(schedule, numpy.int32)
     highest = numpy.maximum.accumulate(steps)
     repeats = 1 + numpy.flatnonzero(steps[1:] <= highest[:-1])
     stays = numpy.ones(len(steps), numpy.bool_)

@@ -7,7 +7,8 @@ is released right after its last reader:
     copy of    ######                            made by f0, last read by f1: released there
     buffer 0                       ########      made again by f0', read by b1
 
-so leaving a repeat out never breaks a schedule; it only stretches the life of an older copy.
+so leaving a repeat out never breaks a schedule; it only stretches the life of an older copy. Every
+execution of an op after its first runs as `Op.again` says.
 """
 
 from collections.abc import Sequence
@@ -87,11 +88,11 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
         >>> replay_schedule(program, (0, 1)).total_bytes
         (12, 16)
     """
-    buffers, ops = program.buffers, program.ops
+    buffers, executions = program.buffers, list(program.executions(schedule))
     is_first = _first_executions(schedule)
     num_copies = [0] * len(buffers)
-    for index in schedule:
-        for buffer in ops[index].writes:
+    for op in executions:
+        for buffer in op.writes:
             num_copies[buffer] += 1
     is_live = [False] * len(buffers)
     live = program.always_bytes + sum(buffers[buffer] for buffer in program.outputs)
@@ -100,7 +101,7 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
     taken: list[int | None] = []
 
     for step in range(len(schedule) - 1, -1, -1):
-        op = ops[schedule[step]]
+        op = executions[step]
         released: list[int] = []
         for buffer in op.writes:
             num_copies[buffer] -= 1
@@ -126,7 +127,7 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
         total_bytes=tuple(reversed(totals)),
         releases=tuple(reversed(releases)),
         taken_over=tuple(reversed(taken)),
-        seconds=sum(ops[index].seconds for index in schedule),
+        seconds=sum(op.seconds for op in executions),
     )
 
 
@@ -135,9 +136,9 @@ def alive_at(program: Program, schedule: Sequence[int], step: int) -> tuple[int,
     replay = replay_schedule(program, schedule)
     alive: set[int] = set()
     made: set[int] = set()
-    for earlier in range(step + 1):
-        alive.update(program.ops[schedule[earlier]].writes)
-        made.update(program.ops[schedule[earlier]].writes)
+    for earlier, op in enumerate(program.executions(schedule[: step + 1])):
+        alive.update(op.writes)
+        made.update(op.writes)
         if earlier < step:
             alive.difference_update(replay.releases[earlier])
             alive.difference_update({replay.taken_over[earlier]} - {None})

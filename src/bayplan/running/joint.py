@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -17,9 +18,10 @@ from bayplan import torch_private
 from bayplan.data.program import Op, Program
 from bayplan.data.units import round_up
 from bayplan.operators import in_place_positions
+from bayplan.running.normalising import PartialRepeat, partial_repeat
 from bayplan.running.repeats import CHANGED, ONCE_ONLY, repeat_form
 
-__all__ = ["JointStep", "analyse_joint", "positions_to_overwrite"]
+__all__ = ["JointStep", "analyse_joint", "name_of_repeat", "positions_to_overwrite"]
 
 Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
 
@@ -103,6 +105,16 @@ def analyse_joint(
     )
 
 
+def name_of_repeat(name: str) -> str:
+    """What a repeat that differs from its op is priced as.
+
+    Example:
+        >>> name_of_repeat("batch_norm_3")
+        'batch_norm_3_repeat'
+    """
+    return f"{name}_repeat"
+
+
 def _place_of(node: fx.Node) -> str:
     """The path of the innermost module that a node, or its forward, runs in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -148,7 +160,7 @@ class _Survey:
     def op_of(self, node: fx.Node, cost_of: Cost) -> Op:
         """A node as the planner sees it."""
         seconds, workspace_bytes = cost_of(node)
-        return Op(
+        op = Op(
             name=node.name,
             reads=self.reads_of(node),
             writes=self.makes[node],
@@ -157,6 +169,20 @@ class _Survey:
             can_repeat=node.target not in ONCE_ONLY and not self._repeat_reads_changed(node),
             takes_over=self.may_take_over(node),
             place=_place_of(node),
+        )
+        repeat = partial_repeat(node)
+        return op if repeat is None else self._with_repeat(op, repeat, cost_of)
+
+    def _with_repeat(self, op: Op, repeat: PartialRepeat, cost_of: Cost) -> Op:
+        """The op with what its repeats read, make and cost."""
+        seconds, workspace_bytes = cost_of(repeat.alone(name_of_repeat(op.name)))
+        found = (buffer for source in repeat.sources for buffer in self.buffers_of[source])
+        return msgspec.structs.replace(
+            op,
+            repeat_reads=tuple(dict.fromkeys(found)),
+            repeat_writes=self.buffers_of[repeat.output],
+            repeat_seconds=seconds,
+            repeat_workspace_bytes=workspace_bytes,
         )
 
     def loss_op(self, forward_outputs: tuple[Any, ...], loss_bytes: int) -> Op:

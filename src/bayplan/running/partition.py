@@ -17,6 +17,7 @@ from torch import fx
 
 from bayplan import torch_private
 from bayplan.running.joint import JointStep, positions_to_overwrite
+from bayplan.running.normalising import partial_repeat
 from bayplan.running.repeats import repeat_form
 from bayplan.running.swapping import (
     SwapKind,
@@ -181,14 +182,19 @@ class _Builder:
         node = self._joint.op_nodes[index]
         if node is None:  # the loss, which the caller computes between the two graphs
             return
-        copy = self._copy(node) if self._is_plain(index) else self._repeat(node)
+        program = self._joint.program
+        if self._is_plain(index):
+            made, copy, writes = node, self._copy(node), program.ops[index].writes
+        else:
+            made, copy = self._repeat(node, is_partial=program.ops[index].repeat_writes is not None)
+            writes = program.repeats[index].writes
         if taken_over is not None:
             copy.meta[OVERWRITES] = self._overwritten_position(node, taken_over)
-        writes = self._joint.program.ops[index].writes
         for buffer in writes:
             for alias in self._aliases[buffer]:
-                self._latest.pop(alias, None)
-        self._latest[node] = copy
+                if alias is not node:  # set below, unless it still holds its other outputs
+                    self._latest.pop(alias, None)
+        self._latest[made] = copy
         # An output is the first copy of its buffer: later ones are for their readers only.
         for output in self._outputs:
             if not isinstance(output, fx.Node) or output in self._given:
@@ -249,13 +255,19 @@ class _Builder:
             self._reach(source)
         return self.graph.node_copy(node, self._latest.__getitem__)
 
-    def _repeat(self, node: fx.Node) -> fx.Node:
+    def _repeat(self, node: fx.Node, *, is_partial: bool) -> tuple[fx.Node, fx.Node]:
+        """Repeat an operator; returned are the node that this makes again, and its copy."""
+        made, options = node, node.kwargs
         target, arguments = repeat_form(node.target, node.args)
-        fx.node.map_arg((arguments, node.kwargs), self._reach)
-        arguments, options = fx.node.map_arg((arguments, node.kwargs), self._latest.__getitem__)
+        if is_partial:
+            repeat = partial_repeat(node)
+            assert repeat is not None, "the program says that there is one"
+            made, target, arguments = repeat.output, repeat.function, repeat.arguments
+        fx.node.map_arg((arguments, options), self._reach)
+        arguments, options = fx.node.map_arg((arguments, options), self._latest.__getitem__)
         copy = self.graph.call_function(target, arguments, options)
-        copy.meta = dict(node.meta)
-        return copy
+        copy.meta = dict(made.meta)
+        return made, copy
 
     def _overwritten_position(self, node: fx.Node, buffer: int) -> int | None:
         """The argument to write the result into; never a tensor that others may hold."""

@@ -5,7 +5,8 @@
   that a step uses up the same numbers as plain training. A repeat sets the saved state, draws, and
   puts the generator back.
 - BatchNorm has updated its running statistics once and for all. They have no part in what it
-  computes in training, so it is repeated without them.
+  computes in training, so it is repeated without them, or, where that gives the same bits, from the
+  statistics of the batch that it has saved (`normalising.py`).
 - What else reads a buffer that forward changes would find its new value, and is never repeated.
 """
 

@@ -129,12 +129,12 @@ def check_old_weights(
         ValueError: step 2 (f) reads buffer 0, which update has changed at step 1
     """
     changed_at: dict[int, int] = {}
-    for step, index in enumerate(schedule):
-        for buffer in program.ops[index].reads:
+    for step, (index, op) in enumerate(zip(schedule, program.executions(schedule), strict=True)):
+        for buffer in op.reads:
             if buffer in changed_at:
                 changer = program.ops[schedule[changed_at[buffer]]].name
                 raise ValueError(
-                    f"step {step} ({program.ops[index].name}) reads buffer {buffer}, which"
+                    f"step {step} ({op.name}) reads buffer {buffer}, which"
                     f" {changer} has changed at step {changed_at[buffer]}"
                 )
         if index in changes:

@@ -110,7 +110,7 @@ def repeat_segments(program: Program, kept: Collection[int]) -> tuple[int, ...]:
     for index in range(program.first_backward, len(program.ops)):
         repeats = _with_sources(program, index, missing, members, segment_of)
         schedule += [*repeats, index]
-        missing.difference_update(b for repeat in repeats for b in program.ops[repeat].writes)
+        missing.difference_update(b for repeat in repeats for b in program.repeats[repeat].writes)
     return tuple(schedule)
 
 
@@ -118,22 +118,21 @@ def _dropped(program: Program, kept: Collection[int]) -> set[int]:
     return {
         buffer
         for op in program.ops[: program.first_backward]
-        if op.can_repeat
         for buffer in op.writes
-        if buffer not in kept and buffer not in program.outputs
+        if buffer in program.renewable and buffer not in kept and buffer not in program.outputs
     }
 
 
 def _needed_again(program: Program, dropped: set[int]) -> list[int]:
     """The forward ops that backward needs to repeat, sources included, in order."""
     needed: set[int] = set()
-    stack = list(range(program.first_backward, len(program.ops)))
+    stack = list(program.ops[program.first_backward :])
     while stack:
-        for buffer in dropped.intersection(program.ops[stack.pop()].reads):
+        for buffer in dropped.intersection(stack.pop().reads):
             producer = program.producers[buffer]
             if producer not in needed:
                 needed.add(producer)
-                stack.append(producer)
+                stack.append(program.repeats[producer])
     return sorted(needed)
 
 
@@ -164,10 +163,10 @@ def _with_sources(
 ) -> list[int]:
     """The ops of all segments of which an op needs something, taken out of `members`."""
     repeats: list[int] = []
-    stack = [index]
+    stack = [program.ops[index]]
     while stack:
-        for buffer in missing.intersection(program.ops[stack.pop()].reads):
+        for buffer in missing.intersection(stack.pop().reads):
             found = members.pop(segment_of[program.producers[buffer]], [])
             repeats += found
-            stack += found
+            stack += [program.repeats[repeat] for repeat in found]
     return sorted(repeats)

@@ -146,7 +146,7 @@ def _candidates(program: Program) -> list[int]:
 
     def worth(buffer: int) -> tuple[float, int]:
         producer = program.producers[buffer]
-        return program.ops[producer].seconds / program.buffers[buffer], -producer
+        return program.repeats[producer].seconds / program.buffers[buffer], -producer
 
     found = [
         buffer

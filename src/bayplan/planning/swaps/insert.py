@@ -206,7 +206,7 @@ class _Draft:
                 op_of.append(-1)
             if index < len(program.ops):
                 first_backward += index < program.first_backward
-                ops.append(_reading(program.ops[index], self.instead[index]))
+                ops.append(program.ops[index].renamed(self.instead[index], {}))
                 op_of.append(index)
         new = structs.replace(
             program, buffers=tuple(self.sizes), ops=tuple(ops), first_backward=first_backward
@@ -243,13 +243,3 @@ class _Draft:
         self.sizes.append(self.program.buffers[buffer])
         self.buffer_of.append(buffer)
         return len(self.sizes) - 1
-
-
-def _reading(op: Op, instead: dict[int, int]) -> Op:
-    if not instead:
-        return op
-    return structs.replace(
-        op,
-        reads=tuple(instead.get(buffer, buffer) for buffer in op.reads),
-        takes_over=tuple(instead.get(buffer, buffer) for buffer in op.takes_over),
-    )

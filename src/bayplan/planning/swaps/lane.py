@@ -73,7 +73,7 @@ def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneT
     copies, waits = _copies(swapped, tier)
     now = free = stall_seconds = 0.0
     done: dict[int, float] = {}
-    for index in schedule:
+    for index, op in zip(schedule, swapped.program.executions(schedule), strict=True):
         if index in copies:
             free = done[index] = max(now, free) + copies[index]
         elif index in waits:
@@ -81,8 +81,7 @@ def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneT
             stall_seconds += wait
             now += wait
         else:
-            seconds = swapped.program.ops[index].seconds
-            now += _beside_copies(seconds, max(0.0, free - now), tier.slowdown)
+            now += _beside_copies(op.seconds, max(0.0, free - now), tier.slowdown)
     return LaneTime(now, stall_seconds, sum(copies.values()))
 
 

@@ -114,8 +114,7 @@ def offer(
         ops += before[index]
         op_of += [-1] * len(before[index])
         first_backward = len(ops) if index == program.first_backward else first_backward
-        writes = tuple(made_instead.get(buffer, buffer) for buffer in op.writes)
-        ops.append(structs.replace(op, writes=writes))
+        ops.append(op.renamed({}, made_instead))
         op_of.append(index)
         for buffer, extra in after[index]:
             if buffer >= 0:

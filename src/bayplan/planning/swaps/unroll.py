@@ -39,20 +39,16 @@ def unroll(program: Program, schedule: Sequence[int]) -> Unrolled:
     """
     check_schedule(program, schedule)
     sizes, buffer_of = list(program.buffers), list(range(len(program.buffers)))
-    latest = list(buffer_of)
+    latest = dict(enumerate(buffer_of))
     done: set[int] = set()
     ops: list[Op] = []
-    for index in schedule:
-        op = program.ops[index]
-        reads = tuple(latest[buffer] for buffer in op.reads)
-        takes_over = tuple(latest[buffer] for buffer in op.takes_over)
+    for index, op in zip(schedule, program.executions(schedule), strict=True):
         if index in done:
             for buffer in op.writes:
                 latest[buffer] = len(sizes)
                 sizes.append(program.buffers[buffer])
                 buffer_of.append(buffer)
         done.add(index)
-        writes = tuple(latest[buffer] for buffer in op.writes)
-        ops.append(structs.replace(op, reads=reads, writes=writes, takes_over=takes_over))
+        ops.append(op.renamed(latest, latest))  # no op reads what it makes
     unrolled = structs.replace(program, buffers=tuple(sizes), ops=tuple(ops))
     return Unrolled(unrolled, tuple(schedule), tuple(buffer_of))

@@ -341,7 +341,7 @@ LARGE = {  # so that tens of MB are planned, and what Python itself allocates do
         load("llama-7b"), 8, config=LlamaConfig(**SIZES, hidden=384, dtype=torch.float32)
     ),
 }
-TOLERANCE = 0.005
+TOLERANCE = 0.01  # what `bayplan run` allows; a take-over that the run declines is over-predicted
 
 
 @pytest.mark.parametrize(

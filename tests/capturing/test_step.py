@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import bayplan
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 
 
@@ -358,3 +359,20 @@ def test_optimizers(same_as_real, make, num_states, as_instance):
 def test_without_optimizer_there_is_no_update(same_as_real):
     graph = same_as_real(nn.Linear(4, 2), torch.randn(3, 4), total)
     assert not ops(graph, Phase.UPDATE)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_optimizer_that_has_stepped_is_captured_as_a_fresh_one(make):
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters())
+    inputs = torch.randn(2, 4)
+
+    def captured() -> str:
+        graph = bayplan.capture(model, inputs, lambda output: output.sum(), optimizer=optimizer)
+        return graph.fingerprint
+
+    fresh = captured()
+    model(inputs).sum().backward()
+    optimizer.step()
+    assert captured() == fresh
+    assert optimizer.state[model.weight]["step"].item() == 1

@@ -362,7 +362,6 @@ def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_proj
     assert verdict_of(refused).planned is None
 
 
-@pytest.mark.xfail(reason="planning/search.py refuses without `smallest_bytes`")
 def test_limit_that_no_plan_reaches_is_told_the_smallest_that_has_one(bayplan, deep_project):
     options = ("fit", "train:deep", "--device", "h100", "--time-limit", 1, "--json")
     outcome = bayplan(*options, "--memory", "100KiB")

@@ -203,7 +203,7 @@ def test_running_statistics_are_updated_once():
         return [*steps[:first], *again, *steps[first:]], first
 
     graphs, _ = run_with(function, plan, weight(8, 3))
-    assert "_native_batch_norm_legit.no_stats" in names(graphs[0][2])
+    assert any("normalise" in name for name in names(graphs[0][2]))
     assert norm.num_batches_tracked == 1
 
 

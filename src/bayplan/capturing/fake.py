@@ -72,7 +72,9 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     copier = _Copier()
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        tensors += _state_tensors(optimizer)
+        state = _state_tensors(optimizer)
+        copier.add_counters(tensor for tensor in state if _is_counter(tensor))
+        tensors += state
         for group in optimizer.param_groups:
             tensors += group["params"]
     copier.add(tensors)
@@ -124,6 +126,12 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
         )
 
 
+def _is_counter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of an optimizer's state is a single number that its update reads."""
+    is_real = not isinstance(tensor, torch_private.FakeTensor) and tensor.device.type == "cpu"
+    return is_real and tensor.dim() == 0
+
+
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     leaves = torch_private.tree_leaves(list(optimizer.state.values()))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -143,6 +151,14 @@ class _Copier:
             if id(tensor) not in self.memo:
                 self.memo[id(tensor)] = self._twin(tensor)
                 self._keep.append(tensor)
+
+    def add_counters(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make twins that know their value: of a number made under the mode, it is known."""
+        for tensor in tensors:
+            with torch_private.outside_tracing():
+                value = tensor.item()
+            self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+            self._keep.append(tensor)
 
     def convert(self, batch: Any) -> Any:
         """Replace each tensor in a nest of tuples, lists and mappings."""

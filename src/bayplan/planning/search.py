@@ -80,7 +80,10 @@ def plan_schedule(
     if replay_schedule(program, found).peak_bytes <= limit_bytes:
         plans.append(found)
     if not plans:
-        raise DoesNotFit(refusal(program, found, limit_bytes))
+        raise DoesNotFit(
+            refusal(program, found, limit_bytes),
+            smallest_bytes=replay_schedule(program, found).peak_bytes,
+        )
     finished = [finish(space.evaluator, schedule, limit_bytes) for schedule in plans]
     return min(finished, key=lambda planned: planned.seconds)
 

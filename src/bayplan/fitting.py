@@ -11,7 +11,7 @@ from bayplan.api import granularity_of, profile_step, simulate
 from bayplan.capturing.explain import explained
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, ForeignPlan, UsageError
-from bayplan.data.graph import StepGraph
+from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.limit import Limit
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Clock, Origin, Profile
@@ -96,6 +96,8 @@ def fit(
 
 def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
     """A plan within the limit; or None, and the smallest limit found that has one."""
+    if _update_peak_bytes(planner) > limit_bytes:  # which no plan of forward and backward lowers
+        return None, None
     try:
         order = planner.order(Limit(size_bytes=limit_bytes))
     except DoesNotFit as refusal:
@@ -332,6 +334,14 @@ class _Changes:
         )
         no_workspace = [0] * len(graph.nodes)
         return replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes).peak_bytes
+
+
+def _update_peak_bytes(planner: Planner) -> int:
+    """The peak of the optimizer's update, with its temporaries."""
+    graph = planner.graph
+    live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=planner.granularity_bytes)
+    pairs = zip(graph.nodes, live.total_bytes, strict=True)
+    return max((total for node, total in pairs if node.phase is Phase.UPDATE), default=0)
 
 
 def _rounded_up(size_bytes: int) -> str:

@@ -96,17 +96,19 @@ def fit(
 
 def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
     """A plan within the limit; or None, and the smallest limit found that has one."""
-    if _update_peak_bytes(planner) > limit_bytes:  # which no plan of forward and backward lowers
-        return None, None
+    update_bytes = _update_peak_bytes(planner)  # which no plan of forward and backward lowers
     try:
         order = planner.order(Limit(size_bytes=limit_bytes))
     except DoesNotFit as refusal:
-        return None, refusal.smallest_bytes
+        found_bytes = refusal.smallest_bytes
+        return None, None if found_bytes is None else max(found_bytes, update_bytes)
     except CaptureError:  # captured, but not traceable as one graph: then there is no plan
         return None, None
+    if update_bytes > limit_bytes:
+        return None, update_bytes
     chosen = Counter(one.choice for one in planner.plan(order).decisions)
     summary = PlanSummary(
-        peak_bytes=order.peak_bytes,
+        peak_bytes=max(order.peak_bytes, update_bytes),
         time_ratio=order.time_ratio,
         num_recomputed=chosen[Choice.RECOMPUTE],
         num_packed=chosen[Choice.PACK],

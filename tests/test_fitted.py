@@ -341,11 +341,12 @@ LARGE = {  # so that tens of MB are planned, and what Python itself allocates do
         load("llama-7b"), 8, config=LlamaConfig(**SIZES, hidden=384, dtype=torch.float32)
     ),
 }
-TOLERANCE = 0.01  # what `bayplan run` allows; a take-over that the run declines is over-predicted
+TOLERANCE = 0.005
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("resnet18", 1.0), ("gpt", 0.8), ("llama", 1.0), ("llama", 0.6)]
+    ("name", "share"),
+    [("resnet18", 1.0), ("gpt", 0.8), ("gpt", 0.6), ("llama", 1.0), ("llama", 0.6)],
 )
 def test_peak_is_as_predicted_and_within_the_limit(around, planner_cache, name, share):
     model, batch, loss_fn = LARGE[name]()

@@ -185,5 +185,7 @@ def run_plan(
         with record(path, clock=clock) as recording:
             for number in range(num_steps):
                 losses.append(float(step()))
+                if step.optimizer is None:  # whose updates would tell steps apart
+                    recording.step()
                 on_step(number, losses[-1])
     return Run(predicted_record(plan), recording.result, tuple(losses))

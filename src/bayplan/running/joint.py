@@ -85,7 +85,6 @@ def analyse_joint(
         ops.insert(first_backward, survey.loss_op(forward_outputs, loss_bytes))
         nodes.insert(first_backward, None)
         first_backward += 1
-        kept |= survey.tangents
     program = Program(
         buffers=tuple(survey.sizes),
         ops=tuple(ops),

@@ -135,6 +135,15 @@ def test_what_never_fits_is_refused_with_what_would(traced, tmp_path):
         Within(Limit(size_bytes=1000), tmp_path, time_limit_seconds=0.5)(traced)
 
 
+def test_limit_that_a_refusal_names_has_a_plan_however_short_the_search(traced, tmp_path):
+    with pytest.raises(DoesNotFit) as refused:
+        Within(Limit(size_bytes=1000), tmp_path, time_limit_seconds=0.5)(traced)
+    named_bytes = refused.value.smallest_bytes
+    assert named_bytes is not None
+    decide = Within(Limit(size_bytes=named_bytes), tmp_path, time_limit_seconds=1e-6)
+    assert decide(traced).peak_bytes <= named_bytes
+
+
 def test_progress_rises_to_the_end(traced, tmp_path):
     heard: list[float] = []
     # Compiling the inner loop into a new cache counts as well.

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +17,14 @@ from bayplan.data.order import StepOrder, SwapOrder
 from bayplan.data.program import Program
 from bayplan.devices.machine import describe_machine
 from bayplan.planned import Decide, TracedStep, arrangement_of
+from bayplan.planning.native_evaluator import compile_inner_loop
 from bayplan.planning.result import gap
 from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.search import plan_schedule
 from bayplan.planning.strategies import Strategy
 from bayplan.planning.swaps import Arrangement, Tier, choose_swaps, lane_seconds
 
-__all__ = ["Within", "as_planned", "by_strategy", "order_of"]
+__all__ = ["Within", "as_planned", "by_strategy", "order_of", "pack_variants"]
 
 AUTO = "auto"
 # Left free where that is possible, as a share of the limit: Python's objects and other small things
@@ -67,6 +69,7 @@ class Within:
         kept = _Kept(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
+            compile_inner_loop(self.cache)
             try:
                 order = self._search(traced, int(limit_bytes * (1 - _MARGIN)), known)
             except DoesNotFit:
@@ -77,7 +80,7 @@ class Within:
     def _search(
         self, traced: TracedStep, limit_bytes: int, known: dict[str, int | float]
     ) -> StepOrder:
-        variants = _pack_variants(traced) if self.may_pack else [()]
+        variants = pack_variants(traced) if self.may_pack else [()]
         found: list[StepOrder] = []
         refusals: list[DoesNotFit] = []
         for number, packs in enumerate(variants):
@@ -86,24 +89,24 @@ class Within:
                 self.on_progress((number + share) / len(variants))
 
             program = traced.with_packs(packs).program
+            as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
+            smallest = _Kept(self.cache, f"smallest-{program.fingerprint}")
             seconds = self.time_limit_seconds / len(variants)
             try:
                 arrangement = self._arrange(program, limit_bytes, seconds, tell)
             except DoesNotFit as refusal:
-                refusals.append(refusal)
-                continue
-            order = order_of(
-                program,
-                arrangement,
-                strategy=AUTO,
-                packs=packs,
-                tier=self.tier,
-                limit_bytes=limit_bytes,
-                **known,
-            )
-            found.append(order)
+                # Whoever comes back with the limit that a refusal named finds its plan.
+                known_small = smallest.read(traced, limit_bytes)
+                if known_small is None:
+                    refusals.append(refusal)
+                    named_bytes = refusal.smallest_bytes or 0
+                    if refusal.smallest_schedule and smallest.read(traced, named_bytes) is None:
+                        smallest.write(as_order(Arrangement(refusal.smallest_schedule)))
+                    continue
+                arrangement = Arrangement(known_small.schedule)
+            found.append(as_order(arrangement, tier=self.tier, limit_bytes=limit_bytes))
         if not found:
-            raise refusals[-1]  # of the smallest variant
+            raise min(refusals, key=lambda refusal: refusal.smallest_bytes or math.inf)
         return min(found, key=lambda order: order.seconds)
 
     def _arrange(
@@ -200,7 +203,7 @@ def order_of(
     )
 
 
-def _pack_variants(traced: TracedStep) -> list[tuple[str, ...]]:
+def pack_variants(traced: TracedStep) -> list[tuple[str, ...]]:
     """Nothing packed; what is worth most; everything."""
     worth_most = tuple(pack.name for pack in traced.packs if pack.saved_bytes)
     everything = tuple(pack.name for pack in traced.packs)

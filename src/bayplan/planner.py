@@ -10,7 +10,7 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.step import follow_step
-from bayplan.choosing import Within, by_strategy, order_of
+from bayplan.choosing import Within, by_strategy, order_of, pack_variants
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.limit import Limit
@@ -283,11 +283,7 @@ class Planner:
     @property
     def _variants(self) -> list[tuple[str, ...]]:
         """Nothing packed, what is worth it, and everything."""
-        if not self.may_pack:
-            return [()]
-        worth = tuple(pack.name for pack in self.traced.packs if pack.saved_bytes)
-        every = tuple(pack.name for pack in self.traced.packs)
-        return list(dict.fromkeys([(), worth, every]))
+        return pack_variants(self.traced) if self.may_pack else [()]
 
     def plan(self, order: StepOrder, *, limit: Limit | None = None) -> Plan:
         """A decided order as the file that `run` obeys."""

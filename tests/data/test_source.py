@@ -48,6 +48,8 @@ def test_short_path_is_relative_or_the_last_two_parts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "deep" / "er" / "net.py")) == "deep/er/net.py"
     assert short_path("/home/someone/project/net.py") == "project/net.py"
+    library = tmp_path / ".venv" / "lib" / "site-packages" / "lib" / "net.py"
+    assert short_path(str(library)) == "lib/net.py"
 
 
 def test_torch_is_told_apart_without_importing_it():

@@ -52,13 +52,25 @@ class CaptureError(BayplanError):
 
 
 class DoesNotFit(BayplanError):
-    """A step whose peak is above the limit; may know the smallest limit that works."""
+    """A step whose peak is above the limit; may know the smallest limit that works.
+
+    Attributes:
+        smallest_bytes: the smallest peak found, None where none was looked for.
+        smallest_schedule: the schedule that has it, so that a plan for that limit is found again.
+    """
 
     exit_code = ExitCode.DOES_NOT_FIT
 
-    def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_bytes: int | None = None,
+        smallest_schedule: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.smallest_schedule = smallest_schedule
 
 
 class PlanBroken(BayplanError):

@@ -30,6 +30,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         takes_over: buffers among `reads` whose memory the only output may take over, if the copy
             that is read dies here.
         place: the module it runs for, `layer1.0.conv2`; empty where that is not known.
+        is_callers: whether the caller runs it, out of our hands, like the loss of a model.
         repeat_reads: buffers that every execution after the first needs, which may be some that
             the first one made and no other makes again; None: as the first.
         repeat_writes: those of `writes` that every execution after the first makes again; None:
@@ -46,6 +47,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     can_repeat: bool = True
     takes_over: tuple[int, ...] = ()
     place: str = ""
+    is_callers: bool = False
     repeat_reads: tuple[int, ...] | None = None
     repeat_writes: tuple[int, ...] | None = None
     repeat_seconds: float | None = None
@@ -186,6 +188,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def renewable(self) -> frozenset[int]:
         """The buffers that a repeat can make again."""
         return frozenset(b for op in self.repeats if op.can_repeat for b in op.writes)
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """The buffers of forward that a swap could move: ours, and gone when the step ends."""
+        forward = (op for op in self.ops[: self.first_backward] if not op.is_callers)
+        return tuple(b for op in forward for b in op.writes if b not in self.outputs)
 
     def executions(self, schedule: Iterable[int]) -> Iterator[Op]:
         """What each step of a schedule runs: an op at first, and then its repeat."""

@@ -46,12 +46,14 @@ def is_users_file(path: str) -> bool:
 
 
 def short_path(path: str) -> str:
-    """A path that means something on another machine: relative, or its last two parts."""
-    parts = Path(path).parts
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return "/".join(parts[-2:])
+    """A path that means something on another machine: relative, or its last two parts.
+
+    A library is not part of the project, even where its environment lies in the project's folder.
+    """
+    here, file = Path.cwd(), Path(path)
+    if owner_of(path) is not Owner.LIBRARY and file.is_relative_to(here):
+        return str(file.relative_to(here))
+    return "/".join(file.parts[-2:])
 
 
 @cache

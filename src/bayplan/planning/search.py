@@ -63,13 +63,14 @@ def plan_schedule(
     Raises:
         DoesNotFit: no schedule within the limit was found, or none exists.
     """
+    evaluator = open_evaluator(program, cache_dir=cache_dir)  # compiles, before the clock runs
     budget = Budget(
         program,
         time_limit_seconds=time_limit_seconds,
         num_evaluations=num_evaluations,
         on_progress=on_progress,
     )
-    space = SearchSpace(open_evaluator(program, cache_dir=cache_dir), budget, random.Random(seed))
+    space = SearchSpace(evaluator, budget, random.Random(seed))
     if least_peak(program).peak_bytes <= limit_bytes:
         begin = [choices_of_schedule(program, space.evaluator.gaps, start) for start in starts]
         found = space.evaluator.schedule(fastest(space, limit_bytes, begin))
@@ -83,6 +84,7 @@ def plan_schedule(
         raise DoesNotFit(
             refusal(program, found, limit_bytes),
             smallest_bytes=replay_schedule(program, found).peak_bytes,
+            smallest_schedule=tuple(found),
         )
     finished = [finish(space.evaluator, schedule, limit_bytes) for schedule in plans]
     return min(finished, key=lambda planned: planned.seconds)
@@ -106,13 +108,14 @@ def smallest_peak(
     cache_dir: Path | None = None,
 ) -> Planned:
     """The schedule of the smallest peak found, whatever it costs; see `plan_schedule`."""
+    evaluator = open_evaluator(program, cache_dir=cache_dir)  # compiles, before the clock runs
     budget = Budget(
         program,
         time_limit_seconds=time_limit_seconds,
         num_evaluations=num_evaluations,
         on_progress=on_progress,
     )
-    space = SearchSpace(open_evaluator(program, cache_dir=cache_dir), budget, random.Random(seed))
+    space = SearchSpace(evaluator, budget, random.Random(seed))
     choices = squeeze(space)
     peak_bytes = space.judge(choices, 0).peak_bytes
     choices = refill(space, choices, peak_bytes)

@@ -194,6 +194,7 @@ class _Survey:
             seconds=0.0,
             workspace_bytes=max(0, loss_bytes - tangent_bytes),
             can_repeat=False,
+            is_callers=True,
         )
 
     def buffers_behind(self, outputs: Iterable[Any]) -> set[int]:

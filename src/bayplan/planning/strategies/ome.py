@@ -44,7 +44,7 @@ def ome(*, ahead: int = 1, least_bytes: int = LEAST_BYTES, tier: Tier | None = N
         swaps = tuple(
             Swap(buffer, aways[buffer], (max(use - ahead, first),))
             for buffer, use in first_use.items()
-            if buffer not in program.outputs
+            if buffer in program.movable
         )
         return Arrangement(schedule, swaps)
 

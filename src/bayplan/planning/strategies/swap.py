@@ -116,7 +116,7 @@ def _breadth_first(program: Program) -> Iterator[int]:
     queue, seen = deque(seeds), set(seeds)
     while queue:
         op = program.ops[queue.popleft()]
-        yield from (buffer for buffer in op.writes if buffer not in program.outputs)
+        yield from (buffer for buffer in op.writes if buffer in program.movable)
         for reader in (reader for buffer in op.writes for reader in program.readers[buffer]):
             if reader < program.first_backward and reader not in seen:
                 seen.add(reader)

@@ -110,7 +110,8 @@ def _best_of_some(
 ) -> tuple[SwapPlan, Sequence[int]] | None:
     """The best plan over sets of no, all, half, a quarter, ... of the candidates, with its set.
 
-    In the end, sets halfway between the best one and its neighbours are tried too.
+    In the end, sets halfway between the best one and its neighbours are tried too. However short
+    the time, the smallest set that fits and one more are judged: else nothing would be compared.
     """
     halves = [len(candidates) >> power for power in range(len(candidates).bit_length())]
     counts = [0, *halves[::-1]]
@@ -119,7 +120,7 @@ def _best_of_some(
 
     def try_all(some: Iterable[int]) -> None:
         for count in some:
-            if found and time.monotonic() > deadline:
+            if len(found) > 1 and time.monotonic() > deadline:
                 return
             judged = attempt(candidates[:count], time_limit_seconds / (len(counts) + 2))
             if judged is not None:
@@ -150,10 +151,8 @@ def _candidates(program: Program) -> list[int]:
 
     found = [
         buffer
-        for op in program.ops[:first]
-        for buffer in op.writes
-        if buffer not in program.outputs
-        and program.buffers[buffer] > least_bytes
+        for buffer in program.movable
+        if program.buffers[buffer] > least_bytes
         and max(program.readers[buffer], default=-1) >= first
     ]
     return sorted(found, key=worth, reverse=True)
@@ -210,7 +209,8 @@ class _Search:
         try:
             planned = self.plan(offered.program, self.limit_bytes, time_limit_seconds=seconds)
         except DoesNotFit as refused:
-            self.refused = refused
+            # Without its schedule, which is of the offered program.
+            self.refused = DoesNotFit(str(refused), smallest_bytes=refused.smallest_bytes)
             return None
         arrangement = offered.settle(planned.schedule)
         unrolled = unroll(self.program, arrangement.schedule).program

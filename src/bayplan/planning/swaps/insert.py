@@ -131,7 +131,7 @@ def _check(program: Program, swap: Swap) -> None:
     if not 0 <= buffer < len(program.buffers):
         raise ValueError(f"there is no buffer {buffer} to swap")
     producer = program.producers[buffer]
-    if not 0 <= producer < first or buffer in program.outputs:
+    if buffer not in program.movable:
         raise ValueError(f"buffer {buffer} is an input, an output or not made in forward")
     name = program.ops[producer].name
     if not producer < swap.away_before <= first:

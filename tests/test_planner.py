@@ -114,7 +114,6 @@ def build_wide(batch_size):
     return nn.Linear(1024, 1024), torch.randn(batch_size or 4, 1024), lambda y: y.sum()
 
 
-@pytest.mark.xfail(reason="plans leave out what the update takes over parameters and gradients")
 def test_peak_of_the_update_counts_in_a_plan(own_planner_cache):
     """On CUDA, torch updates all parameters at once, and no plan of the graph lowers that."""
     target = Target(name="wide", build=build_wide, takes_batch_size=True, default_batch=4)

@@ -1,13 +1,15 @@
 """Several ways to run one training step, measured in turns: same parameters, same batch.
 
 Peaks are live malloc bytes over what is alive when the step starts, gradients not among it.
-Times are processor time, the least of all rounds; a round runs each way once, so that whatever else
-the machine does meets all of them.
+Times are processor time as multiples of the plain step's. Each step that is timed lies between two
+plain ones and is compared with these two alone: what else the machine does changes within minutes,
+and meets neighbours alike. The median over the rounds counts.
 """
 
 import copy
 import gc
 import hashlib
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from harness import say
 from torch import nn
 
 from bayplan.devices.meters import MemoryMeter
@@ -40,6 +43,7 @@ class Contestant:
         predicted_peak_bytes: over the step's start; None for ways that predict nothing.
         predicted_time_ratio: to the plain step.
         numbers: of its first step.
+        cpu_ratios: to the plain steps around each timed one; wall_ratios: the same by the clock.
     """
 
     method: str
@@ -50,12 +54,24 @@ class Contestant:
     numbers: Numbers | None = None
     peaks_bytes: list[int] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    wall_seconds: list[float] = field(default_factory=list)
+    cpu_ratios: list[float] = field(default_factory=list)
+    wall_ratios: list[float] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
         """The highest peak of all measured steps."""
         return max(self.peaks_bytes)
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The columns of a row: typical ratios, and how far apart single ones are."""
+        return {
+            "seconds": statistics.median(self.cpu_seconds),
+            "time_ratio": statistics.median(self.cpu_ratios),
+            "time_ratio_low": min(self.cpu_ratios),
+            "time_ratio_high": max(self.cpu_ratios),
+            "wall_ratio": statistics.median(self.wall_ratios),
+        }
 
 
 class Contest:
@@ -79,22 +95,42 @@ class Contest:
         buffers = contestant.step.model.buffers()
         contestant.numbers = Numbers(_digest([loss, *gradients]), _digest(buffers))
 
-    def measure(self, contestants: Sequence[Contestant], *, rounds: int) -> None:
-        """Let all run in turns."""
-        for _ in range(rounds):
-            for contestant in contestants:
-                self._measure_once(contestant)
+    def measure_peaks(self, contestants: Sequence[Contestant]) -> None:
+        """Run each once."""
+        for contestant in contestants:
+            self._run(contestant)
 
-    def _measure_once(self, contestant: Contestant) -> None:
+    def measure(self, plain: Contestant, contestants: Sequence[Contestant], *, rounds: int) -> None:
+        """Let all run in turns, each between two plain steps."""
+        for done in range(rounds):
+            before = self._run(plain)
+            for contestant in contestants:
+                own, after = self._run(contestant), self._run(plain)
+                contestant.cpu_seconds.append(own[0])
+                contestant.cpu_ratios.append(2 * own[0] / (before[0] + after[0]))
+                contestant.wall_ratios.append(2 * own[1] / (before[1] + after[1]))
+                plain.cpu_seconds.append(after[0])
+                # Of two neighbours, what each is to both: how steady the machine is.
+                plain.cpu_ratios += _to_their_mean(before[0], after[0])
+                plain.wall_ratios += _to_their_mean(before[1], after[1])
+                before = after
+            say(f"round {done + 1} of {rounds}")
+
+    def _run(self, contestant: Contestant) -> tuple[float, float]:
+        """One step: its processor time and its time by the clock; its peak is noted."""
         self._model.zero_grad()
         gc.collect()
         self._meter.reset_peak()
         start_bytes = self._meter.live_bytes
         cpu_started, wall_started = time.process_time(), time.perf_counter()
         contestant.step()
-        contestant.cpu_seconds.append(time.process_time() - cpu_started)
-        contestant.wall_seconds.append(time.perf_counter() - wall_started)
+        seconds = time.process_time() - cpu_started, time.perf_counter() - wall_started
         contestant.peaks_bytes.append(self._meter.peak_bytes - start_bytes)
+        return seconds
+
+
+def _to_their_mean(one: float, other: float) -> list[float]:
+    return [2 * one / (one + other), 2 * other / (one + other)]
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

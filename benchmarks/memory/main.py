@@ -3,7 +3,7 @@
 Each model runs plainly, by every peer, and by our plans: at shares of the plain peak down to the
 model's floor, and at the peak of every peer, so that the two can be compared at equal memory. All
 of them take turns in one process. Peaks are live malloc bytes over the step's start, times are
-processor time as multiples of the plain step's, one thread.
+processor time as multiples of the plain steps right before and after, one thread.
 """
 
 import json
@@ -22,7 +22,7 @@ from bayplan.devices.meters import open_meter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, options, say
+from harness import finish, keep_freed_memory, options, say
 from memory.claims import claims
 from memory.contest import Contest, Contestant
 from memory.models import MODELS, QUICK_MODELS, Case
@@ -52,10 +52,11 @@ def main() -> None:
     parser = options(__doc__ or "")
     known = {**MODELS, **QUICK_MODELS}
     parser.add_argument("--models", nargs="*", choices=list(known), help="only these")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
     parser.add_argument("--seconds", type=float, default=40.0, help="to plan a model's curve")
     parser.add_argument("--no-deep", action="store_true", help="leave the planning times out")
     arguments = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(1)
     # Every method is another version of one model's code, and all of them are alive.
     _dynamo.config.recompile_limit = 100
@@ -97,21 +98,17 @@ def _compare(
         contest = Contest(*case.build(), meter)
         plain = Contestant("plain", contest.fresh_step())
         contest.admit(plain)
-        contest.measure([plain], rounds=1)
-        say(f"{name}: plain {plain.peak_bytes / 2**20:.0f} MiB, {plain.cpu_seconds[0]:.2f} s")
+        contest.measure_peaks([plain])
+        say(f"{name}: plain {plain.peak_bytes / 2**20:.0f} MiB")
         peers = list(_peers(name, contest, case, methods, result["failures"]))
-        contest.measure(peers, rounds=1)
+        contest.measure_peaks(peers)
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         entries = [*_by_repeats(contest, ours, plain, peers, seconds)]
         entries += _packed(contest, ours, plain, cache, seconds / 4)
         runners = {id(entry.contestant): entry.contestant for entry in entries}
-        everyone = [plain, *peers, *runners.values()]
-        say(f"{name}: {len(everyone)} methods")
-        for contestant in everyone:
-            # Measured before all took turns: the peaks count, the times do not.
-            contestant.cpu_seconds.clear()
-            contestant.wall_seconds.clear()
-        contest.measure(everyone, rounds=rounds)
+        others = [*peers, *runners.values()]
+        say(f"{name}: {len(others)} methods beside plain")
+        contest.measure(plain, others, rounds=rounds)
     for entry in [*map(Entry, (plain, *peers)), *entries]:
         row = {
             "model": name,
@@ -213,10 +210,8 @@ def _row(contestant: Contestant, plain: Contestant) -> dict[str, Any]:
         "peak_bytes": contestant.peak_bytes,
         "peak_share": contestant.peak_bytes / plain.peak_bytes,
         "predicted_peak_bytes": contestant.predicted_peak_bytes,
-        "seconds": min(contestant.cpu_seconds),
-        "time_ratio": min(contestant.cpu_seconds) / min(plain.cpu_seconds),
         "predicted_time_ratio": contestant.predicted_time_ratio,
-        "wall_ratio": min(contestant.wall_seconds) / min(plain.wall_seconds),
+        **contestant.times,
         "same_numbers": same_numbers,
         "same_buffers": same_buffers,
     }

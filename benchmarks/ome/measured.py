@@ -33,16 +33,16 @@ def measured_rows(
         contest = Contest(*load(name)(batch, image_size=image_size), meter)
         plain = Contestant("eager", contest.fresh_step())
         contest.admit(plain)
-        contest.measure([plain], rounds=1)
+        contest.measure_peaks([plain])
         space = open_swap_space(cache)
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         orders = orders_of(ours.traced, space.tier, cache=cache, seconds=seconds)
-        everyone = [plain]
+        others: list[Contestant] = []
         for strategy in (name for name in orders if name in only):
-            everyone.append(ours.contestant(contest, strategy, orders[strategy], space=space))
-            contest.admit(everyone[-1])
-        contest.measure(everyone, rounds=rounds)
-    return [_row(name, contestant, plain) for contestant in everyone]
+            others.append(ours.contestant(contest, strategy, orders[strategy], space=space))
+            contest.admit(others[-1])
+        contest.measure(plain, others, rounds=rounds)
+    return [_row(name, contestant, plain) for contestant in (plain, *others)]
 
 
 def _row(name: str, contestant: Contestant, plain: Contestant) -> dict[str, Any]:
@@ -53,8 +53,6 @@ def _row(name: str, contestant: Contestant, plain: Contestant) -> dict[str, Any]
         "kind": "measured",
         "peak_bytes": contestant.peak_bytes,
         "predicted_peak_bytes": contestant.predicted_peak_bytes,
-        "seconds": min(contestant.cpu_seconds),
-        "time_ratio": min(contestant.cpu_seconds) / min(plain.cpu_seconds),
         "predicted_time_ratio": contestant.predicted_time_ratio,
-        "wall_ratio": min(contestant.wall_seconds) / min(plain.wall_seconds),
+        **contestant.times,
     }

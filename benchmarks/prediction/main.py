@@ -1,8 +1,9 @@
 """Does the prediction hold? Predicted against measured peak and step time, model by model.
 
 Each model is profiled at half the batch size. Peak and time of the full batch are predicted from
-that profile alone, and then measured: live malloc bytes and processor time, one thread, steps at
-both batch sizes taking turns. Beside it, what a prediction itself costs.
+that profile alone, and measured: live malloc bytes and processor time, one thread. Steps at both
+batch sizes take turns, and medians over all turns are compared: this is a machine for many, whose
+speed changes within minutes. Beside it, what a prediction itself costs.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from bayplan.training import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, options, say
+from harness import finish, keep_freed_memory, options, say
 from prediction.models import MODELS, Case
 
 QUICK = {"alexnet": 4, "transformers-bert": 4, "transformers-albert": 4}
@@ -44,9 +45,10 @@ COLUMNS = (
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="only these")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of profile and measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of profile and measurement")
     parser.add_argument("--cost-of", choices=("resnet200", "llama-7b"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(1)
     if arguments.cost_of:
         print(json.dumps(_cost_of(arguments.cost_of)))
@@ -91,7 +93,7 @@ def _measure(name: str, case: Case, batch: int, rounds: int) -> dict[str, Any]:
             loss_fn,
             optimizer=optimizer,
             name=name,
-            repeats=2,
+            repeats=1,
             clock="cpu",
             use_cache=False,
         )
@@ -105,7 +107,8 @@ def _measure(name: str, case: Case, batch: int, rounds: int) -> dict[str, Any]:
         peaks.append(measured.steady_peak_bytes)
         seconds += measured.step_seconds[1:]
     predicted_peak = predictions[-1].peak_bytes
-    predicted_seconds = min(record.typical_step_seconds for record in predictions)
+    predicted_seconds = [record.typical_step_seconds for record in predictions]
+    time_error = statistics.median(predicted_seconds) / statistics.median(seconds) - 1
     return {
         "model": name,
         "batch": batch,
@@ -113,10 +116,11 @@ def _measure(name: str, case: Case, batch: int, rounds: int) -> dict[str, Any]:
         "predicted_peak_bytes": predicted_peak,
         "measured_peak_bytes": max(peaks),
         "peak_error": predicted_peak / max(peaks) - 1,
-        "predicted_seconds": predicted_seconds,
-        "measured_seconds": min(seconds),
-        "measured_median_seconds": statistics.median(seconds),
-        "time_error": predicted_seconds / min(seconds) - 1,
+        "predicted_seconds": statistics.median(predicted_seconds),
+        "predicted_seconds_range": [min(predicted_seconds), max(predicted_seconds)],
+        "measured_seconds": statistics.median(seconds),
+        "measured_seconds_range": [min(seconds), max(seconds)],
+        "time_error": time_error,
         "nodes": len(graph.nodes),
     }
 

@@ -17,7 +17,14 @@ from bayplan.planned import Circumstances, Decide, PlannedBackend
 from bayplan.pricing import measured_prices
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import compile_whole, loss_bytes, plain_peak_bytes, resident_bytes, untraceable
+from bayplan.tracing import (
+    compile_whole,
+    loss_bytes,
+    plain_peak_bytes,
+    resident_bytes,
+    untraceable,
+    update_bytes,
+)
 from bayplan.training import Batch, LossFunction, TrainingStep, call_model, split_batch
 
 __all__ = ["bind", "fit"]
@@ -95,6 +102,7 @@ def fit(
     around = Circumstances(
         prices=partial(measured_prices, cache=cache_directory()),
         resident_bytes=resident_bytes(graph),
+        update_bytes=update_bytes(graph, granularity_bytes=granularity_bytes),
         loss_bytes=loss_bytes(step),
         granularity_bytes=granularity_bytes,
         updates=updates,

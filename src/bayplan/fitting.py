@@ -96,19 +96,15 @@ def fit(
 
 def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
     """A plan within the limit; or None, and the smallest limit found that has one."""
-    update_bytes = _update_peak_bytes(planner)  # which no plan of forward and backward lowers
     try:
         order = planner.order(Limit(size_bytes=limit_bytes))
     except DoesNotFit as refusal:
-        found_bytes = refusal.smallest_bytes
-        return None, None if found_bytes is None else max(found_bytes, update_bytes)
+        return None, refusal.smallest_bytes
     except CaptureError:  # captured, but not traceable as one graph: then there is no plan
         return None, None
-    if update_bytes > limit_bytes:
-        return None, update_bytes
     chosen = Counter(one.choice for one in planner.plan(order).decisions)
     summary = PlanSummary(
-        peak_bytes=max(order.peak_bytes, update_bytes),
+        peak_bytes=order.peak_bytes,
         time_ratio=order.time_ratio,
         num_recomputed=chosen[Choice.RECOMPUTE],
         num_packed=chosen[Choice.PACK],
@@ -336,14 +332,6 @@ class _Changes:
         )
         no_workspace = [0] * len(graph.nodes)
         return replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes).peak_bytes
-
-
-def _update_peak_bytes(planner: Planner) -> int:
-    """The peak of the optimizer's update, with its temporaries."""
-    graph = planner.graph
-    live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=planner.granularity_bytes)
-    pairs = zip(graph.nodes, live.total_bytes, strict=True)
-    return max((total for node, total in pairs if node.phase is Phase.UPDATE), default=0)
 
 
 def _rounded_up(size_bytes: int) -> str:

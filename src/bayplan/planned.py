@@ -49,6 +49,8 @@ class Circumstances:
     Attributes:
         resident_bytes: memory beside the graph's inputs, such as the optimizer's state.
         loss_bytes: memory of a loss that is computed outside the graph.
+        update_bytes: memory that the optimizer's update takes over what is there by then; None
+            where none follows.
         granularity_bytes: the allocator's rounding.
         prices: makes the function that prices operators, for a device.
         updates: of the parameters to update in backward; None leaves their gradients.
@@ -57,6 +59,7 @@ class Circumstances:
     prices: Callable[[torch.device], AbstractContextManager[Price]]
     resident_bytes: int = 0
     loss_bytes: int = 0
+    update_bytes: int | None = None
     granularity_bytes: int = 1
     updates: ParameterUpdates | None = None
 
@@ -128,6 +131,7 @@ class TracedStep:
                 cost_of=price if updates is None else partial(updates.cost_of, price=price),
                 resident_bytes=self.around.resident_bytes,
                 loss_bytes=self.around.loss_bytes,
+                update_bytes=self.around.update_bytes if updates is None else None,
                 granularity_bytes=self.around.granularity_bytes,
             )
         return step if updates is None else without_backward_repeats(step)

@@ -42,6 +42,7 @@ from bayplan.tracing import (
     plain_peak_bytes,
     resident_bytes,
     trace_step,
+    update_bytes,
 )
 from bayplan.training import TrainingStep
 
@@ -132,6 +133,7 @@ class Planner:
         return Circumstances(
             prices=self._prices,
             resident_bytes=resident_bytes(self.graph),
+            update_bytes=update_bytes(self.graph, granularity_bytes=self.granularity_bytes),
             loss_bytes=loss_bytes(self.step),
             granularity_bytes=self.granularity_bytes,
             updates=self._updates(),

@@ -23,7 +23,7 @@ from bayplan.questions import Question
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.targets import resolve_target
-from bayplan.tracing import loss_bytes, resident_bytes
+from bayplan.tracing import loss_bytes, resident_bytes, update_bytes
 
 __all__ = ["PEAK_TOLERANCE", "Run", "check_plan", "predicted_record", "question_of", "run_plan"]
 
@@ -182,6 +182,7 @@ def run_plan(
     around = Circumstances(
         prices=free_prices,
         resident_bytes=resident_bytes(graph),
+        update_bytes=update_bytes(graph, granularity_bytes=granularity_of("cpu")),
         loss_bytes=beside_bytes,
         granularity_bytes=granularity_of("cpu"),
         updates=updates,

@@ -20,6 +20,7 @@ from bayplan.capturing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.capturing.step import capture_step, follow_step
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.data.graph import Phase, StepGraph, StorageKind
+from bayplan.data.units import round_up
 from bayplan.devices.meters import open_meter
 from bayplan.planned import Circumstances, TracedStep
 from bayplan.profiling.workspaces import WorkspaceWatch
@@ -34,6 +35,7 @@ __all__ = [
     "resident_bytes",
     "trace_step",
     "untraceable",
+    "update_bytes",
 ]
 
 # No kernel is taken to need more scratch memory than this share of the peak.
@@ -118,6 +120,24 @@ def resident_bytes(graph: StepGraph) -> int:
     """What a captured step keeps beside the traced graph: the optimizer's state."""
     kinds = (StorageKind.OPTIMIZER_STATE,)
     return sum(storage.size_bytes for storage in graph.storages if storage.kind in kinds)
+
+
+def update_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int | None:
+    """The most memory that a captured step's update takes over what is there before it.
+
+    None where the step has no update.
+    """
+    update = [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
+    if not update:
+        return None
+    live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes)
+    before = sum(
+        round_up(storage.size_bytes, granularity_bytes)
+        for storage in graph.storages
+        if (storage.born is None or storage.born < update[0])
+        and (storage.released is None or storage.released >= update[0])
+    )
+    return max(live.total_bytes[index] for index in update) - before
 
 
 def plain_peak_bytes(

@@ -53,6 +53,15 @@ def op_named(step: JointStep, name: str) -> Op:
     return op
 
 
+def test_update_comes_last_and_takes_memory_beside_the_gradients():
+    step = analysed(lambda x: x.sin(), weight(3), update_bytes=100)
+    update = step.program.ops[-1]
+    assert (update.name, update.workspace_bytes, update.is_callers) == ("update", 100, True)
+    assert {*update.reads} <= step.program.outputs
+    assert step.op_nodes[-1] is None
+    assert analysed(lambda x: x.sin(), weight(3)).program.ops[-1].name != "update"
+
+
 def test_views_are_names_of_their_buffer():
     step = analysed(lambda x: x.sigmoid().view(6).exp()[1:3].tanh(), weight(2, 3))
     forward = step.program.ops[: step.program.first_backward]

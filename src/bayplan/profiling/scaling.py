@@ -1,13 +1,14 @@
 """Carrying a profile over to another batch size of the same model.
 
 Each node's seconds follow its work: its arithmetic at the best rate that its operator class reached
-in the profile, plus its traffic at the best rate any traffic-bound node reached. So a convolution
+in the profile, plus its traffic at the rate of all traffic-bound nodes together. So a convolution
 scales with the batch, an optimizer update not at all, and a small matrix product that mostly reads
 its weights in between. Workspace follows the bytes a node touches; overhead stays.
 """
 
 from collections import defaultdict
 
+from bayplan.data.device import OpClass
 from bayplan.data.errors import CaptureError
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin, Profile
@@ -62,20 +63,24 @@ def scale_profile(profile: Profile, measured: StepGraph, wanted: StepGraph) -> P
 
 
 class _Rates:
-    """The best rates a profile shows, as a yardstick of work."""
+    """The rates a profile shows, as a yardstick of work."""
 
     def __init__(self, profile: Profile, graph: StepGraph) -> None:
         self._flops_per_s: dict[str, float] = defaultdict(lambda: 1e9)
-        self._bytes_per_s = 1e9
+        moved_bytes, moving_seconds = 0, 0.0
         for index, node in enumerate(graph.nodes):
             seconds = profile.seconds[index]
-            if seconds < _STEADY_SECONDS:
+            kind = op_class(node.op)
+            # A view moves none of its bytes; interrupted, it would look infinitely fast.
+            if seconds < _STEADY_SECONDS or kind is OpClass.VIEW:
                 continue
             if node.flops:
-                kind = op_class(node.op)
                 self._flops_per_s[kind] = max(self._flops_per_s[kind], node.flops / seconds)
             else:
-                self._bytes_per_s = max(self._bytes_per_s, bytes_moved(graph, node) / seconds)
+                moved_bytes += bytes_moved(graph, node)
+                moving_seconds += seconds
+        # Not the best: small tensors that lie in a cache show rates that no large one has.
+        self._bytes_per_s = moved_bytes / moving_seconds if moved_bytes else 1e9
 
     def seconds(self, graph: StepGraph, index: int) -> float:
         """What a node would take at these rates; only ratios of it mean anything."""

@@ -33,7 +33,8 @@ class JointStep:
     Attributes:
         graph: the joint graph, dead code removed.
         program: its operators and buffers.
-        op_nodes: the node of each operator; None for the loss, which is not in the graph.
+        op_nodes: the node of each operator; None for the loss and the optimizer's update, which
+            the caller runs.
         buffers_of: the buffers behind each node's value, in order of its outputs.
         bases: the nodes that stand for a whole buffer: operators and inputs, or one output of an
             operator that has several.
@@ -56,6 +57,7 @@ def analyse_joint(
     cost_of: Cost,
     resident_bytes: int = 0,
     loss_bytes: int = 0,
+    update_bytes: int | None = None,
     granularity_bytes: int = 1,
 ) -> JointStep:
     """Find the operators and buffers of a joint graph.
@@ -67,6 +69,8 @@ def analyse_joint(
         resident_bytes: memory that is there all the time beside the graph's inputs.
         loss_bytes: memory of the loss, which runs between forward and backward and outside the
             graph, over its input: its temporaries and the gradient it hands to backward.
+        update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
+            once backward is done; None where there is no update or backward does it.
         granularity_bytes: the allocator's rounding of each buffer.
     """
     joint.graph.eliminate_dead_code()
@@ -85,6 +89,9 @@ def analyse_joint(
         ops.insert(first_backward, survey.loss_op(forward_outputs, loss_bytes))
         nodes.insert(first_backward, None)
         first_backward += 1
+    if update_bytes is not None:
+        ops.append(survey.update_op(outputs[num_forward_outputs:], update_bytes))
+        nodes.append(None)
     program = Program(
         buffers=tuple(survey.sizes),
         ops=tuple(ops),
@@ -193,6 +200,18 @@ class _Survey:
             writes=tuple(sorted(self.tangents)),
             seconds=0.0,
             workspace_bytes=max(0, loss_bytes - tangent_bytes),
+            can_repeat=False,
+            is_callers=True,
+        )
+
+    def update_op(self, gradients: Iterable[Any], update_bytes: int) -> Op:
+        """What happens after backward, out of our sight."""
+        return Op(
+            name="update",
+            reads=tuple(sorted(self.buffers_behind(gradients) - self.inputs)),
+            writes=(),
+            seconds=0.0,
+            workspace_bytes=update_bytes,
             can_repeat=False,
             is_callers=True,
         )

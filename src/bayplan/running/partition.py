@@ -180,7 +180,7 @@ class _Builder:
     def run(self, index: int, taken_over: int | None) -> None:
         """Execute an operator; what was seen of its older copies is forgotten."""
         node = self._joint.op_nodes[index]
-        if node is None:  # the loss, which the caller computes between the two graphs
+        if node is None:  # the loss or the update, which the caller runs after one of the graphs
             return
         program = self._joint.program
         if self._is_plain(index):

@@ -11,7 +11,7 @@ from bayplan.api import granularity_of, profile_step, simulate
 from bayplan.capturing.explain import explained
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, ForeignPlan, UsageError
-from bayplan.data.graph import Phase, StepGraph
+from bayplan.data.graph import StepGraph
 from bayplan.data.limit import Limit
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Clock, Origin, Profile

@@ -18,9 +18,9 @@ def build() -> nn.Module:
     return nn.Sequential(*layers, nn.Dropout())
 
 
-def train(model: nn.Module) -> list[Any]:
+def train(model: nn.Module, batch_size: int = 64) -> list[Any]:
     torch.manual_seed(1)
-    loss = model(torch.randn(64, 32)).square().mean()
+    loss = model(torch.randn(batch_size, 32)).square().mean()
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [loss.detach(), *gradients, torch.get_rng_state()]
@@ -32,6 +32,14 @@ def test_trains_as_before(memory):
     compiled = torch.compile(planned, backend="bayplan", options={"memory": memory})
     for one, other in zip(train(plain), train(compiled), strict=True):
         assert torch.equal(one, other)
+
+
+def test_each_batch_size_has_its_own_plan_though_torch_leaves_sizes_open():
+    plain, planned = build(), build()
+    compiled = torch.compile(planned, backend="bayplan", options={"memory": "90%"})
+    for batch_size in (64, 32, 48):  # from the second on, torch would trace with an unknown size
+        pairs = zip(train(plain, batch_size), train(compiled, batch_size), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def fault_of(options: dict | None, model: nn.Module | None = None) -> BaseException:

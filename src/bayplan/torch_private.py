@@ -47,6 +47,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
+    "with_known_sizes",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -160,6 +161,25 @@ def compile_joint(
         bw_compiler=compile_graph,
         partition_fn=partition,
     )
+
+
+def with_known_sizes(inputs: Sequence[Any]) -> list[Any]:
+    """Examples of a graph's inputs in which sizes that torch left open have their present values.
+
+    To ask an open size for its value is to promise that it stays: another one is compiled anew.
+    """
+
+    def known(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        if not isinstance(value, FakeTensor) or not value._has_symbolic_sizes_strides:
+            return value
+        shape, stride = ([int(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        with value.fake_mode:
+            example = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        return example.requires_grad_(value.requires_grad)
+
+    return [known(value) for value in inputs]
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

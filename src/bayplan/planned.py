@@ -39,7 +39,15 @@ from bayplan.running.updating import (
     without_backward_repeats,
 )
 
-__all__ = ["Circumstances", "Decide", "PlannedBackend", "TracedStep", "arrangement_of", "steps_of"]
+__all__ = [
+    "Circumstances",
+    "Decide",
+    "PlannedBackend",
+    "TracedStep",
+    "arrangement_of",
+    "carried_out",
+    "steps_of",
+]
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ class PlannedBackend:
         """Torch's question which part of a joint graph is forward and what it hands on."""
         traced = TracedStep.of(joint, num_fwd_outputs, self.around, inputs)
         order = self.decide(traced)
-        step, swapped = _carried_out(order, traced)
+        step, swapped = carried_out(order, traced)
         self.orders.append(order)
         return cut(
             step,
@@ -208,7 +216,7 @@ class PlannedBackend:
         return Swapper(self.open_store(size_bytes))
 
 
-def _carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
+def carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
     """The step as a plan wants it, and all its ops in order.
 
     Raises:

@@ -17,15 +17,24 @@ from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import device_name
 from bayplan.fitted import bind
-from bayplan.planned import Circumstances
+from bayplan.planned import Circumstances, carried_out
+from bayplan.planner import Planner
 from bayplan.pricing import free_prices
 from bayplan.questions import Question
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.targets import resolve_target
-from bayplan.tracing import loss_bytes, resident_bytes, update_bytes
+from bayplan.tracing import loss_bytes, resident_bytes, trace_step, update_bytes
 
-__all__ = ["PEAK_TOLERANCE", "Run", "check_plan", "predicted_record", "question_of", "run_plan"]
+__all__ = [
+    "PEAK_TOLERANCE",
+    "Run",
+    "check_plan",
+    "check_run",
+    "predicted_record",
+    "question_of",
+    "run_plan",
+]
 
 PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has broken its plan
 OWN_BYTES = 64 << 10  # more, for what Python itself allocates in a step; about 45 KiB were seen
@@ -143,6 +152,19 @@ def check_plan(plan: Plan, question: Question) -> StepGraph:
             " model, batch, optimizer or precision differ. Plan this step anew"
         )
     return graph
+
+
+def check_run(plan: Plan, question: Question) -> None:
+    """Refuse a plan that could not be run; nothing is run, and nothing allocated.
+
+    Raises:
+        ForeignPlan: as `check_plan`, or the plan was edited into nonsense.
+    """
+    check_plan(plan, question)
+    assert plan.order is not None, "checked"
+    in_backward = plan.request is not None and plan.request.update_in_backward
+    planner = Planner(question, update_in_backward=in_backward)
+    carried_out(plan.order, trace_step(planner.step, replace(planner.around, prices=free_prices)))
 
 
 def run_plan(

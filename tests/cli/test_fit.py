@@ -362,6 +362,17 @@ def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_proj
     assert verdict_of(refused).planned is None
 
 
+def test_limit_may_be_a_share_of_the_plain_peak(bayplan, deep_project, check_refusal):
+    options = ("fit", "train:deep", "--device", "h100", "--time-limit", 1)
+    outcome = bayplan(*options, "--memory", "75%", "--json")
+    assert outcome.code == 0
+    verdict = verdict_of(outcome)
+    assert verdict.limit_bytes == int(0.75 * verdict.peak_bytes)
+    assert verdict.planned is not None
+    assert verdict.planned.peak_bytes <= verdict.limit_bytes
+    check_refusal(bayplan(*options, "--memory", "75%", "--max-batch"), 2, "limit in bytes")
+
+
 def test_limit_that_no_plan_reaches_is_told_the_smallest_that_has_one(bayplan, deep_project):
     options = ("fit", "train:deep", "--device", "h100", "--time-limit", 1, "--json")
     outcome = bayplan(*options, "--memory", "100KiB")

@@ -82,8 +82,10 @@ def test_plan_of_another_model_exits_5(bayplan, plan_file, target, check_refusal
     ids=["batch", "optimizer", "torch", "device", "no order", "cut", "index", "pack", "program"],
 )
 def test_plan_that_does_not_belong_exits_5(bayplan, edit_plan, changes, phrases, check_refusal):
-    outcome = bayplan("run", edit_plan(**changes), *TARGET, "--steps", 1, "-o", "run.json")
+    path = edit_plan(**changes)
+    outcome = bayplan("run", path, *TARGET, "--steps", 1, "-o", "run.json")
     check_refusal(outcome, 5, *phrases)
+    check_refusal(bayplan("run", path, *TARGET, "--dry-run"), 5, *phrases)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,9 @@ def test_plan_that_does_not_belong_exits_5(bayplan, edit_plan, changes, phrases,
         ({"order": {"peak_bytes": -1}}, ["peak_bytes is -1", "$.order"]),
         ({"order": {"seconds": "soon"}}, ["$.order.seconds"]),
         ({"predicted_seconds": -1.0}, ["predicted_seconds is -1"]),
+        ({"predicted_peak_bytes": [-1]}, ["predicted_peak_bytes[0] is -1"]),
+        ({"limit_bytes": 0}, ["limit_bytes is 0"]),
+        ({"gap": -0.5}, ["gap is -0.5"]),
         ({"actions": [["0X0"]]}, ["'0X0' is no action"]),
         ({"request": {"optimizer": "adamx"}}, ["no optimizer 'adamx'", "'adam'"]),
         ({"request": None}, ["`request` is missing"]),

@@ -83,12 +83,12 @@ def fit(
     json: Json = False,
 ) -> int:
     """Say whether a training step fits, why, how fast it will be, and which plan makes it fit."""
+    from bayplan.data.limit import Limit
     from bayplan.data.profile import Profile
-    from bayplan.data.units import parse_bytes
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import verdict_text
 
-    memory_bytes = None if memory is None else parse_bytes(memory)
+    limit = None if memory is None else Limit.parse(memory)
     given = None if profile is None else files.read(profile, Profile)
     question = question_about(
         target, batch=batch, device=device, cluster=cluster, optimizer=optimizer, autocast=autocast
@@ -106,8 +106,11 @@ def fit(
             time_limit_seconds=time_limit,
             on_progress=bar,
         )
+        memory_bytes = None if limit is None else limit.size_bytes
         if max_batch:
             return _print_largest(planner, memory_bytes, bar, json=json)
+        if limit is not None and memory_bytes is None:
+            memory_bytes = limit.of(planner.plain_peak_bytes)
         options = {"memory_bytes": memory_bytes, "profile": given, "use_cache": cache}
         verdict = answer(question, **options, planner=planner if plan else None, on_progress=bar)
     print(as_json(verdict) if json else verdict_text(verdict))
@@ -122,7 +125,7 @@ def _print_largest(
     from bayplan.reporting.plans import table_text
 
     if memory_bytes is None:
-        raise UsageError("--max-batch needs the limit; say it with --memory, like 8GiB")
+        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
     rows: list[LargestBatch] = []
     try:
         for row in largest_batches(planner, memory_bytes):

@@ -61,7 +61,7 @@ Memory = Annotated[
     str | None,
     Parameter(
         allow_leading_hyphen=True,  # so that -1GiB is told what is wrong with it
-        help="The limit, like 8GiB. Default: what the device has to give.",
+        help="The limit, like 8GiB or 40% (of the plain peak). Default: what the device can give.",
     ),
 ]
 Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]

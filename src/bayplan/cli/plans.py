@@ -157,11 +157,11 @@ def run(
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
     given = files.read(plan, Plan)
     check_output(output)
-    from bayplan.runner import check_plan, question_of, run_plan
+    from bayplan.runner import check_run, question_of, run_plan
 
     question = question_of(given, target=target)
-    check_plan(given, question)
     if dry_run:
+        check_run(given, question)
         print(f"would run {steps} steps: {plan_line(given)}")
         return ExitCode.DONE
     with ProgressBar() as bar:

@@ -153,6 +153,10 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameters: tuple[str, ...]
     size_bytes: int
 
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
+
 
 class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A value that is in memory at the peak, by the op and the module that made it."""
@@ -189,8 +193,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
         peak_moment: what sets the predicted peak.
-        gap: how much faster than predicted an optimal plan could be at most, as a share;
-            None where no bound is known.
+        gap: at most this share longer than the best schedule takes; None if unknown.
     """
 
     schema: str = "bayplan/plan"
@@ -217,6 +220,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"num_micro_batches is {self.num_micro_batches}, must be at least 1")
         if not (math.isfinite(self.predicted_seconds) and self.predicted_seconds >= 0):
             raise ValueError(f"predicted_seconds is {self.predicted_seconds}, must be 0 or more")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ValueError(f"limit_bytes is {self.limit_bytes}, must be at least 1")
+        if self.gap is not None and not (math.isfinite(self.gap) and self.gap >= 0):
+            raise ValueError(f"gap is {self.gap}, must be finite and 0 or more")
+        for device, peak_bytes in enumerate(self.predicted_peak_bytes):
+            if peak_bytes < 0:
+                raise ValueError(
+                    f"predicted_peak_bytes[{device}] is {peak_bytes}, must be 0 or more"
+                )
         if len(self.predicted_peak_bytes) != len(self.actions):
             raise ValueError(
                 f"{len(self.predicted_peak_bytes)} predicted peaks for {len(self.actions)} devices"

@@ -36,7 +36,13 @@ def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
             place=op.place,
             size_bytes=program.buffers[swap.buffer],
         )
-    places = {op.name: op.place for op in program.ops}
+    made_by = {op.name: op for op in program.ops}
     for name in order.packs:
         value = name.partition(":")[2]
-        yield Decision(value=value, choice=Choice.PACK, place=places.get(value, ""))
+        op = made_by.get(value)
+        yield Decision(
+            value=value,
+            choice=Choice.PACK,
+            place="" if op is None else op.place,
+            size_bytes=0 if op is None else sum(program.buffers[b] for b in op.writes),
+        )

@@ -37,7 +37,7 @@ def explanation_text(plan: Plan) -> str:
     limit = "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
     lines = [f"{plan.model}: {plan_line(plan)}", f"strategy {order.strategy}, {limit}"]
     if order.gap is not None:
-        lines.append(f"no schedule can be faster by more than {order.gap:.1%}")
+        lines.append(f"takes at most {order.gap:.1%} longer than the best schedule")
     if moment is not None:
         where = " ".join(filter(None, (moment.op, moment.place)))
         rows = [

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import fx
 
-from bayplan import torch_private
 from bayplan.api import granularity_of
 from bayplan.choosing import Within
 from bayplan.data.errors import UsageError
@@ -52,5 +51,4 @@ def bayplan(
         prices=partial(measured_prices, cache=cache),
         granularity_bytes=granularity_of(device_type),
     )
-    backend = PlannedBackend(Within(Limit.parse(memory), cache=cache), around)
-    return backend(module, torch_private.with_known_sizes(inputs))
+    return PlannedBackend(Within(Limit.parse(memory), cache=cache), around)(module, inputs)

@@ -47,7 +47,6 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
-    "with_known_sizes",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -150,20 +149,21 @@ def compile_joint(
 
     `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
     `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
+    Sizes that torch left open are taken as they are now.
     """
     # Here, for it takes a second to import and most commands never trace.
     from torch._functorch.aot_autograd import aot_module_simplified
 
     return aot_module_simplified(
         module,
-        inputs,
+        _with_known_sizes(inputs),
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
         partition_fn=partition,
     )
 
 
-def with_known_sizes(inputs: Sequence[Any]) -> list[Any]:
+def _with_known_sizes(inputs: Sequence[Any]) -> list[Any]:
     """Examples of a graph's inputs in which sizes that torch left open have their present values.
 
     To ask an open size for its value is to promise that it stays: another one is compiled anew.

@@ -170,6 +170,9 @@ class _Exhaustive:
             made = program.outputs.intersection(op.writes)
             self.kept_until.append(self.kept_until[-1] + self.size(made))
 
+        forward = program.ops[: program.first_backward]
+        self.from_forward = frozenset(buffer for op in forward for buffer in op.writes)
+
     def size(self, buffers) -> int:
         return sum(self.program.buffers[buffer] for buffer in buffers)
 
@@ -201,9 +204,11 @@ class _Exhaustive:
             if (is_repeat and not op.can_repeat) or not needed <= copies:
                 continue
             made = frozenset(op.writes) - (frozenset() if is_repeat else self.program.outputs)
-            now_renewed = renewed | (made & self.program.outputs)
+            now_renewed = renewed | made if is_repeat else renewed
             last = following + (not is_repeat)
-            taken_over = [None, *(b for b in op.takes_over if b in needed)]
+            is_backward = following >= self.program.first_backward
+            handed = self.from_forward - renewed if is_backward else frozenset()
+            taken_over = [None, *(b for b in op.takes_over if b in needed - handed)]
             for taken in taken_over:
                 saved = 0 if taken is None else self.program.buffers[taken]
                 fixed = self.kept_until[last] + self.size(made) + op.workspace_bytes - saved

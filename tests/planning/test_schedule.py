@@ -52,6 +52,18 @@ def test_living_input_is_not_taken_over():
     assert replay.taken_over == (None, None, None)
 
 
+def test_what_forward_made_is_not_taken_over_in_backward():
+    ops = (
+        Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
+        Op(name="relu", reads=(1,), writes=(2,), seconds=1.0, takes_over=(1,)),
+        Op(name="b", reads=(2,), writes=(3,), seconds=1.0),
+    )
+    program = Program(buffers=(1, 8, 8, 2), ops=ops, first_backward=2, inputs=frozenset({0}))
+    # Forward's own copy may be read by a second backward; one that a repeat made may not.
+    assert replay_schedule(program, (0, 1, 1, 2)).taken_over == (None, None, None, None)
+    assert replay_schedule(program, (0, 1, 0, 1, 2)).taken_over == (None, 1, None, 1, None)
+
+
 def test_repeated_output_is_a_temporary_copy():
     ops = (
         Op(name="norm", reads=(0,), writes=(1, 2), seconds=1.0),
@@ -102,7 +114,15 @@ def forward_replay(program: Program, schedule: tuple[int, ...]) -> list[int]:
     totals = []
     for step, op in enumerate(executions):
         alive = [copy for copy in copies if copy[1] <= step and (copy[2] >= step or copy[3])]
-        dying = {copy[0] for copy in alive if copy[2] == step and copy[1] < step and not copy[3]}
+        dying = {
+            copy[0]
+            for copy in alive
+            if copy[2] == step
+            and copy[1] < step
+            and not copy[3]
+            # What forward made, backward leaves as it is.
+            and (copy[1] >= program.first_backward or step < program.first_backward)
+        }
         saved = program.buffers[op.writes[0]] if dying & set(op.takes_over) else 0
         held = sum(program.buffers[copy[0]] for copy in alive)
         totals.append(program.always_bytes + held + op.workspace_bytes - saved)

@@ -34,7 +34,7 @@ typedef struct {
     /* scratch */
     uint8_t *is_there;              /* per buffer: the generator may read it */
     uint8_t *is_live;               /* per buffer, all zero between calls */
-    int32_t *copies;                /* per buffer, all zero between calls: repeats of outputs */
+    int32_t *copies;                /* per buffer, all zero between calls: made by repeats */
     int32_t *gap;                   /* per buffer: the gap it is in */
     int32_t *stamp;                 /* per op, all -1 between generator calls */
     int32_t *cone, *stack;          /* per op */
@@ -150,7 +150,7 @@ static void simulate(const Program *p, int32_t length, int64_t limit, Trace *tra
         if (p->is_repeat[s]) {
             int32_t j = p->schedule[s];
             for (int32_t w = again->writes_start[j]; w < again->writes_start[j + 1]; w++)
-                if (p->kind[again->writes[w]] == OUTPUT) p->copies[again->writes[w]]++;
+                p->copies[again->writes[w]]++;
         }
     for (int32_t s = length - 1; s >= 0; s--) {
         int32_t op = s < p->first_backward ? s : p->schedule[s];
@@ -161,10 +161,8 @@ static void simulate(const Program *p, int32_t length, int64_t limit, Trace *tra
             int32_t buffer = form->writes[w];
             int64_t size = p->bytes[buffer];
             gone += size;
-            if (p->kind[buffer] == OUTPUT) {
-                if (!is_repeat) continue;
-                p->copies[buffer]--;
-            }
+            if (is_repeat) p->copies[buffer]--;
+            else if (p->kind[buffer] == OUTPUT) continue;
             if (!p->is_live[buffer]) {
                 live += size;
             } else if (trace) {
@@ -175,7 +173,10 @@ static void simulate(const Program *p, int32_t length, int64_t limit, Trace *tra
         }
         for (int32_t k = form->takes_start[op]; k < form->takes_start[op + 1]; k++) {
             int32_t buffer = form->takes[k];
-            if (!p->is_live[buffer] && (p->kind[buffer] == FREE || p->copies[buffer])) {
+            /* What forward handed to backward stays as it is: it may be read a second time. */
+            int is_handed = s >= p->first_backward && p->producer[buffer] < p->first_backward;
+            int is_own = p->kind[buffer] == FREE && !is_handed;
+            if (!p->is_live[buffer] && (is_own || p->copies[buffer])) {
                 saved = p->bytes[buffer];
                 break;
             }

@@ -89,6 +89,7 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
         (12, 16)
     """
     buffers, executions = program.buffers, list(program.executions(schedule))
+    first = program.first_backward
     is_first = _first_executions(schedule)
     num_copies = [0] * len(buffers)
     for op in executions:
@@ -116,7 +117,13 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
                 is_live[buffer] = True
                 live += buffers[buffer]
                 released.append(buffer)
-        taken.append(next((buffer for buffer in op.takes_over if buffer in released), None))
+        # What forward handed to backward stays as it is: it may be read a second time.
+        own = (
+            buffer
+            for buffer in op.takes_over
+            if step < first or program.producers[buffer] >= first or num_copies[buffer] > 1
+        )
+        taken.append(next((buffer for buffer in own if buffer in released), None))
         saved = buffers[op.writes[0]] if taken[-1] is not None else 0
         totals.append(live + op.workspace_bytes - saved)
         releases.append(tuple(buffer for buffer in released if buffer != taken[-1]))

@@ -157,8 +157,6 @@ def build_transformer(name: str):
     settings, batch = TRANSFORMERS[name]
     model_class = getattr(transformers, name)
     model = model_class(model_class.config_class(vocab_size=VOCABULARY, **settings))
-    # GPT-2 has no loss by name: its forward would log that, which torch cannot trace.
-    model.loss_type = model.loss_type or "ForCausalLM"
     # Else the first forward finds it out and changes the config, and the second is traced anew.
     model.config.problem_type = "single_label_classification"
     return model, batch(), None

@@ -1,6 +1,7 @@
 """Torch's private names, one by one: what we rely on, so that a new release breaks here first."""
 
 import gc
+import logging
 import subprocess
 import sys
 import weakref
@@ -70,6 +71,18 @@ def test_tensor_that_cannot_be_faked_raises_unsupported_fake_tensor():
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
     with pytest.raises(torch_private.UnsupportedFakeTensorException):
         torch_private.FakeTensorMode().from_tensor(quantized)
+
+
+def test_forward_that_logs_is_compiled_as_one_graph():
+    torch_private.ignore_logging()
+    logger = logging.getLogger("some")
+
+    def forward(x):
+        logger.warning("once more")
+        return x.sin()
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())
 
 
 def test_faking_is_noticed_and_left_for_a_while():

@@ -3,6 +3,7 @@
 Each name has a test of its own in `tests/test_torch_private.py` that says what we rely on.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,7 @@ __all__ = [
     "current_backward_sequence",
     "fake_mode_of",
     "has_gradient_hooks",
+    "ignore_logging",
     "is_bookkeeping",
     "is_faking",
     "is_tangent",
@@ -161,6 +163,20 @@ def compile_joint(
         bw_compiler=compile_graph,
         partition_fn=partition,
     )
+
+
+def ignore_logging() -> None:
+    """Let models that log in their forward be compiled as one graph, which then logs nothing.
+
+    For the process: torch has no setting for one model.
+    """
+    from torch._dynamo import config
+
+    words = ("critical", "debug", "error", "exception", "info", "log", "warn", "warning")
+    methods = (
+        method for name, method in vars(logging.Logger).items() if name.startswith(words)
+    )  # transformers adds `warning_once`
+    config.ignore_logging_functions = {*config.ignore_logging_functions, *methods}
 
 
 def _with_known_sizes(inputs: Sequence[Any]) -> list[Any]:

@@ -88,6 +88,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
         "recompile_limit": _MOST_GRAPHS,
         "isolate_recompiles": True,
     }
+    torch_private.ignore_logging()
     if type(model).forward.__module__.startswith("torch."):
         # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
         model._compiled_call_impl = torch.compile(MethodType(_call, model), **options)

@@ -19,6 +19,7 @@ from bayplan.profiling.measure import clock_function
 from bayplan.profiling.operator_cache import kept_prices
 from bayplan.profiling.roofline import derive_profile
 from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of
+from bayplan.profiling.watching import NodeWatch
 
 __all__ = [
     "OutsideWatch",
@@ -87,7 +88,7 @@ def scaled_prices(
         yield price
 
 
-class OutsideWatch(torch_private.TorchDispatchMode):
+class OutsideWatch(NodeWatch):
     """Follows a step on fake tensors and prices some of its nodes here.
 
     Attributes:
@@ -95,23 +96,13 @@ class OutsideWatch(torch_private.TorchDispatchMode):
     """
 
     def __init__(self, nodes: Collection[int], costs: OperatorCosts) -> None:
-        super().__init__()
+        super().__init__(nodes)
         self.seconds = 0.0
-        self._nodes, self._costs, self._index = nodes, costs, 0
+        self._costs = costs
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not torch_private.is_bookkeeping(func):
-            if self._index in self._nodes:
-                self.seconds += self._costs.price(func, args, kwargs)[0]
-            self._index += 1
-        return func(*args, **kwargs)
+    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the price of one."""
+        self.seconds += self._costs.price(func, args, kwargs)[0]
 
 
 @contextmanager

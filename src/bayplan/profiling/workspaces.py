@@ -17,6 +17,7 @@ from bayplan.data.graph import StepGraph
 from bayplan.data.units import round_up
 from bayplan.devices.meters import MemoryMeter
 from bayplan.profiling.signatures import made_up
+from bayplan.profiling.watching import NodeWatch
 from bayplan.simulating.memory import replay_memory
 
 __all__ = ["WorkspaceWatch", "nodes_that_may_set_the_peak"]
@@ -41,7 +42,7 @@ def nodes_that_may_set_the_peak(
     )
 
 
-class WorkspaceWatch(torch_private.TorchDispatchMode):
+class WorkspaceWatch(NodeWatch):
     """Follows a step on fake tensors and runs the chosen nodes' operators for real.
 
     Attributes:
@@ -56,30 +57,19 @@ class WorkspaceWatch(torch_private.TorchDispatchMode):
         meter: MemoryMeter,
         granularity_bytes: int,
     ) -> None:
-        super().__init__()
+        super().__init__(nodes)
         self.found: dict[int, int] = {}
-        self._nodes, self._meter = nodes, meter
-        self._index = 0
+        self._meter = meter
         self._born_bytes = [0] * len(graph.nodes)
         for storage in graph.storages:
             if storage.born is not None:
                 size_bytes = round_up(storage.size_bytes, granularity_bytes)
                 self._born_bytes[storage.born] += size_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not torch_private.is_bookkeeping(func):
-            if self._index in self._nodes:
-                grown_bytes = self._run(func, args, kwargs)
-                self.found[self._index] = max(0, grown_bytes - self._born_bytes[self._index])
-            self._index += 1
-        return func(*args, **kwargs)
+    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run one for real."""
+        grown_bytes = self._run(func, args, kwargs)
+        self.found[index] = max(0, grown_bytes - self._born_bytes[index])
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         with torch_private.outside_tracing(), torch.no_grad():

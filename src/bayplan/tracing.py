@@ -72,6 +72,7 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
             if torch_private.compile_fault(fault) is not stop:
                 raise untraceable(fault) from fault
     assert stop.traced is not None, "a model with parameters to train is traced with its backward"
+    stop.__traceback__ = None  # its frames hold the model and all that torch made of it
     return stop.traced
 
 

@@ -6,6 +6,7 @@ of them take turns in one process. Peaks are live malloc bytes over the step's s
 processor time as multiples of the plain steps right before and after, one thread.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -51,10 +52,10 @@ COLUMNS = (
 def main() -> None:
     parser = options(__doc__ or "")
     known = {**MODELS, **QUICK_MODELS}
-    parser.add_argument("--models", nargs="*", choices=list(known), help="only these")
+    parser.add_argument("--models", nargs="*", choices=list(known), help="these anew")
     parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
     parser.add_argument("--seconds", type=float, default=40.0, help="to plan a model's curve")
-    parser.add_argument("--no-deep", action="store_true", help="leave the planning times out")
+    parser.add_argument("--no-deep", action="store_true", help="leave planning times out")
     arguments = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -65,12 +66,13 @@ def main() -> None:
         settings = {"rounds": 1, "seconds": 2.0, "methods": QUICK_PEERS}
     folder = Path(__file__).parent / "results"
     partial = (folder / "quick" if arguments.quick else folder) / "partial.json"
-    result: dict[str, Any] = {"rows": [], "failures": [], "planning": []}
+    result = _of_other_models(folder / "latest.json", arguments)
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
             _compare(name, known[name], result, cache=Path(cache), **settings)
+            result["runs"][name] = {"rounds": settings["rounds"], "options": sys.argv[1:]}
             _keep(result, partial)
-        for name in () if arguments.quick or arguments.no_deep else DEEP:
+        for name in () if arguments.quick or arguments.no_deep or arguments.models else DEEP:
             result["planning"].append(planning_times(name, cache=Path(cache)))
             say("planning {model}: {planning_seconds:.1f} s".format(**result["planning"][-1]))
             _keep(result, partial)
@@ -79,6 +81,17 @@ def main() -> None:
         say(json.dumps(result["claims"], indent=1))
         finish(__file__, result, columns=COLUMNS, arguments=arguments)
         partial.unlink(missing_ok=True)
+
+
+def _of_other_models(latest: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where only some models are run, what is known of the others."""
+    result: dict[str, Any] = {"rows": [], "failures": [], "planning": [], "runs": {}}
+    if arguments.models and not arguments.quick and latest.exists():
+        before = json.loads(latest.read_text())
+        for kind in ("rows", "failures"):
+            result[kind] = [row for row in before[kind] if row["model"] not in arguments.models]
+        result["planning"], result["runs"] = before["planning"], before["runs"]
+    return result
 
 
 def _compare(

@@ -2,8 +2,8 @@
 
 First as predicted for the report's batch of 32 on a GPU, with ours held a hundredth below the
 smaller peak of checkpointing and hybrid; then measured here at a batch that fits; then the largest
-batch of ResNet-50 in the report's 7606 MB. Swaps wait for a disk here, which processor time does not show:
-`wall_ratio` does.
+batch of ResNet-50 in the report's 7606 MB. Swaps wait for a disk here, which processor time does
+not show: `wall_ratio` does.
 """
 
 import sys

@@ -62,8 +62,8 @@ _RESNET = ("layer1", "layer2", "layer3", "layer4")
 _INCEPTION = ("stem", "inception_a", "inception_b", "inception_c")
 
 MODELS: dict[str, Case] = {
-    "resnet50": _images("resnet50", 28, 128, *_RESNET),
-    "resnet152": _images("resnet152", 14, 128, *_RESNET),
+    "resnet50": _images("resnet50", 32, 128, *_RESNET),
+    "resnet152": _images("resnet152", 16, 128, *_RESNET),
     "vgg16": _images("vgg16", 16, 160, "features"),
     "inception_v4": _images("inception_v4", 8, 203, *_INCEPTION),
     "gpt": _gpt(16, 256, num_layers=12, num_heads=4, width=256, vocabulary=1000),

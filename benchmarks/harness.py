@@ -12,7 +12,7 @@ import torch
 
 from bayplan.devices.machine import describe_machine
 
-__all__ = ["finish", "keep_freed_memory", "options", "say"]
+__all__ = ["finish", "keep_freed_memory", "known_of_others", "options", "say"]
 
 # glibc: no block straight from the system, and none given back.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -40,6 +40,17 @@ def keep_freed_memory() -> None:
 def say(*words: object) -> None:
     """Progress goes to stderr, results to stdout."""
     print(*words, file=sys.stderr, flush=True)
+
+
+def known_of_others(script: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where only some models are run anew, what the last full run tells of the others."""
+    latest = Path(script).parent / "results" / "latest.json"
+    if arguments.quick or not arguments.models or not latest.exists():
+        return {}
+    before = json.loads(latest.read_text())
+    for rows in (found for found in before.values() if isinstance(found, list)):
+        rows[:] = [row for row in rows if row["model"] not in arguments.models]
+    return before
 
 
 def finish(

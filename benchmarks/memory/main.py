@@ -6,7 +6,6 @@ of them take turns in one process. Peaks are live malloc bytes over the step's s
 processor time as multiples of the plain steps right before and after, one thread.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from bayplan.devices.meters import open_meter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, keep_freed_memory, options, say
+from harness import finish, keep_freed_memory, known_of_others, options, say
 from memory.claims import claims
 from memory.contest import Contest, Contestant
 from memory.models import MODELS, QUICK_MODELS, Case
@@ -66,14 +65,16 @@ def main() -> None:
         settings = {"rounds": 1, "seconds": 2.0, "methods": QUICK_PEERS}
     folder = Path(__file__).parent / "results"
     partial = (folder / "quick" if arguments.quick else folder) / "partial.json"
-    result = _of_other_models(folder / "latest.json", arguments)
+    result: dict[str, Any] = {"rows": [], "failures": [], "planning": [], "runs": {}}
+    result |= known_of_others(__file__, arguments)
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
             _compare(name, known[name], result, cache=Path(cache), **settings)
             result["runs"][name] = {"rounds": settings["rounds"], "options": sys.argv[1:]}
             _keep(result, partial)
         deep = () if arguments.quick or arguments.no_deep else DEEP
-        result["planning"] = [] if deep else result["planning"]
+        if deep:
+            result["planning"].clear()
         for name in deep:
             result["planning"].append(planning_times(name, cache=Path(cache)))
             say("planning {model}: {planning_seconds:.1f} s".format(**result["planning"][-1]))
@@ -83,17 +84,6 @@ def main() -> None:
         say(json.dumps(result["claims"], indent=1))
         finish(__file__, result, columns=COLUMNS, arguments=arguments)
         partial.unlink(missing_ok=True)
-
-
-def _of_other_models(latest: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where only some models are run, what is known of the others."""
-    result: dict[str, Any] = {"rows": [], "failures": [], "planning": [], "runs": {}}
-    if arguments.models and not arguments.quick and latest.exists():
-        before = json.loads(latest.read_text())
-        for kind in ("rows", "failures"):
-            result[kind] = [row for row in before[kind] if row["model"] not in arguments.models]
-        result["planning"], result["runs"] = before["planning"], before["runs"]
-    return result
 
 
 def _compare(

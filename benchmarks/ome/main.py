@@ -17,7 +17,7 @@ from torch import _dynamo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, keep_freed_memory, options, say
+from harness import finish, keep_freed_memory, known_of_others, options, say
 from ome.measured import measured_rows
 from ome.predicted import largest_batches, predicted_rows
 from ome.report import REPORTED
@@ -36,13 +36,14 @@ COLUMNS = (
     "wall_ratio",
     "report_seconds",
 )
-IMAGES = {"inception_v4": (4, 139)}  # batch and size of what is measured
+# Batch and size of what is measured; the shallow ones need more for activations to count.
+IMAGES = {"resnet18": (32, 128), "resnet34": (32, 128), "inception_v4": (4, 139)}
 DEFAULT_IMAGES = (16, 96)
 
 
 def main() -> None:
     parser = options(__doc__ or "")
-    parser.add_argument("--models", nargs="*", choices=list(REPORTED), help="only these")
+    parser.add_argument("--models", nargs="*", choices=list(REPORTED), help="these anew")
     parser.add_argument("--rounds", type=int, default=2, help="turns of all strategies")
     parser.add_argument("--seconds", type=float, default=10.0, help="to plan each step")
     arguments = parser.parse_args()
@@ -50,7 +51,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Every strategy is another version of one model's code, and all of them are alive.
     _dynamo.config.recompile_limit = 100
-    result: dict[str, Any] = {"rows": [], "largest_batches": []}
+    result: dict[str, Any] = {"rows": [], "largest_batches": [], "runs": {}}
+    result |= known_of_others(__file__, arguments)
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         if arguments.quick:
             _quick(result, Path(cache))
@@ -87,6 +89,7 @@ def _full(result: dict[str, Any], cache: Path, names: list[str], arguments: Any)
             rounds=arguments.rounds,
         )
         _add(result, rows)
+        result["runs"][name] = sys.argv[1:]
     if "resnet50" in names:
         for found in largest_batches("resnet50", cache=cache):
             say("resnet50, {strategy}: largest batch {largest_batch}".format(**found))

@@ -10,7 +10,7 @@ import torch
 from memory.contest import Contest, Contestant
 
 from bayplan.api import granularity_of
-from bayplan.choosing import Within, as_planned, order_of
+from bayplan.choosing import Within, as_planned, limit_for, order_of, planned_bytes
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.limit import Limit
 from bayplan.data.order import StepOrder
@@ -62,10 +62,12 @@ class Ours:
         start_bytes = program.always_bytes
         floor = smallest_peak(program, time_limit_seconds=seconds / 8, cache_dir=self.cache)
         limits = [start_bytes + limit_bytes for limit_bytes in limits_bytes]
+        # What the floor missed, the curve may still reach.
+        limit_of = {planned_bytes(limit): limit for limit in (*limits, limit_for(floor.peak_bytes))}
         found = dict(
             pareto(
                 program,
-                {*limits, floor.peak_bytes},  # what the floor missed, the curve may still reach
+                limit_of,
                 starts=[floor.schedule],
                 time_limit_seconds=seconds * 7 / 8,
                 cache_dir=self.cache,
@@ -73,14 +75,14 @@ class Ours:
         )
         self.planning_seconds += time.perf_counter() - started
         return {
-            limit - start_bytes: order_of(
+            limit_of[within_bytes] - start_bytes: order_of(
                 program,
                 Arrangement(planned.schedule),
                 strategy="auto",
                 plain_peak_bytes=start_bytes + self.plain_peak_bytes,
                 plain_seconds=program.plain_seconds,
             )
-            for limit, planned in found.items()
+            for within_bytes, planned in found.items()
         }
 
     def packed(

@@ -24,7 +24,15 @@ from bayplan.planning.search import plan_schedule
 from bayplan.planning.strategies import Strategy
 from bayplan.planning.swaps import Arrangement, Tier, choose_swaps, lane_seconds
 
-__all__ = ["Within", "as_planned", "by_strategy", "order_of", "pack_variants"]
+__all__ = [
+    "Within",
+    "as_planned",
+    "by_strategy",
+    "limit_for",
+    "order_of",
+    "pack_variants",
+    "planned_bytes",
+]
 
 AUTO = "auto"
 # Left free where that is possible, as a share of the limit: Python's objects and other small things
@@ -71,7 +79,7 @@ class Within:
         if order is None:
             compile_inner_loop(self.cache)
             try:
-                order = self._search(traced, int(limit_bytes * (1 - _MARGIN)), known)
+                order = self._search(traced, planned_bytes(limit_bytes), known)
             except DoesNotFit:
                 order = self._search(traced, limit_bytes, known)
             kept.write(order)
@@ -137,6 +145,21 @@ class Within:
         settings = (limit_bytes, self.time_limit_seconds, self.may_pack, self.tier)
         parts = (program.fingerprint, *settings, *sorted(describe_machine().items()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def planned_bytes(limit_bytes: int) -> int:
+    """What a plan may promise to use of a limit."""
+    return int(limit_bytes * (1 - _MARGIN))
+
+
+def limit_for(peak_bytes: int) -> int:
+    """A limit that a plan with this peak may promise to keep.
+
+    Example:
+        >>> planned_bytes(limit_for(12345)) >= 12345
+        True
+    """
+    return math.ceil(peak_bytes / (1 - _MARGIN)) + 1
 
 
 def by_strategy(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from bayplan.choosing import limit_for
 from bayplan.data import files
 from bayplan.data.errors import FileFault
 from bayplan.data.limit import Limit
@@ -36,7 +37,7 @@ def write_curve(
         raise FileFault(f"cannot make the folder {folder}: {fault.strerror}") from None
     plain_bytes = planner.plain_peak_bytes
     smallest = planner.smallest(time_limit_seconds=time_limit_seconds / 4)
-    floor_bytes = min(planned.peak_bytes for planned in smallest.values())
+    floor_bytes = limit_for(min(planned.peak_bytes for planned in smallest.values()))
     name_of: dict[int, str] = {floor_bytes: "floor"}
     for percent in range(_STEP_PERCENT, 101, _STEP_PERCENT):
         limit_bytes = Limit(share=percent / 100).of(plain_bytes)

@@ -10,7 +10,7 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.step import follow_step
-from bayplan.choosing import Within, by_strategy, order_of, pack_variants
+from bayplan.choosing import Within, by_strategy, order_of, pack_variants, planned_bytes
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.limit import Limit
@@ -21,6 +21,7 @@ from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planned import Circumstances, TracedStep, arrangement_of
 from bayplan.planning.decisions import decisions_of
 from bayplan.planning.moment import peak_moment
+from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.search import Planned, pareto, smallest_peak
 from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
 from bayplan.planning.swaps import Arrangement, Tier
@@ -244,18 +245,25 @@ class Planner:
         """
         starts, variants = starts or {}, self._variants
         best: dict[int, StepOrder] = {}
-        plain_seconds = self.traced.with_packs().program.plain_seconds
+        plain = self.traced.with_packs().program
+        plain_seconds = plain.plain_seconds
+        plain_bytes = replay_schedule(plain, plain_schedule(plain)).peak_bytes
+        limit_of = {
+            limit_bytes if plain_bytes <= limit_bytes else planned_bytes(limit_bytes): limit_bytes
+            for limit_bytes in limits_bytes
+        }
         for number, packs in enumerate(variants):
             program = self.traced.with_packs(packs).program
             seconds = time_limit_seconds / len(variants)
             found = pareto(
                 program,
-                limits_bytes,
+                limit_of,
                 time_limit_seconds=seconds,
                 starts=[starts[packs].schedule] if packs in starts else [],
                 cache_dir=self.cache,
             )
-            for limit_bytes, planned in found:
+            for within_bytes, planned in found:
+                limit_bytes = limit_of[within_bytes]
                 self.on_progress("planning the curve", number, len(variants))
                 known = best.get(limit_bytes)
                 if known is not None and known.seconds <= planned.seconds:

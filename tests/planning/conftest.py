@@ -172,6 +172,9 @@ class _Exhaustive:
 
         forward = program.ops[: program.first_backward]
         self.from_forward = frozenset(buffer for op in forward for buffer in op.writes)
+        # Where it makes a difference whether a copy is the first: fewer states to visit.
+        takeable = frozenset(buffer for op in program.ops for buffer in op.takes_over)
+        self.matters = program.outputs | takeable
 
     def size(self, buffers) -> int:
         return sum(self.program.buffers[buffer] for buffer in buffers)
@@ -204,7 +207,7 @@ class _Exhaustive:
             if (is_repeat and not op.can_repeat) or not needed <= copies:
                 continue
             made = frozenset(op.writes) - (frozenset() if is_repeat else self.program.outputs)
-            now_renewed = renewed | made if is_repeat else renewed
+            now_renewed = renewed | (made & self.matters) if is_repeat else renewed
             last = following + (not is_repeat)
             is_backward = following >= self.program.first_backward
             handed = self.from_forward - renewed if is_backward else frozenset()

@@ -1,4 +1,4 @@
-"""Torch's private names about compiling: what we rely on, so that a new release breaks here first."""
+"""Torch's private names about compiling: what we rely on, so that releases break here first."""
 
 import logging
 import subprocess

@@ -1,6 +1,6 @@
 """Every use of torch's private names, in one file, so that a new release breaks in one place.
 
-Each name has a test of its own in `tests/test_torch_private.py` that says what we rely on.
+Each name has a test of its own in `tests/test_torch_private*.py` that says what we rely on.
 """
 
 import logging

@@ -17,14 +17,7 @@ from bayplan.planned import Circumstances, Decide, PlannedBackend
 from bayplan.pricing import measured_prices
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import (
-    compile_whole,
-    loss_bytes,
-    plain_peak_bytes,
-    resident_bytes,
-    untraceable,
-    update_bytes,
-)
+from bayplan.tracing import circumstances_of, compile_whole, plain_peak_bytes, untraceable
 from bayplan.training import Batch, LossFunction, TrainingStep, call_model, split_batch
 
 __all__ = ["bind", "fit"]
@@ -99,11 +92,10 @@ def fit(
         may_pack=pack,
         on_progress=on_progress,
     )
-    around = Circumstances(
+    around = circumstances_of(
+        step,
+        graph,
         prices=partial(measured_prices, cache=cache_directory()),
-        resident_bytes=resident_bytes(graph),
-        update_bytes=update_bytes(graph, granularity_bytes=granularity_bytes),
-        loss_bytes=loss_bytes(step),
         granularity_bytes=granularity_bytes,
         updates=updates,
     )

@@ -37,14 +37,7 @@ from bayplan.questions import Question
 from bayplan.running.joint import name_of_repeat
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
-from bayplan.tracing import (
-    loss_bytes,
-    outside_nodes,
-    plain_peak_bytes,
-    resident_bytes,
-    trace_step,
-    update_bytes,
-)
+from bayplan.tracing import circumstances_of, outside_nodes, plain_peak_bytes, trace_step
 from bayplan.training import TrainingStep
 
 __all__ = ["ASSUMED_TIER", "STRATEGIES", "Planner", "strategy_named"]
@@ -131,11 +124,10 @@ class Planner:
     @cached_property
     def around(self) -> Circumstances:
         """What counts beside the traced graph."""
-        return Circumstances(
+        return circumstances_of(
+            self.step,
+            self.graph,
             prices=self._prices,
-            resident_bytes=resident_bytes(self.graph),
-            update_bytes=update_bytes(self.graph, granularity_bytes=self.granularity_bytes),
-            loss_bytes=loss_bytes(self.step),
             granularity_bytes=self.granularity_bytes,
             updates=self._updates(),
         )

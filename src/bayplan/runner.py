@@ -17,14 +17,14 @@ from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import device_name
 from bayplan.fitted import bind
-from bayplan.planned import Circumstances, carried_out
+from bayplan.planned import carried_out
 from bayplan.planner import Planner
 from bayplan.pricing import free_prices
 from bayplan.questions import Question
 from bayplan.running.optimizers import ParameterUpdates
 from bayplan.swap_space import SwapSpace
 from bayplan.targets import resolve_target
-from bayplan.tracing import loss_bytes, resident_bytes, trace_step, update_bytes
+from bayplan.tracing import circumstances_of, trace_step
 
 __all__ = [
     "PEAK_TOLERANCE",
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has broken its plan
-OWN_BYTES = 64 << 10  # more, for what Python itself allocates in a step; about 45 KiB were seen
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Run:
         measured, predicted = self.measured.steady_peak_bytes, self.predicted.peak_bytes
         beside = measured - predicted
         numbers = f"peak is {format_bytes(measured)}, predicted was {format_bytes(predicted)}"
-        if plan.limit_bytes is not None and measured > plan.limit_bytes + OWN_BYTES:
+        if plan.limit_bytes is not None and measured > plan.limit_bytes * (1 + PEAK_TOLERANCE):
             change = f"something beside the step takes {format_bytes(max(beside, 0))}"
             if 0 < beside < plan.limit_bytes:
                 change += f"; plan with a limit of {format_bytes(plan.limit_bytes - beside)}"
@@ -71,7 +70,7 @@ class Run:
                 f"the run's {numbers}, above the limit of {format_bytes(plan.limit_bytes)};"
                 f" {change}"
             )
-        tolerance_bytes = PEAK_TOLERANCE * predicted + OWN_BYTES
+        tolerance_bytes = PEAK_TOLERANCE * predicted
         if beside > tolerance_bytes:
             raise PlanBroken(
                 f"the run's {numbers}; something beside the step takes {format_bytes(beside)}, or"
@@ -194,21 +193,17 @@ def run_plan(
     graph = check_plan(plan, question)
     assert plan.order is not None, "checked"
     # Before the model is built: the target's builder runs for this too, and may set the seed.
-    beside_bytes = loss_bytes(question.without_memory())
+    around = circumstances_of(
+        question.without_memory(),
+        graph,
+        prices=free_prices,
+        granularity_bytes=granularity_of("cpu"),
+    )
     step = question.build()
-    updates = None
     if plan.request is not None and plan.request.update_in_backward:
         if step.optimizer is None:
             raise ForeignPlan("the plan updates in backward, but names no optimizer")
-        updates = ParameterUpdates.of(step.model, step.optimizer)
-    around = Circumstances(
-        prices=free_prices,
-        resident_bytes=resident_bytes(graph),
-        update_bytes=update_bytes(graph, granularity_bytes=granularity_of("cpu")),
-        loss_bytes=beside_bytes,
-        granularity_bytes=granularity_of("cpu"),
-        updates=updates,
-    )
+        around = replace(around, updates=ParameterUpdates.of(step.model, step.optimizer))
     bind(replace(step, optimizer=None), as_planned(plan.order), around, space=space)
     losses: list[float] = []
     with explained():

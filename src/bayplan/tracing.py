@@ -6,6 +6,7 @@ well, for it counts: the optimizer's state, and the loss between forward and bac
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -23,11 +24,14 @@ from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.units import round_up
 from bayplan.devices.meters import open_meter
 from bayplan.planned import Circumstances, TracedStep
+from bayplan.pricing import Price
 from bayplan.profiling.workspaces import WorkspaceWatch
+from bayplan.running.optimizers import ParameterUpdates
 from bayplan.simulating.memory import replay_memory
 from bayplan.training import TrainingStep, call_model, split_batch
 
 __all__ = [
+    "circumstances_of",
     "compile_whole",
     "loss_bytes",
     "outside_nodes",
@@ -115,6 +119,33 @@ def untraceable(fault: Exception) -> BayplanError:
         return inner
     return CaptureError(
         f"torch cannot trace the model's forward as one graph, which planning needs: {fault}"
+    )
+
+
+def circumstances_of(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    prices: Callable[[torch.device], AbstractContextManager[Price]],
+    granularity_bytes: int,
+    updates: ParameterUpdates | None = None,
+) -> Circumstances:
+    """What counts beside the traced graph of a captured step.
+
+    Args:
+        step: the model and its loss; the optimizer is in the graph.
+        graph: the whole step.
+        prices: makes the function that prices operators, for a device.
+        granularity_bytes: the allocator's rounding.
+        updates: of the parameters to update in backward.
+    """
+    return Circumstances(
+        prices=prices,
+        resident_bytes=resident_bytes(graph),
+        loss_bytes=loss_bytes(step),
+        update_bytes=update_bytes(graph, granularity_bytes=granularity_bytes),
+        granularity_bytes=granularity_bytes,
+        updates=updates,
     )
 
 

@@ -134,7 +134,8 @@ def test_run_above_its_promise_exits_4_with_both_numbers(bayplan, plan_file, edi
 
 
 def test_plan_that_swaps_needs_a_directory(bayplan, deep_project, check_refusal, tmp_path):
-    options = ("--strategy", "swap", "-o", "swap.json")
+    # So large that what Python itself allocates, some tens of KiB, is no hundredth of the peak.
+    options = ("--batch", 16384, "--strategy", "swap", "-o", "swap.json")
     assert bayplan("plan", "train:deep", *options).code == 0
     check_refusal(bayplan("run", "swap.json", *TARGET), 2, "the plan swaps", "--swap-dir")
     options = ("--steps", 1, "--swap-dir", tmp_path, "--json")

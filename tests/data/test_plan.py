@@ -1,56 +1,15 @@
-import contextlib
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data import files
-from bayplan.data.plan import Action, ActionKind, Choice, Decision, Plan, Stage
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.plan import Choice, Decision, Plan, Stage
 
 replace = msgspec.structs.replace
 NUMBERS = st.integers(0, 10**6)
 ACTIONS = st.builds(Action, NUMBERS, st.sampled_from(ActionKind), NUMBERS)
-
-
-# Actions.
-
-
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
-        ("2F0", Action(2, ActionKind.FORWARD, 0)),
-        ("0B12", Action(0, ActionKind.BACKWARD, 12)),
-        ("10A3", Action(10, ActionKind.REDUCE, 3)),
-        ("1O1", Action(1, ActionKind.SWAP_OUT, 1)),
-    ],
-)
-def test_an_action_reads_as_it_prints(text, action):
-    assert Action.parse(text) == action
-    assert str(action) == text
-
-
-@given(ACTIONS)
-def test_every_action_prints_and_reads_back(action):
-    assert Action.parse(str(action)) == action
-
-
-@given(st.from_regex(r"\A\d{1,3}[FBRSAUCOI]\d{1,3}\Z"))
-def test_what_reads_as_an_action_prints_the_same(text):
-    with contextlib.suppress(ValueError):
-        assert str(Action.parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2f0", "2Z0", "-1F0", "2F0 ", "2F0\n", "2 F 0", "²F0", "٢F0", "02F0"]
-)
-def test_what_is_no_action_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="is no action; write stage, letter, index, like 2F0"):
-        Action.parse(text)
-
-
-def test_action_letters_are_all_different():
-    assert len({kind.value for kind in ActionKind}) == len(ActionKind) == 9
 
 
 # Stages.
@@ -95,7 +54,10 @@ def test_an_impossible_stage_is_refused(fields, message):
             {"actions": (("0F2",), ())},
             r"actions\[0\]\[0\] is '0F2', but there are only 2 micro-batches",
         ),
-        ({"actions": ((), ("1A1",))}, r"actions\[1\]\[0\] is '1A1', but there are only 1 buckets"),
+        (
+            {"actions": ((), ("1REDUCE1",))},
+            r"actions\[1\]\[0\] is '1REDUCE1', but there are only 1 buckets",
+        ),
         ({"predicted_seconds": float("nan")}, "predicted_seconds is nan, must be 0 or more"),
         ({"predicted_seconds": float("inf")}, "predicted_seconds is inf, must be 0 or more"),
     ],

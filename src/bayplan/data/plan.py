@@ -1,19 +1,14 @@
-"""`Plan`: every decision about a step, made before it runs; `run` obeys and `simulate` replays.
-
-A device's actions are written short and parse back: `2F0` is stage 2, forward, micro-batch 0.
-"""
+"""`Plan`: every decision about a step, made before it runs; `run` obeys and `simulate` replays."""
 
 import math
-import re
 from enum import StrEnum
 
 import msgspec
 
+from bayplan.data.actions import Action, ActionKind
 from bayplan.data.order import StepOrder
 
 __all__ = [
-    "Action",
-    "ActionKind",
     "Bucket",
     "Choice",
     "Decision",
@@ -21,6 +16,7 @@ __all__ = [
     "PeakMoment",
     "Plan",
     "Request",
+    "Route",
     "Stage",
 ]
 
@@ -32,47 +28,6 @@ class Choice(StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
     PACK = "pack"
-
-
-class ActionKind(StrEnum):
-    """What a device does next; the letter that stands for it in an action."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    RECEIVE = "R"
-    SEND = "S"
-    REDUCE = "A"
-    UPDATE = "U"
-    RECOMPUTE = "C"
-    SWAP_OUT = "O"
-    SWAP_IN = "I"
-
-
-_ACTION = re.compile(r"(0|[1-9][0-9]*)([FBRSAUCOI])(0|[1-9][0-9]*)")
-
-
-class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce.
-
-    Example:
-        >>> str(Action.parse("2F0"))
-        '2F0'
-    """
-
-    stage: int
-    kind: ActionKind
-    index: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Read an action from its short form."""
-        match = _ACTION.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no action; write stage, letter, index, like 2F0")
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.index}"
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,14 +103,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Gradients that travel in one message, by parameter name."""
+    """Gradients that travel in one message, by parameter name.
+
+    Attributes:
+        stages: that have a part of them; the ranks of all of these sum them up. Several for
+            weights that are tied across stages.
+    """
 
     parameters: tuple[str, ...]
     size_bytes: int
+    stages: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if self.size_bytes < 0:
             raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
+
+
+class Route(StrEnum):
+    """How the samples of a micro-batch find a replica."""
+
+    SPLIT = "split"  # over all replicas of a stage, by their shares
+    ROUND_ROBIN = "round-robin"  # whole, to one replica after the other
 
 
 class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +157,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The decisions, what they are predicted to cost, and what they belong to.
 
     Attributes:
+        step_fingerprint: of the operators that stages are cut from, for any batch size; empty
+            where there is one stage on one device.
+        route: which replica computes which samples.
+        schedule: the name of what ordered the actions.
+        links: pairs of stages, the earlier first, of which the later reads values of the earlier.
+        gradient_links: pairs, the earlier first, of which the earlier reads gradients of the later.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
@@ -204,7 +178,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     torch_version: str
     limit_bytes: int | None = None
     stages: tuple[Stage, ...]
+    step_fingerprint: str = ""
     num_micro_batches: int = 1
+    route: Route = Route.SPLIT
+    schedule: str = ""
+    links: tuple[tuple[int, int], ...] = ()
+    gradient_links: tuple[tuple[int, int], ...] = ()
     request: Request | None = None
     order: StepOrder | None = None
     decisions: tuple[Decision, ...] = ()
@@ -240,6 +219,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f"stages[{at}].devices[{position}] is {device}, but only"
                         f" {len(self.actions)} devices have actions"
                     )
+        self._check_stages_named()
         for device, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:
@@ -259,3 +239,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                             f"actions[{device}][{position}] is {text!r}, but there are only"
                             f" {limit} {word}"
                         )
+
+    def _check_stages_named(self) -> None:
+        """Raise ValueError where a link or bucket names a stage that is not there."""
+        num_stages = len(self.stages)
+        for name, links in (("links", self.links), ("gradient_links", self.gradient_links)):
+            for position, (early, late) in enumerate(links):
+                if not 0 <= early < late < num_stages:
+                    raise ValueError(
+                        f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
+                        f" one of {num_stages}"
+                    )
+        for position, bucket in enumerate(self.buckets):
+            for stage in bucket.stages:
+                if not 0 <= stage < num_stages:
+                    raise ValueError(
+                        f"buckets[{position}] names stage {stage}, but there are only {num_stages}"
+                    )

@@ -1,0 +1,168 @@
+"""`Pipeline`: what one synchronous step must do, before anyone says in which order."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.plan import Stage
+from bayplan.planning.pipelines.routing import Message, Routing
+
+__all__ = ["Pipeline"]
+
+_Messages = dict[tuple[int, int, int], tuple[Message, ...]]  # by rank, stage, micro-batch
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages, who computes which samples, and what passes between them.
+
+    A rank may hold several stages. Ranks are numbered from 0 without a gap.
+
+    Attributes:
+        links: pairs of stages, the earlier first, that exchange activations; if none are given,
+            those of neighbours. A skip connection is a link past some stages.
+        gradient_links: pairs, the earlier first, that exchange gradients; None if they are the
+            same. They may differ: the gradient of a sum goes straight to whoever made its terms.
+        buckets: by stage, the gradient buckets that it adds to, in the order they are reduced.
+            Tied weights put a bucket into several stages; the ranks of all of them take part.
+    """
+
+    stages: tuple[Stage, ...]
+    routing: Routing
+    links: tuple[tuple[int, int], ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
+    gradient_links: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.stages)
+        if len(self.routing.pieces) != num_stages:
+            raise ValueError(f"{len(self.routing.pieces)} routed stages for {num_stages} stages")
+        if not self.links:
+            adjacent = tuple((at, at + 1) for at in range(num_stages - 1))
+            object.__setattr__(self, "links", adjacent)
+        if not self.buckets:
+            object.__setattr__(self, "buckets", ((),) * num_stages)
+        self._check_ranks()
+        self._check_links()
+        if len(self.buckets) != num_stages:
+            raise ValueError(f"buckets of {len(self.buckets)} stages for {num_stages} stages")
+        for at, buckets in enumerate(self.buckets):
+            if len(set(buckets)) < len(buckets) or min(buckets, default=0) < 0:
+                raise ValueError(f"buckets[{at}] is {buckets}, must be distinct, 0 or more")
+
+    def _check_ranks(self) -> None:
+        ranks = {rank for stage in self.stages for rank in stage.devices}
+        missing = set(range(len(ranks))) - ranks
+        if missing:
+            raise ValueError(f"{len(ranks)} ranks, but rank {min(missing)} has no stage")
+        for at, stage in enumerate(self.stages):
+            if len(set(stage.devices)) < len(stage.devices):
+                raise ValueError(f"stage {at} has a rank twice: {stage.devices}")
+            routed = {piece.rank for pieces in self.routing.pieces[at] for piece in pieces}
+            if not routed <= set(stage.devices):
+                raise ValueError(
+                    f"stage {at} is on ranks {stage.devices}, but rank"
+                    f" {min(routed - set(stage.devices))} has a piece of it"
+                )
+
+    def _check_links(self) -> None:
+        for links in (self.links, self.backward_links):
+            if len(set(links)) < len(links):
+                raise ValueError(f"links has a pair twice: {links}")
+        for source, target in (*self.links, *self.backward_links):
+            if not 0 <= source < target < len(self.stages):
+                raise ValueError(
+                    f"link {source}->{target} must lead from a stage to a later one of"
+                    f" {len(self.stages)}"
+                )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The same for every stage."""
+        return self.routing.num_micro_batches
+
+    @property
+    def backward_links(self) -> tuple[tuple[int, int], ...]:
+        """The pairs, the earlier first, that exchange gradients."""
+        return self.links if self.gradient_links is None else self.gradient_links
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, from 0."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage.devices}))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank holds, rising."""
+        return tuple(at for at, stage in enumerate(self.stages) if rank in stage.devices)
+
+    def inputs(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
+        """What a forward reads; within the rank too."""
+        return self._inputs.get((rank, stage, micro_batch), ())
+
+    def outputs(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
+        """What a forward makes for others; within the rank too."""
+        return self._outputs.get((rank, stage, micro_batch), ())
+
+    def gradients_in(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
+        """What a backward waits for, each from its message's receiver; within the rank too."""
+        return self._gradients_in.get((rank, stage, micro_batch), ())
+
+    def gradients_out(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
+        """What a backward makes for others, each for its message's sender; within the rank too."""
+        return self._gradients_out.get((rank, stage, micro_batch), ())
+
+    def moved(self, rank: int, action: Action) -> tuple[Message, ...]:
+        """The messages between ranks that a send or receive moves, in the order they are sent."""
+        key = (rank, action.stage, action.index)
+        moved = {
+            ActionKind.RECEIVE_FORWARD: self._inputs,
+            ActionKind.SEND_FORWARD: self._outputs,
+            ActionKind.RECEIVE_BACKWARD: self._gradients_in,
+            ActionKind.SEND_BACKWARD: self._gradients_out,
+        }
+        messages = moved.get(action.kind, {}).get(key, ())
+        return tuple(message for message in messages if not message.is_local)
+
+    @cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that reduce each bucket together; a bucket of one rank needs no reduce."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for stage, buckets in zip(self.stages, self.buckets, strict=True):
+            for bucket in buckets:
+                found[bucket].update(stage.devices)
+        return {bucket: tuple(sorted(ranks)) for bucket, ranks in found.items() if len(ranks) > 1}
+
+    def holders(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """For each bucket a rank must reduce, those of its stages that add to it, rising."""
+        found: dict[int, tuple[int, ...]] = {}
+        for stage in self.stages_of(rank):
+            for bucket in self.buckets[stage]:
+                if bucket in self.members:
+                    found[bucket] = (*found.get(bucket, ()), stage)
+        return found
+
+    @cached_property
+    def _inputs(self) -> _Messages:
+        return self._by("target_stage", "receiver", self.links)
+
+    @cached_property
+    def _outputs(self) -> _Messages:
+        return self._by("source_stage", "sender", self.links)
+
+    @cached_property
+    def _gradients_in(self) -> _Messages:
+        return self._by("source_stage", "sender", self.backward_links)
+
+    @cached_property
+    def _gradients_out(self) -> _Messages:
+        return self._by("target_stage", "receiver", self.backward_links)
+
+    def _by(self, stage: str, rank: str, links: tuple[tuple[int, int], ...]) -> _Messages:
+        found: dict[tuple[int, int, int], list[Message]] = defaultdict(list)
+        for source, target in sorted(links):
+            for micro_batch in range(self.num_micro_batches):
+                for message in self.routing.messages(source, target, micro_batch):
+                    key = (getattr(message, rank), getattr(message, stage), micro_batch)
+                    found[key].append(message)
+        return {key: tuple(messages) for key, messages in found.items()}

@@ -1,0 +1,300 @@
+"""`Watch`: when a rank dies, fails or falls silent, all stop within seconds and one says why.
+
+gloo names no rank, and waits half an hour for a silent one; a main thread that waits in it cannot
+be woken (`ProcessGroup.abort` returns and changes nothing). So every rank has a thread that beats
+in the store and listens to the others. When it finds a rank to blame, it agrees with the others
+on one verdict, one rank prints it, and each thread ends its own process.
+
+    main thread    doing = 0F0 .. doing = 1B3 ....... waits for rank 2 in gloo ..... (ended)
+    its thread     beat    beat    beat    beat    rank 2 stands still -> verdict -> os._exit
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from bayplan.data.errors import ExitCode
+from bayplan.running.ranks.board import Board, BoardGone, Entry, Failure, Verdict
+from bayplan.running.ranks.failures import RankFailure, exit_code_of, is_symptom, one_line
+from bayplan.running.ranks.judging import Judge
+from bayplan.running.ranks.reports import REPORT_MARK, write_line
+from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
+
+__all__ = ["Watch", "host_of_store"]
+
+LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
+
+
+def host_of_store(environment: Mapping[str, str]) -> int | None:
+    """The rank that hosts the store of `env://`, or None where torchrun's agent does.
+
+    Example:
+        >>> host_of_store({"RANK": "1"}), host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        (0, None)
+    """
+    return None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+class Watch:
+    """Beats for this rank, listens to the others, and ends the process when one is lost.
+
+    Open it on every rank right after the process group; several in one run are opened in the same
+    order everywhere. `with watch:` tells the others of an exception before it leaves, and closes
+    the watch otherwise. Tell what the rank does by `watch.doing = ...`: a plain attribute, read
+    once per beat. In the `with` block, SIGTERM ends the process only after a look for a lost rank:
+    torchrun sends it to all ranks when one dies.
+
+    The action told of a killed rank is that of its last beat, so up to a second old.
+
+    A heartbeat shows that a process lives, not that it gets on: a thread beats while the main
+    thread hangs in C. `stall_seconds` looks at that: when *no* rank has a new action for so long,
+    the lowest that does not wait is blamed. It cannot tell a long action from a hanging one, so
+    give it more than the longest (compilation, too), nor two equal actions in a row, so put the
+    step into the text. A process that holds the interpreter lock for `silence_seconds` counts as
+    dead.
+
+    Args:
+        store: the store of the process group.
+        rank: this rank.
+        world_size: how many ranks watch; one alone watches nobody.
+        silence_seconds: how long a heartbeat may stand still.
+        stall_seconds: how long all actions may stand still; None for ever.
+        describe: makes the text of `doing`, in the watch's thread.
+        is_waiting: whether `doing` is a wait for another rank, in the watch's thread.
+        host: the rank whose process holds the store, None if it is none (`host_of_store`).
+        end: ends the process.
+    """
+
+    doing: Any = "start"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        silence_seconds: float = 8.0,
+        stall_seconds: float | None = None,
+        describe: Callable[[Any], str] = str,
+        is_waiting: Callable[[Any], bool] = lambda doing: str(doing).startswith("wait"),
+        host: int | None = 0,
+        end: Callable[[int], None] | None = None,
+    ) -> None:
+        if not silence_seconds > 0:
+            raise ValueError(f"silence_seconds is {silence_seconds}, must be more than 0")
+        self._rank, self._world_size, self._host = rank, world_size, host
+        self._describe, self._is_waiting = describe, is_waiting
+        self._end = _end_process if end is None else end
+        self._silence_seconds = silence_seconds
+        self._interval_seconds = min(1.0, silence_seconds / 4)
+        self._place = f"pid {os.getpid()} on {socket.gethostname()}"
+        self._beat = 0
+        self._failure: Failure | None = None
+        self._is_done = False
+        self._is_explaining = False
+        self._terminated_seconds: float | None = None  # when SIGTERM came
+        self._signals = contextlib.ExitStack()
+        self._told: Verdict | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        if world_size > 1:
+            self._open(store, stall_seconds)
+
+    def __enter__(self) -> "Watch":
+        if self._thread is not None:
+            self._signals.enter_context(heard_sigterm(self._hear_sigterm))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._signals:
+            if fault is None or (isinstance(fault, SystemExit) and not fault.code):
+                self.close()
+                return
+            if is_symptom(fault):
+                error = self.explain(fault)
+                if error.is_told:
+                    raise SystemExit(error.exit_code) from None
+            self._failure = Failure(text=one_line(fault), exit_code=exit_code_of(fault))
+            self._finish()
+
+    def explain(self, fault: BaseException) -> RankFailure:
+        """Find the cause behind a symptom, waiting for it to show for a while.
+
+        A closed connection is half the proof that its other end is dead, so half the silence is
+        enough. Without a cause, the error tells what this rank saw, and no other rank knows it.
+        """
+        doing, seconds = self._text(), 2 * (self._silence_seconds + self._interval_seconds)
+        self._is_explaining = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        if self._told is not None:
+            verdict = self._told
+            if self._rank == self._host:
+                self._linger()
+            return RankFailure(verdict.text, exit_code=verdict.exit_code, is_told=True)
+        message = (
+            f"rank {self._rank} failed at [{doing}]: {one_line(fault)}; no other rank failed or "
+            f"fell silent within {seconds:.1f} s, so look at the network between them"
+        )
+        return RankFailure(message, exit_code=ExitCode.BUG, is_told=False)
+
+    def close(self) -> None:
+        """Mark this rank as done; the host of the store waits a moment for the others."""
+        self._is_done = True
+        self._finish()
+
+    def _open(self, store: dist.Store, stall_seconds: float | None) -> None:
+        self._judge = Judge(
+            rank=self._rank,
+            world_size=self._world_size,
+            silence_seconds=self._silence_seconds,
+            stall_seconds=stall_seconds,
+            longest_round_seconds=2 * self._interval_seconds,
+        )
+        try:
+            self._board = Board(
+                store,
+                rank=self._rank,
+                world_size=self._world_size,
+                patience_seconds=self._silence_seconds,
+            )
+        except BoardGone as gone:
+            message = f"rank {self._rank} cannot open its watch: {gone}; is the store's host alive?"
+            raise RankFailure(message, exit_code=ExitCode.BUG, is_told=False) from gone
+        self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        """Let the thread write its last entry, and stay until those who must have read it."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._wake.set()
+        thread.join(self._silence_seconds)
+        # One that failed stays as well: a launcher may end the others as soon as it is gone.
+        if self._rank == self._host or self._failure is not None:
+            self._linger()
+
+    def _hear_sigterm(self) -> None:
+        self._terminated_seconds = time.monotonic()
+        self._wake.set()
+
+    # The rest runs in the thread.
+
+    def _run(self) -> None:
+        last_seconds = time.monotonic()
+        while True:
+            now_seconds = time.monotonic()
+            is_last = self._is_done or self._failure is not None
+            try:
+                verdict = self._round(now_seconds - last_seconds)
+            except BoardGone as gone:
+                verdict = self._judge.host_gone(self._host, str(gone))
+                is_last = is_last or verdict is None
+            if is_last:
+                self._leave()
+                return
+            if verdict is not None:
+                self._stop(verdict)
+                return
+            if self._is_due():
+                self._leave()
+                self._end(TERMINATED)
+                return
+            last_seconds = now_seconds
+            self._wake.wait(self._interval_seconds)
+            self._wake.clear()
+
+    def _round(self, elapsed_seconds: float) -> Verdict | None:
+        """One heartbeat: tell, listen, judge."""
+        if self._is_explaining or self._terminated_seconds is not None:
+            self._judge.silence_seconds = self._silence_seconds / 2
+        self._beat += 1
+        own = Entry(
+            beat=self._beat,
+            place=self._place,
+            doing=self._text(),
+            is_waiting=bool(self._is_waiting(self.doing)),
+            is_terminated=self._terminated_seconds is not None,
+            is_done=self._is_done,
+            failure=self._failure,
+        )
+        entries = self._board.exchange(own)
+        self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds)
+        found = self._board.verdict() or self._judge.verdict()
+        return None if found is None else self._board.agree(found)
+
+    def _is_due(self) -> bool:
+        """Whether SIGTERM is to be obeyed: nobody else is to blame, or nobody was found."""
+        if self._terminated_seconds is None:
+            return False
+        seconds = time.monotonic() - self._terminated_seconds
+        return self._judge.is_all_ending or seconds > self._silence_seconds
+
+    def _stop(self, verdict: Verdict) -> None:
+        """See that the verdict is told, and end the process or hand the verdict over."""
+        if self._rank == verdict.speaker:
+            self._speak(verdict)
+            self._leave()
+        else:
+            # Leaves first, so that the one that failed need not wait; speaks if nobody else did.
+            self._leave()
+            time.sleep(1.5 * self._interval_seconds)
+            self._speak(verdict)
+        self._told = verdict
+        if self._is_explaining:
+            return
+        if self._rank == self._host:
+            self._linger()
+        # The one that failed goes first, so that a launcher takes it for the cause.
+        time.sleep(2 * self._interval_seconds)
+        self._end(verdict.exit_code)
+
+    def _speak(self, verdict: Verdict) -> None:
+        """Print the verdict, unless another rank has."""
+        try:
+            is_ours = self._board.claim_voice()
+        except BoardGone:
+            is_ours = self._rank == verdict.speaker
+        if is_ours:
+            write_line(f"{REPORT_MARK}{verdict.text}. Read the log of rank {verdict.rank}.")
+
+    def _leave(self) -> None:
+        with contextlib.suppress(BoardGone):
+            self._board.leave()
+
+    def _linger(self) -> None:
+        """Stay until all that live have left, as they do when they have read all they need."""
+        end_seconds = time.monotonic() + LINGER_SECONDS
+        with contextlib.suppress(BoardGone):
+            num_to_leave = self._judge.num_heard_lately
+            while self._board.num_left() < num_to_leave and time.monotonic() < end_seconds:
+                time.sleep(self._interval_seconds / 10)
+
+    def _text(self) -> str:
+        try:
+            return self._describe(self.doing)
+        except Exception as error:  # a thread that ends here would look like a dead rank
+            return f"{self.doing!r}, which describe() refuses: {one_line(error)}"
+
+
+def _end_process(exit_code: int) -> None:
+    """End at once, but for what was printed: flushed by a thread, as the main one may hold it."""
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(1.0)
+    os._exit(exit_code)

@@ -1,0 +1,142 @@
+import pytest
+
+from bayplan.running.ranks.board import Entry, Failure
+from bayplan.running.ranks.judging import Judge
+
+
+def judge_of(rank=0, world_size=3, **limits):
+    limits = {"silence_seconds": 8.0, "stall_seconds": None, "longest_round_seconds": 2.0} | limits
+    return Judge(rank=rank, world_size=world_size, **limits)
+
+
+def entry(beat, doing="step 1, 0F0", **fields):
+    return Entry(beat=beat, place="pid 7 on here", doing=doing, **fields)
+
+
+def hear_rounds(judge, num_rounds, *, silent=(), first_beat=1, elapsed_seconds=1.0, **fields):
+    """Rounds in which every rank beats but the silent ones, which beat in the first only."""
+    for beat in range(first_beat, first_beat + num_rounds):
+        ranks = {rank: first_beat if rank in silent else beat for rank in range(3)}
+        entries = {rank: entry(own, doing=f"stage {rank}", **fields) for rank, own in ranks.items()}
+        judge.hear(entries, elapsed_seconds=elapsed_seconds)
+
+
+def test_ranks_that_beat_are_left_alone():
+    judge = judge_of()
+    hear_rounds(judge, 100)
+    assert judge.verdict() is None
+
+
+def test_a_heartbeat_that_stands_still_is_named_with_its_last_action_and_both_numbers():
+    judge = judge_of()
+    hear_rounds(judge, 9, silent=(1,))
+    verdict = judge.verdict()
+    assert (verdict.rank, verdict.exit_code, verdict.speaker) == (1, 1, 0)
+    assert "rank 1 (pid 7 on here) fell silent: no heartbeat for 8.0 s, limit 8.0 s" in verdict.text
+    assert "last action [stage 1]" in verdict.text
+
+
+def test_a_silence_below_the_limit_is_no_failure():
+    judge = judge_of()
+    hear_rounds(judge, 8, silent=(1,))
+    assert judge.verdict() is None
+
+
+def test_a_rank_that_never_spoke_is_named():
+    judge = judge_of(world_size=2)
+    for beat in range(9):
+        judge.hear({0: entry(beat)}, elapsed_seconds=1.0)
+    assert "rank 1 fell silent" in judge.verdict().text
+    assert "never opened its watch" in judge.verdict().text
+
+
+def test_a_pause_of_the_whole_job_accuses_nobody():
+    judge = judge_of()
+    hear_rounds(judge, 5)
+    hear_rounds(judge, 1, first_beat=5, elapsed_seconds=3600.0)
+    assert judge.verdict() is None
+
+
+def test_the_silence_of_a_rank_that_ended_well_is_no_failure():
+    judge = judge_of(world_size=2)
+    for beat in range(20):
+        judge.hear({0: entry(beat), 1: entry(1, is_done=True)}, elapsed_seconds=1.0)
+    assert judge.verdict() is None
+
+
+def test_a_failure_goes_before_a_silence_and_brings_its_exit_code():
+    judge = judge_of()
+    hear_rounds(judge, 20, silent=(1,))
+    failure = Failure(text="DoesNotFit: needs 9 GiB, limit 8 GiB", exit_code=3)
+    judge.hear({2: entry(50, doing="2B1", failure=failure)}, elapsed_seconds=1.0)
+    verdict = judge.verdict()
+    assert (verdict.rank, verdict.exit_code) == (2, 3)
+    assert verdict.text.endswith("failed at [2B1]: DoesNotFit: needs 9 GiB, limit 8 GiB")
+
+
+@pytest.mark.parametrize(("silent", "speaker"), [((1,), 0), ((0,), 1), ((0, 1), 2)])
+def test_the_lowest_living_rank_speaks(silent, speaker):
+    judge = judge_of(rank=2)
+    hear_rounds(judge, 12, silent=silent)
+    assert judge.verdict().speaker == speaker
+
+
+def test_a_rank_that_failed_is_not_the_one_to_speak():
+    judge = judge_of(rank=0)
+    entries = {rank: entry(1) for rank in range(3)}
+    entries[0] = entry(1, failure=Failure(text="ValueError", exit_code=1))
+    judge.hear(entries, elapsed_seconds=1.0)
+    assert judge.verdict().speaker == 1
+
+
+def test_a_lost_store_is_its_hosts_fault():
+    judge = judge_of(rank=2)
+    hear_rounds(judge, 3)
+    verdict = judge.host_gone(0, "Connection reset by peer")
+    assert (verdict.rank, verdict.speaker) == (0, 1)
+    assert "rank 0 (pid 7 on here), the host of the store, is gone" in verdict.text
+    assert "last action [stage 0]" in verdict.text
+
+
+def test_a_store_that_goes_with_a_host_that_is_done_is_no_failure():
+    judge = judge_of(rank=1, world_size=2)
+    judge.hear({0: entry(1, is_done=True), 1: entry(1)}, elapsed_seconds=1.0)
+    assert judge.host_gone(0, "Connection reset by peer") is None
+
+
+def test_a_store_outside_the_ranks_blames_no_other_rank():
+    judge = judge_of(rank=1, world_size=2)
+    assert "kept outside the ranks" in judge.host_gone(None, "Connection reset by peer").text
+
+
+def test_a_stall_blames_the_rank_that_does_not_wait():
+    judge = judge_of(stall_seconds=5.0)
+    for beat in range(7):
+        entries = {rank: entry(beat, doing="wait 1F0", is_waiting=True) for rank in (0, 2)}
+        judge.hear(entries | {1: entry(beat, doing="step 4, 1F0")}, elapsed_seconds=1.0)
+    verdict = judge.verdict()
+    assert verdict.rank == 1
+    assert "rank 1 (pid 7 on here) is stuck at [step 4, 1F0]" in verdict.text
+    assert "rank 0 [wait 1F0]" in verdict.text
+
+
+def test_ranks_that_all_wait_are_told_as_such():
+    judge = judge_of(stall_seconds=5.0)
+    hear_rounds(judge, 7, is_waiting=True)
+    assert judge.verdict().text.startswith("every rank waits for another for 5.0 s: rank 0 [stage")
+
+
+def test_one_rank_that_moves_is_enough_for_no_stall():
+    judge = judge_of(stall_seconds=5.0)
+    for beat in range(20):
+        moving = {0: entry(beat, doing=f"step {beat}")}
+        judge.hear({1: entry(beat), 2: entry(beat)} | moving, elapsed_seconds=1.0)
+    assert judge.verdict() is None
+
+
+def test_a_signal_to_all_ranks_is_no_ranks_fault():
+    judge = judge_of(world_size=2)
+    judge.hear({0: entry(1, is_terminated=True), 1: entry(1)}, elapsed_seconds=1.0)
+    assert not judge.is_all_ending
+    judge.hear({1: entry(2, is_terminated=True)}, elapsed_seconds=1.0)
+    assert judge.is_all_ending

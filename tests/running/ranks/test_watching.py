@@ -1,0 +1,216 @@
+"""Watches of several ranks in one process, on a store in memory; real ones: test_lost_ranks.py."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from bayplan.data.errors import DoesNotFit
+from bayplan.running.ranks.board import Board, Entry
+from bayplan.running.ranks.failures import RankFailure, is_symptom
+from bayplan.running.ranks.reports import REPORT_MARK
+from bayplan.running.ranks.watching import Watch, host_of_store
+
+SILENCE_SECONDS = 0.8
+PATIENCE_SECONDS = 20.0  # far beyond what is needed: a busy machine must not fail a test
+CLOSED = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:21890")
+
+
+class Ends:
+    """Collects the exit codes by which watches would have ended their processes."""
+
+    def __init__(self):
+        self.codes = {}
+        self._changed = threading.Condition()
+
+    def of(self, rank):
+        def end(code):
+            with self._changed:
+                self.codes[rank] = code
+                self._changed.notify_all()
+
+        return end
+
+    def wait_for(self, codes):
+        with self._changed:
+            self._changed.wait_for(lambda: self.codes == codes, PATIENCE_SECONDS)
+        assert self.codes == codes
+
+
+@pytest.fixture
+def ends():
+    return Ends()
+
+
+def open_watches(world_size, ends, *, num_open=None, store=None, **options):
+    store = store or dist.HashStore()
+    options = {"silence_seconds": SILENCE_SECONDS, "host": None} | options
+    return [
+        Watch(store, rank=rank, world_size=world_size, end=ends.of(rank), **options)
+        for rank in range(num_open or world_size)
+    ]
+
+
+def test_telling_what_is_done_is_a_plain_attribute(ends):
+    watch = Watch(dist.HashStore(), rank=0, world_size=1)
+    watch.doing = "step 1, 0F0"
+    assert vars(watch)["doing"] == "step 1, 0F0"
+
+
+def test_a_rank_alone_needs_no_store_and_passes_errors_on():
+    with (
+        pytest.raises(ValueError, match="bad"),
+        Watch(dist.HashStore(), rank=0, world_size=1),
+    ):
+        raise ValueError("bad")
+
+
+def test_an_exception_stops_the_others_and_one_of_them_tells_it(ends, capfd):
+    watches = open_watches(3, ends)
+    watches[1].doing = "step 12, stage 1, 1B3"
+    with pytest.raises(ValueError, match="bad"), watches[1]:
+        raise ValueError("bad\nnumber")
+    ends.wait_for({0: 1, 2: 1})
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{REPORT_MARK}rank 1 (pid ")
+    assert "failed at [step 12, stage 1, 1B3]: ValueError: bad number" in lines[0]
+    assert lines[0].endswith("Read the log of rank 1.")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(DoesNotFit("needs 9"), 3), (KeyboardInterrupt(), 130), (SystemExit(7), 7)]
+)
+def test_the_others_take_the_exit_code_of_the_one_that_failed(fault, code, ends):
+    watches = open_watches(2, ends)
+    with pytest.raises(type(fault)), watches[0]:
+        raise fault
+    ends.wait_for({1: code})
+
+
+def test_a_rank_that_never_beats_is_found(ends, capfd):
+    open_watches(3, ends, num_open=2)
+    ends.wait_for({0: 1, 1: 1})
+    assert capfd.readouterr().err.count("rank 2 fell silent") == 1
+
+
+def test_a_clean_end_is_no_silence(ends, capfd):
+    watches = open_watches(2, ends)
+    with watches[0]:
+        pass
+    time.sleep(3 * SILENCE_SECONDS)
+    watches[1].close()
+    watches[1].close()
+    assert ends.codes == {}
+    assert capfd.readouterr().err == ""
+
+
+def test_the_host_stays_until_the_others_are_done(ends):
+    watches = open_watches(2, ends, host=0)
+    is_closed = threading.Event()
+    closing = threading.Thread(target=lambda: (watches[0].close(), is_closed.set()))
+    closing.start()
+    assert not is_closed.wait(0.5)
+    watches[1].close()
+    assert is_closed.wait(PATIENCE_SECONDS)
+
+
+def test_a_symptom_is_explained_by_the_error_behind_it(ends, capfd):
+    watches = open_watches(2, ends)
+    with pytest.raises(DoesNotFit), watches[1]:
+        raise DoesNotFit("needs 9 GiB, limit 8 GiB")
+    with pytest.raises(SystemExit) as ended, watches[0]:
+        raise CLOSED
+    assert ended.value.code == 3
+    assert capfd.readouterr().err.count("DoesNotFit: needs 9 GiB, limit 8 GiB") == 1
+
+
+def test_a_symptom_is_explained_by_the_silence_behind_it(ends):
+    watches = open_watches(2, ends, num_open=1)
+    error = watches[0].explain(CLOSED)
+    assert isinstance(error, RankFailure)
+    assert error.is_told
+    assert "rank 1 fell silent" in str(error)
+
+
+def test_a_symptom_without_a_cause_is_told_as_it_is(ends):
+    watches = open_watches(2, ends, silence_seconds=2 * SILENCE_SECONDS)
+    watches[0].doing = "step 3, 0F1"
+    error = watches[0].explain(CLOSED)
+    assert not error.is_told
+    assert "rank 0 failed at [step 3, 0F1]: RuntimeError: [pair.cc:534] Connection" in str(error)
+    assert "no other rank failed or fell silent" in str(error)
+    for watch in watches:
+        watch.close()
+
+
+def test_what_is_done_is_put_into_words_by_the_watch(ends, capfd):
+    watches = open_watches(2, ends, describe=lambda doing: f"action {doing + 1}")
+    watches[1].doing = 41
+    with pytest.raises(ValueError, match="bad"), watches[1]:
+        raise ValueError("bad")
+    ends.wait_for({0: 1})
+    assert "failed at [action 42]" in capfd.readouterr().err
+
+
+def test_a_describe_that_fails_does_not_look_like_a_dead_rank(ends):
+    watches = open_watches(2, ends, describe=lambda doing: doing + 1)
+    time.sleep(3 * SILENCE_SECONDS)
+    for watch in watches:
+        watch.close()
+    assert ends.codes == {}
+
+
+def test_a_rank_that_beats_but_does_not_move_is_a_stall_when_asked_for(ends, capfd):
+    watches = open_watches(2, ends, stall_seconds=1.0)
+    watches[0].doing = "wait 1B0"
+    watches[1].doing = "step 4, 1B0"
+    ends.wait_for({0: 1, 1: 1})
+    assert "rank 1" in (err := capfd.readouterr().err)
+    assert "is stuck at [step 4, 1B0]" in err
+
+
+def test_a_second_watch_on_the_same_store_does_not_read_the_first(ends):
+    store = dist.HashStore()
+    watches = open_watches(2, ends, store=store)
+    with pytest.raises(ValueError, match="bad"), watches[1]:
+        raise ValueError("bad")
+    ends.wait_for({0: 1})
+    ends.codes.clear()
+    for watch in open_watches(2, ends, store=store):
+        watch.close()
+    assert ends.codes == {}
+
+
+def test_an_entry_survives_the_board():
+    store = dist.HashStore()
+    boards = [Board(store, rank=r, world_size=2, patience_seconds=5.0) for r in range(2)]
+    entry = Entry(beat=1, place="pid 7 on café", doing="0F0")
+    assert boards[0].exchange(entry) == {}
+    assert boards[1].exchange(entry) == {0: entry}
+
+
+def test_a_silence_of_no_length_is_refused():
+    with pytest.raises(ValueError, match="silence_seconds is 0, must be more than 0"):
+        Watch(dist.HashStore(), rank=0, world_size=2, silence_seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (CLOSED, True),
+        (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_only_what_another_ranks_end_looks_like_is_a_symptom(fault, expected):
+    assert is_symptom(fault) is expected
+
+
+def test_the_store_of_torchrun_is_hosted_by_no_rank():
+    assert host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
+    assert host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "False"}) == 0
+    assert host_of_store({}) == 0

@@ -5,15 +5,15 @@ joint graph of forward and backward and stops there. What happens outside the gr
 well, for it counts: the optimizer's state, and the loss between forward and backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bayplan import torch_private
 from bayplan.capturing.explain import explained
@@ -31,8 +31,10 @@ from bayplan.simulating.memory import replay_memory
 from bayplan.training import TrainingStep, call_model, split_batch
 
 __all__ = [
+    "Joint",
     "circumstances_of",
     "compile_whole",
+    "joint_of",
     "loss_bytes",
     "outside_nodes",
     "plain_peak_bytes",
@@ -48,6 +50,20 @@ _WORKSPACE_SHARE = 0.15
 _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph as torch hands it over.
+
+    Attributes:
+        num_forward_outputs: how many of its outputs are the forward's.
+        inputs: the tensors it was traced with.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    inputs: Sequence[Any]
+
+
 def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
     """Return the joint graph of a step's model as the backend will see it when it runs.
 
@@ -59,25 +75,34 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
         fake = fake_step(step, None)
     if around.updates is not None:
         around = replace(around, updates=around.updates.of_copy(fake.model))
+    with mode, fake.precision():
+        joint = joint_of(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
+        return TracedStep.of(joint.module, joint.num_forward_outputs, around, joint.inputs)
+
+
+def joint_of(model: nn.Module, inputs: Any) -> Joint:
+    """Have torch trace a call of a model with its backward, and stop it there.
+
+    To be called where tensors take no memory; the model must be a copy made there.
+    """
     stop = _Stop()
 
-    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+    def backend(module: Any, examples: Any) -> Callable[..., Any]:
         def take(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-            stop.traced = TracedStep.of(joint, num_fwd_outputs, around, inputs)
+            stop.joint = Joint(joint, num_fwd_outputs, examples)
             raise stop
 
-        return torch_private.compile_joint(module, inputs, partition=take, compile_graph=None)
+        return torch_private.compile_joint(module, examples, partition=take, compile_graph=None)
 
-    compile_whole(fake.model, backend)
-    with mode, fake.precision():
-        try:
-            call_model(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
-        except Exception as fault:
-            if torch_private.compile_fault(fault) is not stop:
-                raise untraceable(fault) from fault
-    assert stop.traced is not None, "a model with parameters to train is traced with its backward"
+    compile_whole(model, backend)
+    try:
+        call_model(model, inputs)
+    except Exception as fault:
+        if torch_private.compile_fault(fault) is not stop:
+            raise untraceable(fault) from fault
+    assert stop.joint is not None, "a model with parameters to train is traced with its backward"
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
-    return stop.traced
+    return stop.joint
 
 
 def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
@@ -109,7 +134,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class _Stop(Exception):
     """Raised inside the compiler once the graph is there."""
 
-    traced: TracedStep | None = None
+    joint: Joint | None = None
 
 
 def untraceable(fault: Exception) -> BayplanError:

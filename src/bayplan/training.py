@@ -16,7 +16,7 @@ from torch import nn
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Phase
 
-__all__ = ["Batch", "LossFunction", "TrainingStep", "call_model", "split_batch"]
+__all__ = ["Batch", "LossFunction", "TrainingStep", "call_model", "loss_of", "split_batch"]
 
 Batch = Any
 LossFunction = Callable[..., torch.Tensor] | None
@@ -62,7 +62,7 @@ class TrainingStep:
         with self.precision():
             inputs, targets = split_batch(self.batch, self.loss_fn)
             output = call_model(self.model, inputs)
-            loss = _loss_of(output, self.loss_fn, targets)
+            loss = loss_of(output, self.loss_fn, targets)
         on_phase(Phase.BACKWARD)
         on_loss(loss)
         loss.backward()
@@ -119,7 +119,8 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def _loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> torch.Tensor:
+def loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> torch.Tensor:
+    """The loss of a model's output: a scalar tensor that leads back to some parameter."""
     loss = output if loss_fn is None else loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor):
         loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)

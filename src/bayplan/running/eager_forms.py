@@ -13,7 +13,7 @@ from torch import fx
 
 from bayplan import torch_private
 
-__all__ = ["as_eager", "dropout"]
+__all__ = ["as_eager", "dropout", "dropout_by"]
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
@@ -40,12 +40,19 @@ def as_eager(graph: fx.Graph) -> None:
 def dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with eager's numbers, and its mask."""
     mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
-    return values.mul(mask).mul_(_scale(probability, values.dtype)), mask
+    return dropout_by(mask, values, probability)
 
 
 @dropout.register_fake
 def _(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
+
+
+def dropout_by(
+    mask: torch.Tensor, values: torch.Tensor, probability: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with a mask that was drawn already, and the mask."""
+    return values.mul(mask).mul_(_scale(probability, values.dtype)), mask
 
 
 @cache

@@ -1,0 +1,251 @@
+"""A plan for many ranks from what a user says: placement, shares, micro-batches and schedule.
+
+Nothing is searched for here. Stages are cut where the shares ask for, by measured time, by count of
+operators or by parameters, or where modules are named; the rest follows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, partial
+
+import msgspec
+import torch
+
+from bayplan.capturing.explain import explained
+from bayplan.data.errors import UsageError
+from bayplan.data.placement import Placement
+from bayplan.data.plan import Bucket, Plan, Request, Route, Stage
+from bayplan.devices.machine import cache_directory, device_name
+from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.cuts import cuts_by_share
+from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.pricing import measured_prices
+from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
+from bayplan.staged import StagedStep
+from bayplan.training import TrainingStep
+from bayplan.whole_tracing import num_samples_of, trace_whole
+
+__all__ = ["SharesBy", "Wishes", "place"]
+
+_SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
+_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+
+
+class SharesBy(StrEnum):
+    """What shares are shares of."""
+
+    TIME = "time"
+    OPS = "ops"
+    PARAMETERS = "parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user says about a plan for many ranks.
+
+    Attributes:
+        shares: of each stage; empty for equal ones.
+        cut_at: instead of shares, the module that each stage after the first begins with.
+        depth: see `schedule`.
+    """
+
+    placement: Placement
+    shares: tuple[int, ...] = ()
+    shares_by: SharesBy = SharesBy.TIME
+    cut_at: tuple[str, ...] = ()
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    route: Route = Route.SPLIT
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.placement.stages)
+        if self.shares and len(self.shares) != num_stages:
+            raise UsageError(
+                f"{len(self.shares)} shares ({':'.join(map(str, self.shares))}) for {num_stages}"
+                f" stages ({self.placement}); give one for each"
+            )
+        if self.cut_at and len(self.cut_at) != num_stages - 1:
+            raise UsageError(
+                f"{len(self.cut_at)} modules to cut at for {num_stages} stages ({self.placement});"
+                f" name {num_stages - 1}"
+            )
+        if self.cut_at and self.shares:
+            raise UsageError("shares and modules to cut at are two ways to say the same; give one")
+
+
+def place(step: TrainingStep, wishes: Wishes, *, request: Request | None = None) -> Plan:
+    """Plan a step for many ranks.
+
+    Args:
+        step: the model, a batch of the size to train with, and the loss; may take no memory.
+        wishes: what is given.
+        request: how the step can be built again.
+
+    Raises:
+        UsageError: it cannot be done as wished.
+    """
+    with explained():
+        return _Placing(step, wishes).plan(request)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    step: TrainingStep
+    wishes: Wishes
+
+    def plan(self, request: Request | None) -> Plan:
+        ranks = range(len(self.wishes.placement.places))
+        unscheduled = Plan(
+            model=type(self.step.model).__name__ if request is None else request.target,
+            graph_fingerprint="",
+            cluster_fingerprint=device_name(torch.device("cpu")),
+            torch_version=str(torch.__version__),
+            stages=self.stages,
+            request=request,
+            step_fingerprint=self.staged.whole.fingerprint,
+            num_micro_batches=self.wishes.num_micro_batches,
+            route=self.wishes.route,
+            schedule=self.wishes.schedule,
+            links=self.staged.carried.links,
+            gradient_links=self.staged.carried.gradient_links,
+            buckets=self.buckets,
+            actions=tuple(() for _ in ranks),
+            predicted_peak_bytes=tuple(0 for _ in ranks),
+            predicted_seconds=0.0,
+        )
+        pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
+        actions = schedule(pipeline, self.wishes.schedule, depth=self.wishes.depth)
+        check_actions(pipeline, actions, has_tags=True)
+        return msgspec.structs.replace(
+            unscheduled, actions=tuple(tuple(map(str, own)) for own in actions)
+        )
+
+    @cached_property
+    def num_samples(self) -> int:
+        return num_samples_of(self.step.batch)
+
+    @cached_property
+    def piece_samples(self) -> int:
+        """What the widest stage computes at a time; one sample would be traced differently."""
+        widest = max(map(len, self.wishes.placement.stages))
+        return max(2, self.num_samples // self.wishes.num_micro_batches // widest)
+
+    @cached_property
+    def whole(self) -> StagedStep:
+        """The step before it is cut."""
+        return StagedStep(trace_whole(self.step, num_samples=self.piece_samples), (0,))
+
+    @cached_property
+    def staged(self) -> StagedStep:
+        staged = StagedStep(self.whole.whole, self.firsts)
+        for stage, gradients in enumerate(staged.assignment.gradients):
+            # By count of operators such stages come out, and did in published runs: AlexNet 15:1.
+            if not gradients and self.wishes.shares_by is not SharesBy.OPS:
+                raise UsageError(
+                    f"stage {stage} ({self._extent(stage)}) has no parameter to train, so it would"
+                    " only pass values on; give it a larger share, or name fewer stages"
+                )
+        return staged
+
+    def _extent(self, stage: int) -> str:
+        program = self.whole.step.program
+        last = (*self.firsts, program.first_backward - 1)[stage + 1] - 1
+        first, end = (program.ops[at].name for at in (self.firsts[stage], last))
+        return f"{first} to {end}"
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first operator of each stage."""
+        if self.wishes.cut_at:
+            return self._firsts_by_module()
+        shares = self.wishes.shares or (1,) * len(self.wishes.placement.stages)
+        if self.wishes.shares_by is SharesBy.OPS:
+            num_ops = self.whole.step.program.first_backward - 1
+            return cuts_by_share([1.0] * num_ops, shares)
+        if self.wishes.shares_by is SharesBy.PARAMETERS:
+            weights = parameter_bytes(self.whole.whole, self.whole.step)
+        else:
+            weights = seconds_with_backward(self._priced())
+        sent = sent_bytes(self.whole.step.program)
+        return cuts_by_share(weights, shares, sent_bytes=sent, slack=_SLACK)
+
+    def _priced(self) -> JointStep:
+        """The step with the seconds of each operator, measured here."""
+        whole, cache = self.whole.whole, cache_directory()
+        device = next(self.step.model.parameters()).device
+        with partial(measured_prices, cache=cache)(device) as price:
+            return analyse_joint(
+                whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
+            )
+
+    def _firsts_by_module(self) -> tuple[int, ...]:
+        program = self.whole.step.program
+        places = [op.place.removeprefix("model.") for op in program.ops[: program.first_backward]]
+        firsts = [0]
+        for name in self.wishes.cut_at:
+            inside = [at for at, path in enumerate(places) if _is_in(path, name)]
+            if not inside or inside[0] <= firsts[-1]:
+                known = ", ".join(dict.fromkeys(path.split(".")[0] for path in places if path))
+                problem = "has no operator" if not inside else "begins no later than the one before"
+                raise UsageError(
+                    f"module {name!r} to cut at {problem}; in order, there are {known}"
+                )
+            firsts.append(inside[0])
+        return tuple(firsts)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        ends = (*self.firsts[1:], self.whole.step.program.first_backward - 1)
+        return tuple(
+            Stage(
+                first=first,
+                last=end - 1,
+                devices=self.wishes.placement.ranks_of(at),
+                shares=(1,) * len(self.wishes.placement.stages[at]),
+            )
+            for at, (first, end) in enumerate(zip(self.firsts, ends, strict=True))
+        )
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Gradients of the same stages together, the last first, as backward makes them."""
+        stages_of: dict[str, tuple[int, ...]] = {}
+        for stage, gradients in enumerate(self.staged.assignment.gradients):
+            for name in gradients:
+                stages_of[name] = (*stages_of.get(name, ()), stage)
+        values = {name: node.meta["val"] for name, node in self.staged.whole.gradients().items()}
+        sizes = {name: value.numel() * value.element_size() for name, value in values.items()}
+        alike: dict[object, list[str]] = {}
+        for name in reversed(stages_of):
+            key = (stages_of[name], values[name].dtype, values[name].device)
+            alike.setdefault(key, []).append(name)
+        return tuple(
+            Bucket(
+                parameters=tuple(group),
+                size_bytes=sum(sizes[name] for name in group),
+                stages=stages_of[group[0]],
+            )
+            for names in alike.values()
+            for group in _filled(names, sizes)
+        )
+
+
+def _is_in(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+def _filled(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Groups that are full before the next one begins."""
+    groups: list[list[str]] = []
+    filled = _BUCKET_BYTES
+    for name in names:
+        if filled + sizes[name] > _BUCKET_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += sizes[name]
+    return groups

@@ -1,0 +1,248 @@
+"""From a plan to one rank's worker: traced, cut, compiled and routed for one batch size."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from bayplan.data.actions import Action
+from bayplan.data.errors import ForeignPlan
+from bayplan.data.plan import Plan
+from bayplan.planned import Circumstances
+from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.pipeline import Pipeline
+from bayplan.planning.pipelines.routing import Message, Piece
+from bayplan.pricing import free_prices
+from bayplan.running.ranks.forms import Form, Parcel
+from bayplan.running.ranks.gradients import GradientBucket, Gradients
+from bayplan.running.ranks.transfers import Arrival, Departure, Route
+from bayplan.running.ranks.worker import Part, Worker
+from bayplan.running.stages.compiled import CompiledStage
+from bayplan.running.stages.drawing import Streams, find_draws
+from bayplan.running.stages.whole import batch_dimensions
+from bayplan.staged import StagedStep
+from bayplan.training import TrainingStep
+from bayplan.whole_tracing import named_tensors, trace_whole
+
+__all__ = ["Preparation"]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is known of a step at one batch size, on one rank.
+
+    Attributes:
+        plan: for all ranks.
+        step: the model and its loss, with a batch of this size.
+        has_tags: whether the transport tells messages between two ranks apart.
+    """
+
+    plan: Plan
+    step: TrainingStep
+    rank: int
+    num_samples: int
+    has_tags: bool
+
+    def worker(self, buckets: Mapping[int, GradientBucket], update: Callable[[], object]) -> Worker:
+        """The rank's list, ready to be carried out.
+
+        Args:
+            buckets: of gradients that this rank sums up with others, by number.
+            update: runs the optimizer.
+        """
+        actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
+        proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
+        self._check_cuts()
+        return Worker(
+            actions=actions[self.rank],
+            retire=proof.retire[self.rank],
+            parts={
+                (stage, at): self._part(stage, at, piece)
+                for stage in self._stages
+                for at, piece in self.pipeline.routing.pieces_of(stage, self.rank)
+            },
+            tensors=named_tensors(self.step),
+            gradients=Gradients(self._trained, buckets),
+            streams=self._streams,
+            update=update,
+        )
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Who computes what."""
+        return pipeline_of(self.plan, num_samples=self.num_samples)
+
+    @property
+    def _stages(self) -> tuple[int, ...]:
+        return self.pipeline.stages_of(self.rank)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """The numbers of samples that this rank computes at a time."""
+        found = {
+            piece.end - piece.begin
+            for stage in self._stages
+            for _, piece in self.pipeline.routing.pieces_of(stage, self.rank)
+        }
+        return tuple(sorted(found))
+
+    @cached_property
+    def _staged(self) -> dict[int, StagedStep]:
+        """The step at each of these sizes."""
+        firsts = tuple(stage.first for stage in self.plan.stages)
+        return {
+            size: StagedStep(trace_whole(self.step, num_samples=size), firsts)
+            for size in self._sizes
+        }
+
+    @cached_property
+    def _dimensions(self) -> dict[str, tuple[int, int] | None]:
+        """Along which dimension samples lie: what differs between two sizes."""
+        one, *others = self._staged.values()
+        other = others[0].whole if others else None
+        if other is None:
+            other = trace_whole(self.step, num_samples=one.whole.num_samples + 1)
+        return batch_dimensions(one.whole, other)
+
+    @cached_property
+    def _streams(self) -> Streams:
+        whole = next(iter(self._staged.values())).whole
+        return Streams(find_draws(whole, self._dimensions, num_samples=self.num_samples))
+
+    @cached_property
+    def _forms(self) -> dict[str, Form]:
+        """How values look on their way; the same at every size but for the number of samples."""
+        staged = next(iter(self._staged.values()))
+        carried = (*staged.carried.forward.values(), *staged.carried.backward.values())
+        names = dict.fromkeys(name for group in carried for name in group)
+        return {name: Form.of(name, staged.values[name], self._dimensions[name]) for name in names}
+
+    def _check_cuts(self) -> None:
+        """Refuse a plan that was made for other operators than this model has."""
+        staged = self._staged[self._sizes[-1]]
+        for other in self._staged.values():
+            staged.whole.check_same_nodes(other.whole)
+        here = staged.whole.fingerprint
+        if self.plan.step_fingerprint != here:
+            raise ForeignPlan(
+                f"the plan cuts a step with fingerprint {self.plan.step_fingerprint}, this model's"
+                f" is {here}; plan this model anew"
+            )
+        carried = staged.carried
+        found = (carried.links, carried.gradient_links)
+        if found != (self.plan.links, self.plan.gradient_links):
+            raise ForeignPlan(
+                f"the plan's stages exchange values over {self.plan.links} and gradients over"
+                f" {self.plan.gradient_links}, this model's over {found[0]} and {found[1]}; plan"
+                " this model anew"
+            )
+
+    @cached_property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank's stages have gradients of."""
+        staged, tensors = next(iter(self._staged.values())), named_tensors(self.step)
+        names = (name for stage in self._stages for name in staged.assignment.gradients[stage])
+        found: dict[str, nn.Parameter] = {}
+        for name in names:
+            tensor = tensors[name]
+            assert isinstance(tensor, nn.Parameter), "only these are trained"
+            found[name] = tensor
+        return found
+
+    @cached_property
+    def _compiled(self) -> dict[tuple[int, int], CompiledStage]:
+        around = Circumstances(prices=free_prices)
+        return {
+            (stage, size): staged.compiled(stage, around, streams=self._streams)
+            for size, staged in self._staged.items()
+            for stage in self._stages
+            if any(
+                piece.end - piece.begin == size
+                for _, piece in self.pipeline.routing.pieces_of(stage, self.rank)
+            )
+        }
+
+    def _part(self, stage: int, micro_batch: int, piece: Piece) -> Part:
+        size = piece.end - piece.begin
+        inputs = self.pipeline.inputs(self.rank, stage, micro_batch)
+        outputs = self.pipeline.outputs(self.rank, stage, micro_batch)
+        gradients_in = self.pipeline.gradients_in(self.rank, stage, micro_batch)
+        gradients_out = self.pipeline.gradients_out(self.rank, stage, micro_batch)
+        return Part(
+            stage=self._compiled[stage, size],
+            begin=piece.begin,
+            end=piece.end,
+            weight=size / self.num_samples,
+            arrival=self._arrival(piece, inputs, is_back=False),
+            departure=self._departure(piece, outputs, is_back=False),
+            arrival_back=self._arrival(piece, gradients_in, is_back=True),
+            departure_back=self._departure(piece, gradients_out, is_back=True),
+        )
+
+    def _arrival(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Arrival:
+        routes = [self._route(piece, message, is_back=is_back, comes=True) for message in messages]
+        pairs = dict.fromkeys((one.source_stage, one.target_stage) for one in messages)
+        forms = (self._forms_of(*pair, is_back=is_back, is_first=True) for pair in pairs)
+        return Arrival(
+            forms=tuple(form for group in forms for form in group),
+            num_samples=piece.end - piece.begin,
+            routes=tuple(route for route in routes if route.peer != self.rank and route.names),
+            local=tuple(route for route in routes if route.peer == self.rank and route.names),
+            device=self._device,
+            is_sum=is_back,
+        )
+
+    def _departure(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Departure:
+        routes = (self._route(piece, message, is_back=is_back, comes=False) for message in messages)
+        return Departure(tuple(one for one in routes if one.peer != self.rank and one.names))
+
+    def _route(self, piece: Piece, message: Message, *, is_back: bool, comes: bool) -> Route:
+        """A message as this rank sees it.
+
+        Args:
+            piece: of this rank.
+            message: gradients go from its receiver to its sender.
+            is_back: whether it holds gradients.
+            comes: whether this rank receives it.
+        """
+        early, late, at = message.source_stage, message.target_stage, message.micro_batch
+        maker = late if is_back else early
+        peer = message.sender if comes != is_back else message.receiver
+        far_stage = early if (comes != is_back) else late
+        (far,) = (one for one in self.pipeline.routing.pieces[far_stage][at] if one.rank == peer)
+        last = far if far_stage == late else piece  # the piece of the later stage
+        forms = self._forms_of(early, late, is_back=is_back, is_first=message.begin == last.begin)
+        num_stages, num_micro_batches = len(self.plan.stages), self.plan.num_micro_batches
+        return Route(
+            peer=peer,
+            source=(maker, at),
+            here=Parcel(forms, message.begin - piece.begin, message.end - piece.begin),
+            there=Parcel(forms, message.begin - far.begin, message.end - far.begin),
+            is_shared=is_back and self._num_readers(maker) > 1,
+            tag=((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at,
+        )
+
+    def _forms_of(
+        self, early: int, late: int, *, is_back: bool, is_first: bool
+    ) -> tuple[Form, ...]:
+        """What a message between two stages holds.
+
+        What is the same for all samples is in one of the messages of a later piece only: there it
+        is needed once, and its gradient counts once.
+        """
+        carried = next(iter(self._staged.values())).carried
+        names = carried.backward[late, early] if is_back else carried.forward[early, late]
+        forms = (self._forms[name] for name in names)
+        return tuple(form for form in forms if is_first or form.dimension is not None)
+
+    def _num_readers(self, maker: int) -> int:
+        """How many stages get gradients of a stage."""
+        carried = next(iter(self._staged.values())).carried
+        return sum(late == maker for late, _ in carried.backward)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.step.model.parameters()).device

@@ -1,0 +1,128 @@
+"""How a value looks on its way between ranks: which bytes, in which order, for which samples.
+
+Values travel in the order in which their elements lie in memory, so that mostly nothing has to be
+rearranged, and arrive with the strides that the graph was traced with. Samples of a value are a
+slice along the dimension that grows with the batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from bayplan.data.units import round_up
+
+__all__ = ["Form", "Parcel"]
+
+_ALIGNMENT_BYTES = 16  # no dtype needs more
+
+
+@dataclass(frozen=True)
+class Form:
+    """One value.
+
+    Attributes:
+        shape: for one sample, with the dimension of samples counting its rows.
+        layout: the dimensions from the outermost in memory to the innermost.
+        dimension: of samples; None for a value that is the same for all of them.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: tuple[int, ...]
+    dimension: int | None
+
+    @classmethod
+    def of(cls, name: str, value: torch.Tensor, growing: tuple[int, int] | None) -> "Form":
+        """The form of a traced value, see `batch_dimensions`."""
+        shape, strides = list(value.shape), value.stride()
+        dimension, rows = (None, 1) if growing is None else growing
+        if dimension is not None:
+            shape[dimension] = rows
+        layout = sorted(range(len(shape)), key=lambda at: (-strides[at], at))
+        return cls(name, value.dtype, tuple(shape), tuple(layout), dimension)
+
+    def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
+        """Room for some samples."""
+        shape = list(self.shape)
+        if self.dimension is not None:
+            shape[self.dimension] *= num_samples
+        return torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
+
+    def size_bytes(self, num_samples: int) -> int:
+        """What some samples take."""
+        count = 1 if self.dimension is None else num_samples
+        return count * torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def part(self, value: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Some samples of a value, counted from its own first."""
+        if self.dimension is None:
+            return value
+        rows = self.shape[self.dimension]
+        return value.narrow(self.dimension, begin * rows, (end - begin) * rows)
+
+    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
+        """The same elements, outermost dimension first."""
+        return value.permute(self.layout)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Some samples of some values, in one message.
+
+    Attributes:
+        begin, end: the samples, counted from the first of the piece at hand.
+    """
+
+    forms: tuple[Form, ...]
+    begin: int
+    end: int
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each value begins, and where the last one ends."""
+        sizes = [form.size_bytes(self.end - self.begin) for form in self.forms]
+        return list(accumulate((round_up(size, _ALIGNMENT_BYTES) for size in sizes), initial=0))
+
+    def packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What to send: a slice of the value itself where that is one piece of memory."""
+        parts = [
+            form.in_memory_order(form.part(value, self.begin, self.end))
+            for form, value in zip(self.forms, values, strict=True)
+        ]
+        if len(parts) == 1 and parts[0].is_contiguous():
+            return _bytes_of(parts[0])
+        offsets = self.offsets
+        message = torch.empty(offsets[-1], dtype=torch.uint8, device=values[0].device)
+        for form, part, offset in zip(self.forms, parts, offsets, strict=False):
+            self._room(form, message, offset).copy_(part)
+        return message
+
+    def landing(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Where to receive into the values themselves, if their part is one piece of memory."""
+        if len(values) > 1:
+            return None
+        (form,) = self.forms
+        part = form.in_memory_order(form.part(values[0], self.begin, self.end))
+        return _bytes_of(part) if part.is_contiguous() else None
+
+    def unpacked(self, message: torch.Tensor) -> Iterator[tuple[Form, torch.Tensor]]:
+        """The part of each value in a message that came."""
+        for form, offset in zip(self.forms, self.offsets, strict=False):
+            order = sorted(range(len(form.layout)), key=form.layout.__getitem__)
+            yield form, self._room(form, message, offset).permute(order)
+
+    def _room(self, form: Form, message: torch.Tensor, offset: int) -> torch.Tensor:
+        """The place of a value in a message, in the order of memory."""
+        num_samples = self.end - self.begin
+        room = message[offset : offset + form.size_bytes(num_samples)].view(form.dtype)
+        shape = [
+            form.shape[at] * (num_samples if at == form.dimension else 1) for at in form.layout
+        ]
+        return room.view(shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

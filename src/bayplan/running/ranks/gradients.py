@@ -1,0 +1,94 @@
+"""Gradients of one rank: added up over its pieces, and summed over all ranks that share them.
+
+Every piece's loss is weighted by its samples, so sums are final and nothing is divided. Gradients
+that travel together lie in one flat tensor from the start, and `.grad` is a view of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed, nn
+
+__all__ = ["GradientBucket", "Gradients"]
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Gradients that several ranks sum up in one message.
+
+    Attributes:
+        parameters: by name; of one dtype and device.
+        group: of the ranks.
+    """
+
+    parameters: tuple[str, ...]
+    group: distributed.ProcessGroup
+
+
+class Gradients:
+    """The gradients of the parameters that one rank trains.
+
+    Args:
+        parameters: by name.
+        buckets: by number; each of this rank's parameters is in one at most.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Mapping[int, GradientBucket]
+    ) -> None:
+        self._parameters = parameters
+        self._buckets = buckets
+        self._flat: dict[int, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        for number, bucket in buckets.items():
+            self._flat[number] = self._laid_out(bucket.parameters)
+        self._seen: set[str] = set()
+        self._pending: list[distributed.Work] = []
+
+    def _laid_out(self, names: Sequence[str]) -> torch.Tensor:
+        """One tensor for several gradients, which become views of it."""
+        members = [self._parameters[name] for name in names]
+        flat = members[0].new_zeros(sum(member.numel() for member in members))
+        parts = flat.split([member.numel() for member in members])
+        for name, member, part in zip(names, members, parts, strict=True):
+            self._views[name] = part.view(member.shape)
+        return flat
+
+    def clear(self) -> None:
+        """Forget all, before a step."""
+        self._seen.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor]) -> None:
+        """Add the gradients of one piece."""
+        for name, gradient in zip(names, gradients, strict=True):
+            view, parameter = self._views.get(name), self._parameters[name]
+            if name in self._seen:
+                total = view if view is not None else parameter.grad
+                assert total is not None, "it was seen"
+                total.add_(gradient)
+            elif view is not None:
+                view.copy_(gradient)
+            else:
+                parameter.grad = gradient
+            self._seen.add(name)
+
+    def reduce(self, number: int) -> None:
+        """Begin to sum a bucket up over its ranks; no rank adds to it any more in this step."""
+        bucket = self._buckets[number]
+        for name in bucket.parameters:
+            if name not in self._seen:
+                self._views[name].zero_()  # no sample of this rank reaches it
+        work = distributed.all_reduce(self._flat[number], group=bucket.group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        self._pending.append(work)
+
+    def wait(self) -> None:
+        """Until all sums are there; then every parameter has its `.grad`."""
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+        for name, view in self._views.items():
+            self._parameters[name].grad = view

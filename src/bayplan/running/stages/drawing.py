@@ -1,0 +1,162 @@
+"""Random numbers that do not depend on how a batch is split: a piece draws as plain training does.
+
+Plain training draws one mask for the whole batch, operator by operator. So does every rank: it
+takes the generator's state that each operator would find, draws the mask of the whole batch, and
+uses the rows of its own samples. That costs a mask of the whole batch per piece, and buys that a
+step on any number of ranks gives the numbers of one device. Afterwards the generator is where plain
+training would have left it, on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from bayplan.data.errors import CaptureError
+from bayplan.running.eager_forms import dropout_by
+from bayplan.running.partition import SWAPPER
+from bayplan.running.repeats import draw, draw_again, generator_state
+from bayplan.running.stages.whole import WholeStep
+
+__all__ = ["DRAW", "Draw", "Streams", "draw_for_pieces", "find_draws", "mark_draws"]
+
+DRAW = "bayplan_draw"  # in a random node's meta: its name in the whole step
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random operator of a step.
+
+    Attributes:
+        probability: of an element to be dropped.
+        shape: of the mask for the whole batch.
+        dimension: along which samples lie, None if the mask is the same for all.
+        rows: how many of that dimension belong to one sample.
+        layout: the dimensions from the outermost in memory to the innermost; numbers are drawn in
+            that order.
+    """
+
+    probability: float
+    shape: tuple[int, ...]
+    layout: tuple[int, ...]
+    dimension: int | None
+    rows: int = 1
+
+    def whole_mask(self) -> torch.Tensor:
+        """The mask of the whole batch, from the default generator."""
+        mask = torch.empty_permuted(self.shape, self.layout, dtype=torch.bool)
+        return mask.bernoulli_(1 - self.probability)
+
+    def mask(self, begin: int, end: int) -> torch.Tensor:
+        """The mask of some samples."""
+        whole = self.whole_mask()
+        if self.dimension is None:
+            return whole
+        length = (end - begin) * self.rows
+        return whole.narrow(self.dimension, begin * self.rows, length).clone()
+
+
+class Streams:
+    """The random numbers of one rank's pieces.
+
+    Attributes:
+        draws: all random operators of the whole step, by name and in order.
+        begin: the first sample of the piece that is computed now.
+    """
+
+    def __init__(self, draws: dict[str, Draw]) -> None:
+        self.draws = draws
+        self.begin = 0
+        self._states: dict[str, torch.Tensor] = {}
+
+    def begin_step(self) -> None:
+        """Note where each operator's numbers begin, and move on past all of them."""
+        for name, one in self.draws.items():
+            self._states[name] = torch.get_rng_state()
+            one.whole_mask()
+
+    def ticket(self, name: str) -> torch.Tensor:
+        """What an operator needs to draw the numbers of the present piece, now or again."""
+        begin = torch.tensor([self.begin]).view(torch.uint8)
+        return torch.cat([self._states[name], begin])
+
+
+def find_draws(
+    whole: WholeStep, dimensions: dict[str, tuple[int, int] | None], *, num_samples: int
+) -> dict[str, Draw]:
+    """The random operators of a step, as they draw for a batch of so many samples.
+
+    Raises:
+        CaptureError: one that cannot be drawn for a piece alone.
+    """
+    found: dict[str, Draw] = {}
+    for node in _random_nodes(whole.joint.graph):
+        if node.target is not _DROPOUT:
+            raise CaptureError(
+                f"{node.name} ({node.target}) draws random numbers in the forward; a split batch"
+                " can do so only in dropout. Draw them in the data loader"
+            )
+        source, probability, *_ = node.args
+        assert isinstance(source, fx.Node), "dropout is of a tensor"
+        assert isinstance(probability, float), "and drops with a probability"
+        found[node.name] = _draw(probability, source, dimensions[source.name], num_samples)
+    return found
+
+
+def _draw(
+    probability: float, source: fx.Node, growing: tuple[int, int] | None, num_samples: int
+) -> Draw:
+    value = source.meta["val"]
+    if value.device.type != "cpu":
+        raise CaptureError(
+            f"{source.name} is on {value.device}; dropout of a split batch is known on a CPU only."
+            " Set its probability to 0"
+        )
+    shape, strides = list(value.shape), value.stride()
+    layout = tuple(sorted(range(len(shape)), key=lambda at: (-strides[at], at)))
+    dimension, rows = (None, 1) if growing is None else growing
+    if dimension is not None:
+        shape[dimension] = rows * num_samples
+    return Draw(probability, tuple(shape), layout, dimension, rows)
+
+
+def mark_draws(graph: fx.Graph) -> None:
+    """Let copies of random nodes, under whatever name, be known by the one they have now."""
+    for node in _random_nodes(graph):
+        node.meta[DRAW] = node.name
+
+
+def _random_nodes(graph: fx.Graph) -> Sequence[fx.Node]:
+    tag = torch.Tag.nondeterministic_seeded
+    return [node for node in graph.nodes if tag in getattr(node.target, "tags", ())]
+
+
+def draw_for_pieces(module: fx.GraphModule, streams: Streams) -> None:
+    """Let the random nodes of a stage's forward or backward draw for the piece at hand."""
+    for node in module.graph.nodes:
+        if node.target is not draw and node.target is not draw_again:
+            continue
+        name = node.meta[DRAW]
+        _, state, values, _ = node.args
+        if state.target is generator_state:
+            state.target, state.args = _ticket, (name,)
+            state.meta[SWAPPER] = streams
+        node.target, node.args = _dropout_of_piece, (streams.draws[name], state, values)
+
+
+def _ticket(streams: Streams, name: str) -> torch.Tensor:
+    return streams.ticket(name)
+
+
+def _dropout_of_piece(drawn: Draw, ticket: torch.Tensor, values: Any) -> Any:
+    """Dropout of some samples of a batch, and its mask."""
+    begin = int(ticket[-8:].view(torch.int64).item())
+    num_samples = 0 if drawn.dimension is None else values.shape[drawn.dimension] // drawn.rows
+    with torch.random.fork_rng([]):
+        torch.set_rng_state(ticket[:-8])
+        mask = drawn.mask(begin, begin + num_samples)
+    return dropout_by(mask, values, drawn.probability)

@@ -1,0 +1,64 @@
+"""What the forward operators of a step weigh, for cutting it by shares of that."""
+
+import torch
+from torch import fx
+
+from bayplan.data.program import Program
+from bayplan.running.joint import JointStep
+from bayplan.running.stages.whole import WholeStep
+
+__all__ = ["parameter_bytes", "seconds_with_backward", "sent_bytes"]
+
+
+def seconds_with_backward(step: JointStep) -> list[float]:
+    """For each forward operator its seconds and those of its gradient.
+
+    torch gives an operator and its gradient one number; what has none of forward's is left out.
+    """
+    program = step.program
+    num_forward = program.first_backward - 1  # the loss is the caller's
+    seconds = [op.seconds for op in program.ops[:num_forward]]
+    at_number: dict[int, int] = {}
+    for at, node in enumerate(step.op_nodes[:num_forward]):
+        if node is not None:
+            at_number.setdefault(node.meta["seq_nr"], at)
+    later = zip(step.op_nodes[num_forward:], program.ops[num_forward:], strict=True)
+    for node, op in later:
+        at = None if node is None else at_number.get(node.meta["seq_nr"])
+        if at is not None:
+            seconds[at] += op.seconds
+    return seconds
+
+
+def parameter_bytes(whole: WholeStep, step: JointStep) -> list[float]:
+    """For each forward operator the bytes of the parameters that it is the first to read."""
+    num_forward = step.program.first_backward - 1
+    weights = [0.0] * num_forward
+    at_node = {node: at for at, node in enumerate(step.op_nodes[:num_forward])}
+    for node, given in zip(whole.primals, whole.inputs, strict=True):
+        if given.needs_gradient:
+            value: torch.Tensor = node.meta["val"]
+            reader = _first_reader(node, at_node)
+            if reader is not None:
+                weights[reader] += value.numel() * value.element_size()
+    return weights
+
+
+def _first_reader(node: fx.Node, at_node: dict[fx.Node | None, int]) -> int | None:
+    """The first operator that reads a node, itself or through views."""
+    found = [
+        at_node[user] if user in at_node else _first_reader(user, at_node) for user in node.users
+    ]
+    return min((at for at in found if at is not None), default=None)
+
+
+def sent_bytes(program: Program) -> list[int]:
+    """For each forward operator, what a cut before it would send: made before, read after."""
+    num_forward = program.first_backward - 1
+    sent = [0] * num_forward
+    for buffer, producer in enumerate(program.producers):
+        readers = [at for at in program.readers[buffer] if at < num_forward]
+        if 0 <= producer < num_forward and readers:
+            for cut in range(producer + 1, readers[-1] + 1):
+                sent[cut] += program.buffers[buffer]
+    return sent

@@ -1,0 +1,120 @@
+"""Tracing a model together with its loss, at any batch size, without memory."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayplan import torch_private
+from bayplan.capturing.fake import fake_step, without_memory
+from bayplan.data.errors import CaptureError, UsageError
+from bayplan.running.stages.whole import Input, InputKind, WholeStep
+from bayplan.tracing import joint_of
+from bayplan.training import Batch, TrainingStep, call_model, loss_of, split_batch
+
+__all__ = ["batch_tensors", "named_tensors", "num_samples_of", "trace_whole"]
+
+
+def trace_whole(step: TrainingStep, *, num_samples: int) -> WholeStep:
+    """The joint graph of a step's model and loss at a batch size; nothing is run or changed.
+
+    Args:
+        step: the model, loss and precision, with a batch of any size.
+        num_samples: the batch size to trace for.
+    """
+    with without_memory() as mode:
+        fake = fake_step(replace(step, batch=_resized(step.batch, num_samples)), None)
+    with mode, fake.precision():
+        joint = joint_of(_WithLoss(fake), split_batch(fake.batch, fake.loss_fn))
+    joint.module.graph.eliminate_dead_code()
+    origins = _origins(joint.inputs, fake)
+    return WholeStep(joint.module, joint.num_forward_outputs, origins, num_samples)
+
+
+class _WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
+        self.model, self.loss_fn = step.model, step.loss_fn
+
+    def forward(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        """The loss of the model on a batch that is told apart already."""
+        return loss_of(call_model(self.model, inputs), self.loss_fn, targets)
+
+
+def named_tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model and its loss, by the names that a graph has for them.
+
+    A tied weight has all its names.
+    """
+    modules: list[tuple[str, nn.Module]] = [("", step.model)]
+    if isinstance(step.loss_fn, nn.Module):
+        modules.append(("loss_fn.", step.loss_fn))
+    return {
+        prefix + name: tensor
+        for prefix, module in modules
+        for name, tensor in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+    }
+
+
+def batch_tensors(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch, in an order that depends on its form alone."""
+    leaves = torch_private.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def num_samples_of(batch: Batch) -> int:
+    """The size of a batch: the first dimension of its tensors.
+
+    Raises:
+        UsageError: they differ, so that samples cannot be told.
+    """
+    sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no tensors"
+        raise UsageError(
+            f"to split a batch by samples, all its tensors need one first dimension, got {found};"
+            " keep what is the same for all samples in buffers of the model"
+        )
+    return sizes.pop()
+
+
+def _resized(batch: Batch, num_samples: int) -> Batch:
+    """A batch of the same form with another number of samples; to be called without memory."""
+    num_samples_of(batch)
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        return tensor.new_empty_strided((num_samples, *tensor.shape[1:]), tensor.stride())
+
+    return torch_private.tree_map_only(torch.Tensor, resize, batch)
+
+
+def _origins(inputs: Iterable[Any], step: TrainingStep) -> tuple[Input, ...]:
+    """Where the inputs of a traced graph come from, known by the copies they were traced with."""
+    names: dict[int, str] = {}
+    for name, tensor in named_tensors(step).items():
+        names.setdefault(id(tensor), name)  # the first of several names, as in `state_dict`
+    numbers = {id(tensor): number for number, tensor in enumerate(batch_tensors(step.batch))}
+    return tuple(_origin(one, names, numbers) for one in inputs)
+
+
+def _origin(one: Any, names: Mapping[int, str], numbers: Mapping[int, int]) -> Input:
+    if id(one) in numbers:
+        return Input(InputKind.BATCH, str(numbers[id(one)]))
+    if id(one) not in names:
+        shape = tuple(one.shape) if isinstance(one, torch.Tensor) else one
+        raise CaptureError(
+            f"the model reads a tensor of shape {shape} that is neither a parameter, a buffer nor"
+            " in the batch, so no rank knows where to take it from; register it as a buffer"
+        )
+    if isinstance(one, nn.Parameter):
+        return Input(InputKind.PARAMETER, names[id(one)], one.requires_grad)
+    return Input(InputKind.BUFFER, names[id(one)])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bayplan.data.profile import Profile
     from bayplan.data.record import RunRecord
     from bayplan.fitted import fit
+    from bayplan.pipelined import bind
 
 __all__ = [
     "BayplanError",
@@ -25,6 +26,7 @@ __all__ = [
     "Profile",
     "RunRecord",
     "StepGraph",
+    "bind",
     "capture",
     "fit",
     "profile",
@@ -41,6 +43,7 @@ _HOME_OF = {
     "Profile": "bayplan.data.profile",
     "RunRecord": "bayplan.data.record",
     "StepGraph": "bayplan.data.graph",
+    "bind": "bayplan.pipelined",
     "capture": "bayplan.api",
     "fit": "bayplan.fitted",
     "profile": "bayplan.api",

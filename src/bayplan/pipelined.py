@@ -5,8 +5,9 @@ in the plan. The first step of a batch size traces the model, without memory, an
 stages of this rank.
 """
 
+import atexit
 import hashlib
-from dataclasses import dataclass, field
+import os
 from functools import cached_property
 from typing import Any
 
@@ -14,13 +15,15 @@ import msgspec
 import torch
 from torch import distributed, nn
 
-from bayplan.capturing.explain import explained
+from bayplan import torch_private
+from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
-from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.preparing import Preparation
-from bayplan.running.ranks.gradients import GradientBucket
-from bayplan.running.ranks.worker import Listener, Worker
+from bayplan.running.ranks.holding import Holdings
+from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.watching import Watch, host_of_store
+from bayplan.running.ranks.worker import Worker
 from bayplan.training import Batch, LossFunction, TrainingStep
 from bayplan.whole_tracing import batch_tensors, num_samples_of
 
@@ -33,11 +36,13 @@ def bind(
     plan: Plan,
     *,
     loss_fn: LossFunction = None,
+    autocast: torch.dtype | None = None,
 ) -> "PipelinedStep":
     """Make this rank's part of a planned training step.
 
     Call it on every rank, after `torch.distributed.init_process_group`, with the same model,
-    optimizer and plan everywhere.
+    optimizer and plan everywhere. A rank keeps only those parameters that its stages read; when
+    `state_dict` is asked for, on all ranks, the others come from where they are.
 
     Args:
         model: the same on every rank.
@@ -45,6 +50,7 @@ def bind(
         plan: for as many ranks as there are.
         loss_fn: of the model's output and the targets, a mean over samples; None if the model
             returns its loss.
+        autocast: dtype of mixed precision.
 
     Example:
         >>> step = bind(model, optimizer, plan, loss_fn=loss_fn)  # doctest: +SKIP (needs ranks)
@@ -55,14 +61,14 @@ def bind(
             "bind needs a process group; start the script with torchrun and call"
             " torch.distributed.init_process_group() first"
         )
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    world_size = distributed.get_world_size()
     if world_size != len(plan.actions):
         raise UsageError(
             f"the plan is for {len(plan.actions)} ranks, here are {world_size}; start as many, or"
             " plan for these"
         )
     _check_same_plan(plan)
-    return PipelinedStep(model, optimizer, plan, loss_fn, rank)
+    return PipelinedStep(model, optimizer, plan, loss_fn, autocast)
 
 
 def _check_same_plan(plan: Plan) -> None:
@@ -79,66 +85,94 @@ def _check_same_plan(plan: Plan) -> None:
         )
 
 
-class _Silent:
-    """Listens to nothing."""
-
-    def began(self, position: int) -> None:
-        """See `Listener`."""
-
-    def ended(self, position: int) -> None:
-        """See `Listener`."""
-
-
-@dataclass
 class PipelinedStep:
-    """One rank's part of a training step.
+    """One rank's part of a training step; called with a whole batch, it returns the batch's loss.
 
     Attributes:
-        listener: hears of each action.
+        journal: what this rank does and did.
+        num_samples: of the last batch.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    plan: Plan
-    loss_fn: LossFunction
-    rank: int
-    listener: Listener = field(default_factory=_Silent)
-    _workers: dict[int, Worker] = field(default_factory=dict)
+    num_samples: int = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        loss_fn: LossFunction = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._plan = model, optimizer, plan
+        self._loss_fn, self._autocast = loss_fn, autocast
+        self._rank = distributed.get_rank()
+        self._workers: dict[int, Worker] = {}
+        self._holdings: Holdings | None = None
+        self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
+        self._watch = Watch(
+            torch_private.default_store(),
+            rank=self._rank,
+            world_size=distributed.get_world_size(),
+            describe=lambda _: self.journal.text(self.journal.now),
+            is_waiting=lambda _: self.journal.is_waiting(self.journal.now),
+            host=host_of_store(os.environ),
+        )
+        self._watch.__enter__()
+        atexit.register(self._watch.close)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch, all of it on every rank; returns its loss, on every rank."""
-        given: Batch = batch if len(batch) > 1 else batch[0]
-        num_samples = num_samples_of(given)
+        try:
+            return self._run(batch if len(batch) > 1 else batch[0])
+        except BaseException as fault:
+            # Tells the others why, or finds out why they are gone.
+            self._watch.__exit__(type(fault), fault, fault.__traceback__)
+            raise
+
+    def close(self) -> None:
+        """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
+        atexit.unregister(self._watch.close)
+        self._watch.close()
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        num_samples = self.num_samples = num_samples_of(batch)
         if num_samples not in self._workers:
-            self._workers[num_samples] = self._prepared(given, num_samples)
-        loss = self._workers[num_samples].run(batch_tensors(given), self.listener)
+            self._workers[num_samples] = self._prepared(batch, num_samples)
+        if self._holdings is not None:
+            self._holdings.release()
+        loss = self._workers[num_samples].run(batch_tensors(batch), self.journal)
         distributed.all_reduce(loss)
         return loss
 
     def _prepared(self, batch: Batch, num_samples: int) -> Worker:
+        if self._holdings is not None:
+            self._holdings.collect()  # the model is traced again, for which it must be whole
         preparation = Preparation(
-            plan=self.plan,
-            step=TrainingStep(model=self.model, batch=batch, loss_fn=self.loss_fn),
-            rank=self.rank,
+            plan=self._plan,
+            step=TrainingStep(
+                model=self._model, batch=batch, loss_fn=self._loss_fn, autocast=self._autocast
+            ),
+            rank=self._rank,
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
         )
-        with explained():
-            return preparation.worker(self._buckets, self.optimizer.step)
+        worker = preparation.worker(self._groups, self._optimizer.step)
+        if self._holdings is None:
+            self._holdings = Holdings(self._model, preparation.holders(), self._rank)
+        return worker
 
     @cached_property
-    def _buckets(self) -> dict[int, GradientBucket]:
-        """What this rank sums up with others; groups are made in the same order everywhere."""
-        widest = max(len(stage.devices) for stage in self.plan.stages)
-        smallest = widest * self.plan.num_micro_batches
-        members = pipeline_of(self.plan, num_samples=smallest).members
-        groups: dict[tuple[int, ...], distributed.ProcessGroup] = {}
-        for ranks in dict.fromkeys(members[number] for number in sorted(members)):
+    def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:
+        """Ranks that share a stage or a bucket; groups are made in the same order everywhere."""
+        stages = self._plan.stages
+        sets = [
+            tuple(sorted({rank for stage in bucket.stages for rank in stages[stage].devices}))
+            for bucket in self._plan.buckets
+        ]
+        sets += [tuple(sorted(stage.devices)) for stage in stages]
+        found: dict[tuple[int, ...], distributed.ProcessGroup] = {}
+        for ranks in dict.fromkeys(ranks for ranks in sets if len(ranks) > 1):
             group = distributed.new_group(list(ranks))
             if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
-                groups[ranks] = group
-        return {
-            number: GradientBucket(self.plan.buckets[number].parameters, groups[ranks])
-            for number, ranks in members.items()
-            if self.rank in ranks
-        }
+                found[ranks] = group
+        return found

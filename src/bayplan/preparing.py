@@ -1,12 +1,13 @@
 """From a plan to one rank's worker: traced, cut, compiled and routed for one batch size."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
+from bayplan.capturing.explain import explained
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import Plan
@@ -18,11 +19,13 @@ from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
+from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.ranks.worker import Part, Worker
 from bayplan.running.stages.compiled import CompiledStage
+from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
-from bayplan.running.stages.whole import batch_dimensions
+from bayplan.running.stages.whole import InputKind, WholeStep, batch_dimensions
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import named_tensors, trace_whole
@@ -46,13 +49,22 @@ class Preparation:
     num_samples: int
     has_tags: bool
 
-    def worker(self, buckets: Mapping[int, GradientBucket], update: Callable[[], object]) -> Worker:
+    def worker(
+        self,
+        groups: Mapping[tuple[int, ...], distributed.ProcessGroup],
+        update: Callable[[], object],
+    ) -> Worker:
         """The rank's list, ready to be carried out.
 
         Args:
-            buckets: of gradients that this rank sums up with others, by number.
+            groups: by its ranks, each process group that this rank is a member of.
             update: runs the optimizer.
         """
+        buckets = {
+            number: GradientBucket(self.plan.buckets[number].parameters, groups[ranks])
+            for number, ranks in self.pipeline.members.items()
+            if self.rank in ranks
+        }
         actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
         proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
         self._check_cuts()
@@ -67,8 +79,33 @@ class Preparation:
             tensors=named_tensors(self.step),
             gradients=Gradients(self._trained, buckets),
             streams=self._streams,
+            shared_buffers=tuple(self._shared_buffers(groups)),
             update=update,
         )
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """By name of a parameter or buffer, the ranks whose stages read it."""
+        staged, found = self._staged[self._sizes[-1]], dict[str, set[int]]()
+        for at, stage in enumerate(self.plan.stages):
+            graph = cut_stage(staged.whole, staged.assignment, staged.carried, at)
+            for given in graph.inputs:
+                if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                    found.setdefault(given.name, set()).update(stage.devices)
+        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+    def _shared_buffers(
+        self, groups: Mapping[tuple[int, ...], distributed.ProcessGroup]
+    ) -> Iterator[SharedBuffers]:
+        tensors = named_tensors(self.step)
+        for stage in self._stages:
+            ranks = tuple(sorted(self.plan.stages[stage].devices))
+            (graph, *_) = (one.graph for (at, _), one in self._compiled.items() if at == stage)
+            alike: dict[torch.dtype, list[torch.Tensor]] = {}
+            for name in graph.new_buffers:
+                if tensors[name].is_floating_point():
+                    alike.setdefault(tensors[name].dtype, []).append(tensors[name])
+            if ranks in groups:
+                yield from (SharedBuffers(own, groups[ranks]) for own in alike.values())
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -93,10 +130,11 @@ class Preparation:
     def _staged(self) -> dict[int, StagedStep]:
         """The step at each of these sizes."""
         firsts = tuple(stage.first for stage in self.plan.stages)
-        return {
-            size: StagedStep(trace_whole(self.step, num_samples=size), firsts)
-            for size in self._sizes
-        }
+        return {size: StagedStep(self._traced(size), firsts) for size in self._sizes}
+
+    def _traced(self, num_samples: int) -> WholeStep:
+        with explained():
+            return trace_whole(self.step, num_samples=num_samples)
 
     @cached_property
     def _dimensions(self) -> dict[str, tuple[int, int] | None]:
@@ -104,7 +142,7 @@ class Preparation:
         one, *others = self._staged.values()
         other = others[0].whole if others else None
         if other is None:
-            other = trace_whole(self.step, num_samples=one.whole.num_samples + 1)
+            other = self._traced(one.whole.num_samples + 1)
         return batch_dimensions(one.whole, other)
 
     @cached_property

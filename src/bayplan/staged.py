@@ -82,4 +82,4 @@ class StagedStep:
         for half in halves:
             draw_for_pieces(half, streams)
         forward, backward = map(compile_graph, halves)
-        return CompiledStage(graph, order, forward, backward)
+        return CompiledStage(graph, order, forward, backward, backward_module=halves[1])

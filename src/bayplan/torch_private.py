@@ -34,6 +34,7 @@ __all__ = [
     "compile_fault",
     "compile_joint",
     "current_backward_sequence",
+    "default_store",
     "fake_mode_of",
     "has_gradient_hooks",
     "ignore_logging",
@@ -124,6 +125,13 @@ def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     changed = [one.mutated_input for one in described if hasattr(one, "mutated_input")]
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if node.meta.get("desc") in changed]
+
+
+def default_store() -> Any:
+    """The store that the ranks of the process group met in."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def outside_tracing() -> AbstractContextManager[Any]:

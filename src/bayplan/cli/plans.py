@@ -23,10 +23,13 @@ from bayplan.cli.options import (
     question_about,
     swap_space,
 )
+from bayplan.cli.ranks import RANKS_HELP, RankOptions, plan_for_ranks, run_plan_on_ranks
 from bayplan.data import files
 from bayplan.data.errors import ExitCode, UsageError
 
 __all__ = ["plan", "run"]
+
+NO_RANKS = RankOptions()
 
 
 @app.command(
@@ -37,6 +40,9 @@ Examples:
   bayplan plan resnet50 --batch 64 --pareto -o plans/
   bayplan plan resnet50 --batch 64 --strategy checkpoint -o checkpoint.plan.json
   bayplan run plans/0.40.json --steps 20
+  bayplan plan vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 -o vgg16.plan.json
+
+{RANKS_HELP}
 
 Strategies: auto (ours: keep, recompute, pack, swap, whatever is fastest), keep, checkpoint
 (about sqrt(n) checkpoints), checkpoint-speed (keeps convolutions and matrix products), swap (as
@@ -72,9 +78,18 @@ def plan(
     swap_dir: SwapDir = None,
     swap_size: SwapSize = None,
     time_limit: TimeLimit = 10.0,
+    many: Annotated[RankOptions, Parameter(name="*", group="Many ranks")] = NO_RANKS,
     json: Json = False,
 ) -> int:
-    """Plan a training step within a memory limit, and write the plan."""
+    """Plan a training step within a memory limit or for many ranks, and write the plan."""
+    if many.is_given:
+        check_output(output)
+        made = plan_for_ranks(target, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        files.write(output, made)
+        from bayplan.reporting.ranks import pipeline_text
+
+        print(as_json(made) if json else f"{pipeline_text(made)}\n-> {output}")
+        return ExitCode.DONE
     from bayplan.data.limit import Limit
     from bayplan.reporting.plans import curve_text, plan_line
     from bayplan.reporting.progress import ProgressBar
@@ -119,19 +134,34 @@ def plan(
 
 @app.command(
     sort_key=6,
-    help_epilogue="""\
+    help_epilogue=f"""\
 Examples:
   bayplan run plans/0.40.json --steps 20
   bayplan run my.plan.json --target my_project.train:build -o run.record.json
+  bayplan run vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 --steps 20
+  bayplan run alexnet --batch 64 --placement '' --ranks 4
+
+With --placement a target is planned and run at once, by a process for each rank of this machine. On
+several machines, use torchrun and `bayplan.bind` in a script of your own.
+
+{RANKS_HELP}
 
 A plan for a function of your own names code, and a file is not trusted to do that: say --target.
 
 Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step.""",
 )
 def run(
-    plan: Annotated[Path, Parameter(help="A plan file by `bayplan plan`.")],
+    plan: Annotated[
+        str, Parameter(help="A plan file by `bayplan plan`; with --placement, a target.")
+    ],
     /,
     *,
+    batch: Batch = None,
+    optimizer: Optimizer = "adamw",
+    autocast: Autocast = "none",
+    many: Annotated[RankOptions, Parameter(name="*", group="Many ranks")] = NO_RANKS,
+    logs: Annotated[Path, Parameter(help="The folder for the log of each rank.")] = Path("logs"),
+    seed: Annotated[int, Parameter(help="Of the model and of dropout, on many ranks.")] = 0,
     steps: Annotated[int, Parameter(help="Steps to train and measure.")] = 5,
     target: Annotated[
         str | None, Parameter(help="What to train, where the plan names code of your own.")
@@ -155,8 +185,23 @@ def run(
 
     if steps < 1:
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
-    given = files.read(plan, Plan)
     check_output(output)
+    if many.is_given:
+        given = plan_for_ranks(plan, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        target = plan if target is None and ":" in plan else target
+    elif batch is not None:
+        raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")
+    else:
+        given = files.read(Path(plan), Plan)
+    if len(given.actions) > 1:
+        if dry_run:
+            from bayplan.reporting.ranks import pipeline_text
+
+            print(f"would run {steps} steps: {pipeline_text(given)}")
+            return ExitCode.DONE
+        return run_plan_on_ranks(
+            given, steps=steps, target=target, output=output, logs=logs, seed=seed, json=json
+        )
     from bayplan.runner import check_run, question_of, run_plan
 
     question = question_of(given, target=target)

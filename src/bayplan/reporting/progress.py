@@ -25,6 +25,10 @@ class ProgressBar:
         """Take the bar away, so that results can be printed."""
         self._progress.stop()
 
+    def say(self, line: str) -> None:
+        """Print a line of its own on stderr, above the bar, also where there is no terminal."""
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show how far a piece of work has come."""
         self._progress.update(self._task, description=what, completed=done, total=total)

@@ -12,6 +12,7 @@ import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.running.ranks.gradients import Gradients
+from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.drawing import Streams
@@ -64,6 +65,7 @@ class Worker:
         retire: by position, the positions of sends that are known to be received by then.
         parts: what each action is about.
         tensors: the parameters and buffers that the rank's stages read, by name.
+        shared_buffers: that replicas of a stage average after a step.
         update: runs the optimizer, once all gradients are there.
     """
 
@@ -73,6 +75,7 @@ class Worker:
     tensors: Mapping[str, torch.Tensor]
     gradients: Gradients
     streams: Streams
+    shared_buffers: Sequence[SharedBuffers]
     update: Callable[[], object]
     _batch: list[torch.Tensor] = field(default_factory=list)
     _saved: dict[Key, list[Any]] = field(default_factory=dict)
@@ -219,6 +222,8 @@ class Worker:
         if position == self._updates[-1]:
             self.gradients.wait()
             self.update()
+            for shared in self.shared_buffers:
+                shared.average()
 
 
 def _takers(

@@ -6,7 +6,7 @@ A cut is a place between two operators. What follows from it:
    value (a view) or depends on no sample (a transposed weight, a mask), goes to the first stage
    that reads it: nothing would be gained by sending it.
 2. A node of backward belongs to the stage of the operator whose gradient it is part of; torch
-   numbers both alike.
+   numbers both alike (`numbering.py`).
 3. Sums of gradients carry the last number of all, whatever they add up. One over gradients of a
    single stage belongs there, and any other to the stage that reads it, which made the value whose
    gradient it is.
@@ -24,6 +24,7 @@ from torch import fx
 from bayplan import torch_private
 from bayplan.data.errors import CaptureError
 from bayplan.running.joint import JointStep
+from bayplan.running.stages.numbering import Numbering
 from bayplan.running.stages.whole import InputKind, WholeStep
 
 __all__ = ["Assignment", "assign_stages"]
@@ -56,15 +57,13 @@ def assign_stages(whole: WholeStep, step: JointStep, firsts: Sequence[int]) -> A
     """
     surroundings = _Surroundings(whole, step)
     stage_of = _forward_stages(surroundings, step, firsts)
-    by_number: dict[int, int] = {}
-    for node in surroundings.forward:
-        by_number.setdefault(node.meta["seq_nr"], stage_of[node])
+    numbering = Numbering((node.meta["seq_nr"], stage_of[node]) for node in surroundings.forward)
     sums: list[fx.Node] = []
     for node in surroundings.backward:
         if surroundings.is_sum(node):
             sums.append(node)
         else:
-            stage_of[node] = by_number[node.meta["seq_nr"]]
+            stage_of[node] = numbering.of_gradient(node.meta["seq_nr"])
     _place_sums(surroundings, sums, stage_of)
     gradients: list[dict[str, tuple[fx.Node, ...]]] = [{} for _ in firsts]
     for name, node in whole.gradients().items():

@@ -98,7 +98,8 @@ def find_draws(
         if node.target is not _DROPOUT:
             raise CaptureError(
                 f"{node.name} ({node.target}) draws random numbers in the forward; a split batch"
-                " can do so only in dropout. Draw them in the data loader"
+                " can do so only in dropout that is not in place and drops single elements. Use"
+                " that, or draw the numbers in the data loader"
             )
         source, probability, *_ = node.args
         assert isinstance(source, fx.Node), "dropout is of a tensor"
@@ -131,14 +132,21 @@ def mark_draws(graph: fx.Graph) -> None:
 
 
 def _random_nodes(graph: fx.Graph) -> Sequence[fx.Node]:
-    tag = torch.Tag.nondeterministic_seeded
-    return [node for node in graph.nodes if tag in getattr(node.target, "tags", ())]
+    return [node for node in graph.nodes if _is_random(node)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a node draws numbers; fused attention could, but without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    options = node.normalized_arguments(node.graph.owning_module, None, None, True)
+    return options is None or options.kwargs.get("dropout_p") != 0.0
 
 
 def draw_for_pieces(module: fx.GraphModule, streams: Streams) -> None:
     """Let the random nodes of a stage's forward or backward draw for the piece at hand."""
     for node in module.graph.nodes:
-        if node.target is not draw and node.target is not draw_again:
+        if node.target not in (draw, draw_again) or DRAW not in node.meta:
             continue
         name = node.meta[DRAW]
         _, state, values, _ = node.args

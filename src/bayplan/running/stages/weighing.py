@@ -5,6 +5,7 @@ from torch import fx
 
 from bayplan.data.program import Program
 from bayplan.running.joint import JointStep
+from bayplan.running.stages.numbering import Numbering
 from bayplan.running.stages.whole import WholeStep
 
 __all__ = ["parameter_bytes", "seconds_with_backward", "sent_bytes"]
@@ -13,20 +14,20 @@ __all__ = ["parameter_bytes", "seconds_with_backward", "sent_bytes"]
 def seconds_with_backward(step: JointStep) -> list[float]:
     """For each forward operator its seconds and those of its gradient.
 
-    torch gives an operator and its gradient one number; what has none of forward's is left out.
+    See `Numbering`. Sums of gradients count as the last operator's: they carry its number.
     """
     program = step.program
     num_forward = program.first_backward - 1  # the loss is the caller's
     seconds = [op.seconds for op in program.ops[:num_forward]]
-    at_number: dict[int, int] = {}
-    for at, node in enumerate(step.op_nodes[:num_forward]):
-        if node is not None:
-            at_number.setdefault(node.meta["seq_nr"], at)
+    numbering = Numbering(
+        (node.meta["seq_nr"], at)
+        for at, node in enumerate(step.op_nodes[:num_forward])
+        if node is not None
+    )
     later = zip(step.op_nodes[num_forward:], program.ops[num_forward:], strict=True)
     for node, op in later:
-        at = None if node is None else at_number.get(node.meta["seq_nr"])
-        if at is not None:
-            seconds[at] += op.seconds
+        if node is not None:
+            seconds[numbering.of_gradient(node.meta["seq_nr"])] += op.seconds
     return seconds
 
 

@@ -1,0 +1,152 @@
+"""Options about many ranks, and the commands' part that is about them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from bayplan.cli.options import as_json, question_about
+from bayplan.data.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from bayplan.data.plan import Plan
+    from bayplan.placing import Wishes
+
+__all__ = ["RANKS_HELP", "RankOptions", "plan_for_ranks", "run_plan_on_ranks"]
+
+RANKS_HELP = """\
+On many ranks: --placement 0:0-6.0:7 puts the first stage on devices 0 to 6 of node 0 and the
+second on device 7; a stage after each dot, several nodes by commas (0:0-7,1:0-7.0:0-7,1:0-7), and
+'' for data parallel on --ranks devices. Stages are cut by --shares of measured time (11:7), of
+operators as OneFlow does (--shares-by ops) or of parameters, or at modules (--cut-at layer3).
+Gradients are those of one device, whatever the numbers of replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """What may be said about a plan for many ranks."""
+
+    placement: Annotated[
+        str | None,
+        Parameter(help="Devices of each stage, like 0:0-6.0:7; '' for data parallel. See below."),
+    ] = None
+    ranks: Annotated[
+        int | None, Parameter(help="How many devices '' means. Default: one for each core here.")
+    ] = None
+    shares: Annotated[
+        str | None, Parameter(help="How much each stage gets, like 11:7. Default: equal.")
+    ] = None
+    shares_by: Annotated[str, Parameter(help="Shares of what: time, ops or parameters.")] = "time"
+    cut_at: Annotated[
+        tuple[str, ...],
+        Parameter(negative="", help="Instead of shares: modules that later stages begin with."),
+    ] = ()
+    micro_batches: Annotated[int, Parameter(help="Parts of the batch that follow each other.")] = 1
+    schedule: Annotated[
+        str, Parameter(help="The order of work: 1f1b, gpipe, interleaved or zero-bubble.")
+    ] = "1f1b"
+    route: Annotated[
+        str, Parameter(help="Replicas split each micro-batch, or take turns: split, round-robin.")
+    ] = "split"
+    depth: Annotated[
+        int, Parameter(help="More than 1 lets more micro-batches be in flight, for uneven times.")
+    ] = 1
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a plan for many ranks is asked for."""
+        return self.placement is not None
+
+    def wishes(self) -> "Wishes":
+        """The same, understood."""
+        from bayplan.data.placement import Placement
+        from bayplan.data.plan import Route
+        from bayplan.placing import SharesBy, Wishes
+
+        if self.placement is None:
+            raise UsageError("these options are about many ranks; say where, with --placement")
+        return Wishes(
+            placement=Placement.parse(self.placement, num_devices=self._num_devices()),
+            shares=_parsed_shares(self.shares),
+            shares_by=SharesBy(_one_of("--shares-by", self.shares_by, [*SharesBy])),
+            cut_at=self.cut_at,
+            num_micro_batches=self.micro_batches,
+            schedule=self.schedule,
+            route=Route(_one_of("--route", self.route, [*Route])),
+            depth=self.depth,
+        )
+
+    def _num_devices(self) -> int | None:
+        if self.placement:
+            return None
+        if self.ranks is not None:
+            return self.ranks
+        import os
+
+        return len(os.sched_getaffinity(0))
+
+
+def _parsed_shares(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    parts = text.split(":")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"--shares is {text!r}; write whole numbers from 1 on, like 11:7")
+    return tuple(map(int, parts))
+
+
+def _one_of(option: str, word: str, known: list[str]) -> str:
+    from bayplan.data.errors import did_you_mean
+
+    if word not in known:
+        raise UsageError(f"no {option} {word!r}; {did_you_mean(word, known)}")
+    return word
+
+
+def plan_for_ranks(
+    target: str, options: RankOptions, *, batch: int | None, optimizer: str, autocast: str
+) -> "Plan":
+    """Plan a target for many ranks."""
+    wishes = options.wishes()
+    question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
+    from bayplan.data.plan import Request
+    from bayplan.placing import place
+
+    request = Request(
+        target=question.target.name, batch=question.batch, optimizer=optimizer, autocast=autocast
+    )
+    return place(question.without_memory(), wishes, request=request)
+
+
+def run_plan_on_ranks(
+    plan: "Plan",
+    *,
+    steps: int,
+    target: str | None,
+    output: Path | None,
+    logs: Path,
+    seed: int,
+    json: bool,
+) -> int:
+    """Carry a plan out on ranks of this machine, and show what each did."""
+    from bayplan.data import files
+    from bayplan.many_ranks import run_on_ranks
+    from bayplan.reporting.progress import ProgressBar
+    from bayplan.reporting.ranks import ranks_text
+
+    with ProgressBar() as bar:
+        done = run_on_ranks(
+            plan, num_steps=steps, log_folder=logs, target=target, seed=seed, on_line=bar.say
+        )
+    if done.measured is None:
+        return done.exit_code
+    if output is not None:
+        files.write(output, done.measured)
+    if json:
+        print(as_json(done.measured))
+    else:
+        print(f"losses {', '.join(f'{loss:.4f}' for loss in done.losses)}")
+        print(ranks_text(done.measured, plan))
+        print(f"logs of all ranks are in {logs}")
+    return ExitCode.DONE

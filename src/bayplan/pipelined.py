@@ -7,7 +7,9 @@ stages of this rank.
 
 import atexit
 import hashlib
+import math
 import os
+from collections import deque
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +22,10 @@ from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
 from bayplan.preparing import Preparation
+from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.watching import Watch, host_of_store
 from bayplan.running.ranks.worker import Worker
 from bayplan.training import Batch, LossFunction, TrainingStep
@@ -107,7 +111,10 @@ class PipelinedStep:
         self._loss_fn, self._autocast = loss_fn, autocast
         self._rank = distributed.get_rank()
         self._workers: dict[int, Worker] = {}
+        self._worker: Worker | None = None  # the last one
+        self._owed: deque[tuple[distributed.Work, torch.Tensor]] = deque()
         self._holdings: Holdings | None = None
+        self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
         self._watch = Watch(
             torch_private.default_store(),
@@ -121,13 +128,22 @@ class PipelinedStep:
         atexit.register(self._watch.close)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """Train on a batch, all of it on every rank; returns its loss, on every rank."""
+        """Train on a batch, all of it on every rank; returns its loss, on every rank.
+
+        Under a plan with stale weights, the loss is that of as many batches ago as the plan's
+        largest lag, and not a number until there is one.
+        """
         try:
             return self._run(batch if len(batch) > 1 else batch[0])
         except BaseException as fault:
             # Tells the others why, or finds out why they are gone.
             self._watch.__exit__(type(fault), fault, fault.__traceback__)
             raise
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """For each update so far, how many updates old the weights were it was computed with."""
+        return () if self._kept is None else tuple(self._kept[1].staleness)
 
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
@@ -138,11 +154,46 @@ class PipelinedStep:
         num_samples = self.num_samples = num_samples_of(batch)
         if num_samples not in self._workers:
             self._workers[num_samples] = self._prepared(batch, num_samples)
+        worker = self._workers[num_samples]
+        if self._lag and worker is not self._worker:
+            self.flush()  # what is in flight has another size
+        self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        loss = self._workers[num_samples].run(batch_tensors(batch), self.journal)
-        distributed.all_reduce(loss)
+        return self._loss(worker.run(batch_tensors(batch), self.journal))
+
+    def flush(self) -> list[torch.Tensor]:
+        """End all batches in flight, on all ranks at once; returns the losses still owed.
+
+        Only a plan with stale weights has any. To be called before the model is saved or tested.
+        """
+        if self._worker is not None:
+            for _ in range(self._lag):
+                self._worker.run(None, self.journal)
+            self._worker.rest()
+        owed = [self._waited(*self._owed.popleft()) for _ in range(len(self._owed))]
+        return owed
+
+    def _loss(self, part: torch.Tensor) -> torch.Tensor:
+        """The loss of the batch that is due: this one, or with stale weights an earlier one.
+
+        To wait for the present one would make every rank wait for the last stage.
+        """
+        work = distributed.all_reduce(part, group=self._loss_group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        self._owed.append((work, part))
+        if len(self._owed) <= self._lag:
+            return torch.full((), math.nan, dtype=part.dtype)
+        return self._waited(*self._owed.popleft())
+
+    @staticmethod
+    def _waited(work: distributed.Work, loss: torch.Tensor) -> torch.Tensor:
+        work.wait()
         return loss
+
+    @property
+    def _lag(self) -> int:
+        return max(self._plan.lags, default=0)
 
     def _prepared(self, batch: Batch, num_samples: int) -> Worker:
         if self._holdings is not None:
@@ -156,10 +207,17 @@ class PipelinedStep:
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
         )
-        worker = preparation.worker(self._groups, self._optimizer.step)
-        if self._holdings is None:
+        if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
-        return worker
+            self._kept = preparation.gradients(self._groups), preparation.versions()
+        return preparation.worker(self._groups, *self._kept, self._optimizer.step)
+
+    @cached_property
+    def _loss_group(self) -> distributed.ProcessGroup:
+        """One of its own, so that its sums meet no others."""
+        group = distributed.new_group()
+        assert isinstance(group, distributed.ProcessGroup), "all ranks are members"
+        return group
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -50,6 +51,9 @@ class Wishes:
         shares: of each stage; empty for equal ones.
         cut_at: instead of shares, the module that each stage after the first begins with.
         depth: see `schedule`.
+        staleness: how many updates old the weights may be that a batch sees.
+        versions: the same by stage: how many versions of its weights are in use at once.
+        vertical_sync: whether a batch sees weights of one age in all stages.
     """
 
     placement: Placement
@@ -60,6 +64,19 @@ class Wishes:
     schedule: str = "1f1b"
     route: Route = Route.SPLIT
     depth: int = 1
+    staleness: int = 0
+    versions: tuple[int, ...] = ()
+    vertical_sync: bool = False
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """By stage, how many batches its backward is behind its forward; empty for none."""
+        num_stages = len(self.placement.stages)
+        if self.versions:
+            found = tuple(number - 1 for number in self.versions)
+        else:
+            found = tuple(min(num_stages - 1 - at, self.staleness) for at in range(num_stages))
+        return found if any(found) else ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.placement.stages)
@@ -73,8 +90,28 @@ class Wishes:
                 f"{len(self.cut_at)} modules to cut at for {num_stages} stages ({self.placement});"
                 f" name {num_stages - 1}"
             )
+        if self.staleness < 0:
+            raise UsageError(f"staleness is {self.staleness}; must be 0 or more")
+        if self.versions and len(self.versions) != num_stages:
+            raise UsageError(
+                f"{len(self.versions)} numbers of versions for {num_stages} stages; give one each"
+            )
+        self._check_versions()
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
+
+    def _check_versions(self) -> None:
+        lags = self.lags
+        if self.versions and lags and lags[-1]:
+            raise UsageError(
+                f"the last stage has {self.versions[-1]} versions; it is never behind, so give it 1"
+            )
+        for stage, (lag, later) in enumerate(pairwise(lags)):
+            if not 0 <= lag - later <= 1:
+                raise UsageError(
+                    f"stage {stage} has {lag + 1} versions and the next one {later + 1}; give it as"
+                    " many, or one more"
+                )
 
 
 def place(step: TrainingStep, wishes: Wishes, *, request: Request | None = None) -> Plan:
@@ -109,20 +146,27 @@ class _Placing:
             step_fingerprint=self.staged.whole.fingerprint,
             num_micro_batches=self.wishes.num_micro_batches,
             route=self.wishes.route,
-            schedule=self.wishes.schedule,
+            schedule=self.schedule,
             links=self.staged.carried.links,
             gradient_links=self.staged.carried.gradient_links,
+            lags=self.wishes.lags,
+            vertical_sync=self.wishes.vertical_sync,
             buckets=self.buckets,
             actions=tuple(() for _ in ranks),
             predicted_peak_bytes=tuple(0 for _ in ranks),
             predicted_seconds=0.0,
         )
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
-        actions = schedule(pipeline, self.wishes.schedule, depth=self.wishes.depth)
+        actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
         check_actions(pipeline, actions, has_tags=True)
         return msgspec.structs.replace(
             unscheduled, actions=tuple(tuple(map(str, own)) for own in actions)
         )
+
+    @property
+    def schedule(self) -> str:
+        """With stale weights, batches overlap and micro-batches need not."""
+        return "one-by-one" if self.wishes.lags else self.wishes.schedule
 
     @cached_property
     def num_samples(self) -> int:

@@ -21,6 +21,7 @@ from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
+from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.worker import Part, Worker
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
@@ -30,7 +31,9 @@ from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import named_tensors, trace_whole
 
-__all__ = ["Preparation"]
+__all__ = ["Groups", "Preparation"]
+
+Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -51,37 +54,60 @@ class Preparation:
 
     def worker(
         self,
-        groups: Mapping[tuple[int, ...], distributed.ProcessGroup],
+        groups: Groups,
+        gradients: Gradients,
+        versions: Versions,
         update: Callable[[], object],
     ) -> Worker:
         """The rank's list, ready to be carried out.
 
         Args:
             groups: by its ranks, each process group that this rank is a member of.
+            gradients: by `gradients`, of any batch size.
+            versions: by `versions`, of any batch size.
             update: runs the optimizer.
         """
-        buckets = {
-            number: GradientBucket(self.plan.buckets[number].parameters, groups[ranks])
-            for number, ranks in self.pipeline.members.items()
-            if self.rank in ranks
-        }
         actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
         proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
         self._check_cuts()
         return Worker(
             actions=actions[self.rank],
-            retire=proof.retire[self.rank],
+            retire=[()] * len(actions[self.rank]) if any(self.lags) else proof.retire[self.rank],
             parts={
                 (stage, at): self._part(stage, at, piece)
                 for stage in self._stages
                 for at, piece in self.pipeline.routing.pieces_of(stage, self.rank)
             },
             tensors=named_tensors(self.step),
-            gradients=Gradients(self._trained, buckets),
+            gradients=gradients,
             streams=self._streams,
             shared_buffers=tuple(self._shared_buffers(groups)),
+            versions=versions,
             update=update,
         )
+
+    def gradients(self, groups: Groups) -> Gradients:
+        """Of the parameters that this rank trains."""
+        buckets = {
+            number: GradientBucket(self.plan.buckets[number].parameters, groups[ranks])
+            for number, ranks in self.pipeline.members.items()
+            if self.rank in ranks
+        }
+        return Gradients(self._trained, buckets)
+
+    def versions(self) -> Versions:
+        """Of the parameters that this rank trains."""
+        gradients = self._staged[self._sizes[-1]].assignment.gradients
+        stages_of = {
+            name: [stage for stage in self._stages if name in gradients[stage]]
+            for name in self._trained
+        }
+        return Versions(self._trained, stages_of, self.lags, is_vertical=self.plan.vertical_sync)
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """By stage, how many batches its backward is behind its forward."""
+        return self.plan.lags or (0,) * len(self.plan.stages)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """By name of a parameter or buffer, the ranks whose stages read it."""
@@ -93,9 +119,7 @@ class Preparation:
                     found.setdefault(given.name, set()).update(stage.devices)
         return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
-    def _shared_buffers(
-        self, groups: Mapping[tuple[int, ...], distributed.ProcessGroup]
-    ) -> Iterator[SharedBuffers]:
+    def _shared_buffers(self, groups: Groups) -> Iterator[SharedBuffers]:
         tensors = named_tensors(self.step)
         for stage in self._stages:
             ranks = tuple(sorted(self.plan.stages[stage].devices))

@@ -3,6 +3,7 @@
 Trains as the plan says and writes this rank's record. Rank 0 tells of each step on stderr.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -68,7 +69,8 @@ def _measured(
         for number in range(num_steps):
             losses.append(float(bound(*batch)))
             _tell(number, num_steps, losses[-1], time.perf_counter() - began, bound.num_samples)
-    return recording.result, losses
+    losses += map(float, bound.flush())
+    return recording.result, [loss for loss in losses if not math.isnan(loss)]
 
 
 def _tell(number: int, num_steps: int, loss: float, seconds: float, num_samples: int) -> None:
@@ -89,7 +91,10 @@ def _named(result: RunRecord, plan: Plan, rank: int, bound: PipelinedStep) -> Ru
     stages = [str(at) for at, stage in enumerate(plan.stages) if rank in stage.devices]
     (device,) = result.devices
     device = msgspec.structs.replace(
-        device, device=f"rank {rank}, stage {'+'.join(stages)}", events=bound.journal.events()
+        device,
+        device=f"rank {rank}, stage {'+'.join(stages)}",
+        events=bound.journal.events(),
+        staleness=bound.staleness,
     )
     return msgspec.structs.replace(result, model=plan.model, devices=(device,))
 

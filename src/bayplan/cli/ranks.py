@@ -44,7 +44,8 @@ class RankOptions:
     ] = ()
     micro_batches: Annotated[int, Parameter(help="Parts of the batch that follow each other.")] = 1
     schedule: Annotated[
-        str, Parameter(help="The order of work: 1f1b, gpipe, interleaved or zero-bubble.")
+        str,
+        Parameter(help="The order of work: 1f1b, gpipe, interleaved, zero-bubble, one-by-one."),
     ] = "1f1b"
     route: Annotated[
         str, Parameter(help="Replicas split each micro-batch, or take turns: split, round-robin.")
@@ -52,6 +53,21 @@ class RankOptions:
     depth: Annotated[
         int, Parameter(help="More than 1 lets more micro-batches be in flight, for uneven times.")
     ] = 1
+
+    staleness: Annotated[
+        int,
+        Parameter(
+            help="Let batches overlap: a batch may see weights that are so many updates old. The"
+            " numbers are then not those of one device."
+        ),
+    ] = 0
+    versions: Annotated[
+        str | None,
+        Parameter(help="The same by stage, as versions of its weights in use at once, like 2:1."),
+    ] = None
+    vertical_sync: Annotated[
+        bool, Parameter(negative="", help="A batch sees weights of one age in all stages.")
+    ] = False
 
     @property
     def is_given(self) -> bool:
@@ -68,13 +84,16 @@ class RankOptions:
             raise UsageError("these options are about many ranks; say where, with --placement")
         return Wishes(
             placement=Placement.parse(self.placement, num_devices=self._num_devices()),
-            shares=_parsed_shares(self.shares),
+            shares=_parsed_numbers("--shares", self.shares, "11:7"),
             shares_by=SharesBy(_one_of("--shares-by", self.shares_by, [*SharesBy])),
             cut_at=self.cut_at,
             num_micro_batches=self.micro_batches,
             schedule=self.schedule,
             route=Route(_one_of("--route", self.route, [*Route])),
             depth=self.depth,
+            staleness=self.staleness,
+            versions=_parsed_numbers("--versions", self.versions, "2:1"),
+            vertical_sync=self.vertical_sync,
         )
 
     def _num_devices(self) -> int | None:
@@ -87,12 +106,12 @@ class RankOptions:
         return len(os.sched_getaffinity(0))
 
 
-def _parsed_shares(text: str | None) -> tuple[int, ...]:
+def _parsed_numbers(option: str, text: str | None, example: str) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(":")
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"--shares is {text!r}; write whole numbers from 1 on, like 11:7")
+        raise UsageError(f"{option} is {text!r}; write whole numbers from 1 on, like {example}")
     return tuple(map(int, parts))
 
 

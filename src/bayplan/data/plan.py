@@ -2,6 +2,7 @@
 
 import math
 from enum import StrEnum
+from itertools import pairwise
 
 import msgspec
 
@@ -163,6 +164,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         schedule: the name of what ordered the actions.
         links: pairs of stages, the earlier first, of which the later reads values of the earlier.
         gradient_links: pairs, the earlier first, of which the earlier reads gradients of the later.
+        lags: by stage, how many batches its backward is behind its forward, and so how many updates
+            old the weights are that a batch sees there; empty for none.
+        vertical_sync: whether a batch sees weights of one age in all stages.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
@@ -184,6 +188,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schedule: str = ""
     links: tuple[tuple[int, int], ...] = ()
     gradient_links: tuple[tuple[int, int], ...] = ()
+    lags: tuple[int, ...] = ()
+    vertical_sync: bool = False
     request: Request | None = None
     order: StepOrder | None = None
     decisions: tuple[Decision, ...] = ()
@@ -220,6 +226,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f" {len(self.actions)} devices have actions"
                     )
         self._check_stages_named()
+        self._check_lags()
         for device, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:
@@ -256,3 +263,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     raise ValueError(
                         f"buckets[{position}] names stage {stage}, but there are only {num_stages}"
                     )
+
+    def _check_lags(self) -> None:
+        """Raise ValueError for lags that no order of work has."""
+        if not self.lags:
+            return
+        if len(self.lags) != len(self.stages):
+            raise ValueError(f"{len(self.lags)} lags for {len(self.stages)} stages")
+        if self.lags[-1] != 0:
+            raise ValueError(
+                f"lags ends with {self.lags[-1]}, must be 0: the last stage waits for none"
+            )
+        for stage, (lag, later) in enumerate(pairwise(self.lags)):
+            if not 0 <= lag - later <= 1:
+                raise ValueError(
+                    f"lags[{stage}] is {lag}, must be that of the next stage, {later}, or one more"
+                )

@@ -106,6 +106,7 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         peak_node: index of the graph node at the peak; None where no graph is known.
         step_peak_bytes: the peak of each recorded step.
         largest: the largest storages alive at the peak.
+        staleness: for each update, how many updates old the weights were that its gradients are of.
     """
 
     device: str
@@ -117,8 +118,10 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve: MemoryCurve | None = None
     events: tuple[Event, ...] = ()
     messages: tuple[MessageClass, ...] = ()
+    staleness: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_figures("staleness", self.staleness)
         check_not_negative(peak_bytes=self.peak_bytes)
         check_figures("step_peak_bytes", self.step_peak_bytes)
         for kind, size_bytes in self.peak_by_kind.items():

@@ -18,7 +18,9 @@ def ranks_text(record: RunRecord, plan: Plan) -> str:
         for rank, device in enumerate(record.devices)
     ]
     table = table_text(("device", "stage", "peak MiB", "busy %"), rows)
-    return f"{table}\nstep {format_seconds(seconds)}{speed}"
+    oldest = max((max(device.staleness, default=0) for device in record.devices), default=0)
+    stale = f", weights up to {oldest} updates old" if oldest else ""
+    return f"{table}\nstep {format_seconds(seconds)}{speed}{stale}"
 
 
 def pipeline_text(plan: Plan) -> str:
@@ -27,6 +29,9 @@ def pipeline_text(plan: Plan) -> str:
         f"{plan.model}: {len(plan.stages)} stages on {len(plan.actions)} ranks,"
         f" {plan.num_micro_batches} micro-batches ({plan.route}), {plan.schedule}"
     ]
+    if any(plan.lags):
+        ages = ":".join(map(str, plan.lags))
+        lines.append(f"  weights are {ages} updates old, by stage: not the numbers of one device")
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")

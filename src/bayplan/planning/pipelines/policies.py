@@ -21,11 +21,14 @@ class Policy:
         splits_backward: the gradient of the weights is an action of its own, which fills gaps.
         takes_turns: a rank's stages take turns, each with as many micro-batches as there are
             ranks in a row, so that the first is back for its next stage when the last has left.
+        waits_for_each: a micro-batch's backward comes before the next one's forward. Without stale
+            weights nothing overlaps then; with them, batches do.
     """
 
     fills_first: bool = False
     splits_backward: bool = False
     takes_turns: bool = False
+    waits_for_each: bool = False
 
     @property
     def kinds(self) -> tuple[ActionKind, ...]:
@@ -52,6 +55,7 @@ SCHEDULES: dict[str, Policy] = {
     "1f1b": Policy(),
     "interleaved": Policy(takes_turns=True),
     "zero-bubble": Policy(splits_backward=True),
+    "one-by-one": Policy(waits_for_each=True),
 }
 
 
@@ -64,6 +68,8 @@ def bounds_of(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, .
     over all replicas, that is the number of stages from here on; for round robin it is PipeDream's
     number, the ranks from here on over the ranks here.
     """
+    if policy.waits_for_each:
+        return (1,) * len(pipeline.stages)
     if policy.fills_first:
         return (pipeline.num_micro_batches,) * len(pipeline.stages)
     widths = [

@@ -61,8 +61,22 @@ class Gradients:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor]) -> None:
-        """Add the gradients of one piece."""
+    def add(
+        self,
+        names: Iterable[str],
+        gradients: Iterable[torch.Tensor],
+        *,
+        beside: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Add the gradients of one piece.
+
+        Args:
+            names: of the parameters.
+            gradients: of each; the first becomes its `.grad`, if nobody else has it.
+            beside: tensors that others have.
+        """
+        # Of `a + b` both have the same gradient, in the same memory.
+        known = {tensor.untyped_storage().data_ptr() for tensor in beside}
         for name, gradient in zip(names, gradients, strict=True):
             view, parameter = self._views.get(name), self._parameters[name]
             if name in self._seen:
@@ -72,7 +86,9 @@ class Gradients:
             elif view is not None:
                 view.copy_(gradient)
             else:
-                parameter.grad = gradient
+                memory = gradient.untyped_storage().data_ptr()
+                parameter.grad = gradient.clone() if memory in known else gradient
+                known.add(memory)
             self._seen.add(name)
 
     def reduce(self, number: int) -> None:

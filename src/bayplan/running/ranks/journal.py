@@ -30,20 +30,21 @@ class Journal:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
         self._actions = actions
-        self._step = 0
-        self._began = [0.0] * len(actions)
-        self._ended = [0.0] * len(actions)
+        self._done: list[tuple[int, float, float]] = []  # of this step: position, begin, end
+        self._began = 0.0
 
     def began(self, position: int) -> None:
-        """An action begins."""
-        self.now = (self._step, position)
-        self._began[position] = time.perf_counter()
+        """An action begins; one that does not come after the last begins a step."""
+        step, last = self.now
+        if self._done and position <= last:
+            step += 1
+            self._done.clear()
+        self.now = (step, position)
+        self._began = time.perf_counter()
 
     def ended(self, position: int) -> None:
-        """It is done; after the last one, the step is."""
-        self._ended[position] = time.perf_counter()
-        if position == len(self._actions) - 1:
-            self._step += 1
+        """It is done."""
+        self._done.append((position, self._began, time.perf_counter()))
 
     def text(self, now: tuple[int, int]) -> str:
         """Where a rank is, in words."""
@@ -57,13 +58,13 @@ class Journal:
 
     def events(self) -> tuple[Event, ...]:
         """The actions of the last step, from its first on."""
-        start = self._began[0]
+        start = self._done[0][1] if self._done else 0.0
         return tuple(
             Event(
-                lane=_LANES.get(action.kind, Lane.COMPUTE),
-                name=str(action),
+                lane=_LANES.get(self._actions[position].kind, Lane.COMPUTE),
+                name=str(self._actions[position]),
                 start_seconds=began - start,
                 seconds=ended - began,
             )
-            for action, began, ended in zip(self._actions, self._began, self._ended, strict=True)
+            for position, began, ended in self._done
         )

@@ -2,9 +2,20 @@
 
 The list decides everything; nothing here does. For each batch size the list is turned once into
 calls with all their routes and rooms at hand, so that a step is a walk over a list.
+
+NOTE [ Backward that lags ]
+With stale weights allowed, a stage's backward is some batches behind its forward. One list still
+describes every call: its forward actions are about the batch that is given, its backward actions
+about the one that was given `lag` calls before. So in the first calls, and when no batches come any
+more, a part of the list has nothing to do and is passed over.
+1. What forward makes for backward waits in a queue, for several batches may be in between.
+2. A batch's forward and backward see the same weights: an update writes beside the old ones as
+   long as a batch in flight needs them.
+3. A neighbour is at most one call behind, so what was sent two calls ago has been received.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +25,7 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure
+from bayplan.running.ranks.versions import Versions
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.drawing import Streams
 from bayplan.running.stages.whole import Input, InputKind
@@ -24,6 +36,7 @@ Key = tuple[int, int]  # stage, micro-batch
 
 # Receives that are posted ahead of the one that is waited for next.
 _AHEAD = 2
+_OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
 
 
 class Listener(Protocol):
@@ -57,13 +70,23 @@ class Part:
 
 
 @dataclass
+class _Made:
+    """Values that a part made, and how often they will still be asked for."""
+
+    values: dict[str, torch.Tensor]
+    left: int
+
+
+@dataclass
 class Worker:
     """Carries out one rank's list for one batch size.
 
     Attributes:
         actions: the list.
-        retire: by position, the positions of sends that are known to be received by then.
+        retire: by position, the positions of sends that are known to be received by then; where
+            backward lags, none is.
         parts: what each action is about.
+        versions: the weights that each batch sees.
         tensors: the parameters and buffers that the rank's stages read, by name.
         shared_buffers: that replicas of a stage average after a step.
         update: runs the optimizer, once all gradients are there.
@@ -76,41 +99,49 @@ class Worker:
     gradients: Gradients
     streams: Streams
     shared_buffers: Sequence[SharedBuffers]
+    versions: Versions
     update: Callable[[], object]
     _batch: list[torch.Tensor] = field(default_factory=list)
-    _saved: dict[Key, list[Any]] = field(default_factory=dict)
-    _made: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
-    _made_back: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._calls = [self._call_of(action) for action in self.actions]
-        self._receives = [
-            arrival for action in self.actions for arrival in self._arrivals_of(action)
-        ]
-        self._updates = [at for at, one in enumerate(self.actions) if one.kind is ActionKind.UPDATE]
+        self._saved: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
+        self._handed: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
+        self._made: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
+        self._made_back: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
         self._takers = _takers(self.parts, lambda part: (part.arrival, part.departure))
         self._takers_back = _takers(
             self.parts, lambda part: (part.arrival_back, part.departure_back)
         )
+        self._sent: deque[list[Departure]] = deque()
+        self._number = 0  # of this call
+        self._num_given = 0  # batches so far
 
-    def run(self, batch: list[torch.Tensor], listener: Listener) -> torch.Tensor:
+    def run(self, batch: list[torch.Tensor] | None, listener: Listener) -> torch.Tensor:
         """One step; returns this rank's part of the loss, or zero.
 
         Args:
-            batch: the tensors of the whole batch.
+            batch: the tensors of the whole batch; None to go on without a new one.
             listener: hears of each action.
         """
-        self._batch = batch
-        self._left, self._left_back = dict(self._takers), dict(self._takers_back)
+        if batch is not None:
+            self._batch = batch
+            self.streams.begin_step()
+            self._num_given = self._number + 1
         self.gradients.clear()
-        self.streams.begin_step()
+        positions = [at for at, one in enumerate(self.actions) if self._is_due(one)]
+        self._receives = [
+            arrival for at in positions for arrival in self._arrivals_of(self.actions[at])
+        ]
+        self._updates = [at for at in positions if self.actions[at].kind is ActionKind.UPDATE]
         for arrival in self._receives[:_AHEAD]:
             arrival.post()
         self._next = _AHEAD
-        for position, call in enumerate(self._calls):
+        self._sent.append([])
+        for position in positions:
             listener.began(position)
-            call(position)
+            self._calls[position](position)
             for sent in self.retire[position]:
                 self._departure_of(self.actions[sent]).wait()
             listener.ended(position)
@@ -118,20 +149,37 @@ class Worker:
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
+    def rest(self) -> None:
+        """After the last batch: wait for all sends, and begin anew with the next one."""
+        while self._sent:
+            for departure in self._sent.popleft():
+                departure.wait()
+        self._number = self._num_given = 0
+        self.versions.settle()
+
+    def _is_due(self, action: Action) -> bool:
+        """Whether there is a batch for an action in this call; see the note above."""
+        if action.kind in _OF_FORWARD:
+            return self._number < self._num_given
+        return 0 <= self._number - self.versions.lag(action.stage) < self._num_given
+
     def _settle(self) -> None:
-        """Wait for the sends that nothing in the step tells to be received."""
-        for part in self.parts.values():
-            part.departure.wait()
-            part.departure_back.wait()
+        """Wait for sends that nothing in the list tells to be received; see 3 above."""
+        self._number += 1
         self._batch = []
+        while len(self._sent) > (2 if self.versions.lags_at_all else 0):
+            for departure in self._sent.popleft():
+                departure.wait()
 
     def _call_of(self, action: Action) -> Callable[[int], None]:
         key = (action.stage, action.index)
         kinds: dict[ActionKind, Callable[[Key], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
-            ActionKind.RECEIVE_FORWARD: self._receive,
-            ActionKind.RECEIVE_BACKWARD: self._receive_back,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.RECEIVE_FORWARD: lambda key: self._receive(self.parts[key].arrival),
+            ActionKind.RECEIVE_BACKWARD: lambda key: self._receive(self.parts[key].arrival_back),
             ActionKind.SEND_FORWARD: self._send,
             ActionKind.SEND_BACKWARD: self._send_back,
         }
@@ -157,21 +205,20 @@ class Worker:
     def _forward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        carried = part.arrival.take(self._made)
-        _forget(part.arrival.sources, self._made, self._left)
+        carried = _taken(part.arrival, self._made)
         self.streams.begin = part.begin
         arguments = [self._argument(given, part, carried) for given in graph.inputs]
         carried.clear()
         outputs = part.stage.forward(arguments)
         for name, value in zip(graph.new_buffers, outputs, strict=False):
             self.tensors[name].copy_(value)
-        first_sent = len(graph.new_buffers)
-        first_saved = graph.num_forward_outputs
-        if self._left[key]:
-            self._made[key] = dict(zip(graph.sent, outputs[first_sent:], strict=False))
+        first_sent, first_saved = len(graph.new_buffers), graph.num_forward_outputs
+        if self._takers[key]:
+            sent = dict(zip(graph.sent, outputs[first_sent:], strict=False))
+            self._made[key].append(_Made(sent, self._takers[key]))
         if graph.has_loss:
             self._losses.append(outputs[first_saved - 1].double() * part.weight)
-        self._saved[key] = outputs[first_saved:]
+        self._saved[key].append(outputs[first_saved:])
 
     def _argument(
         self, given: Input, part: Part, carried: Mapping[str, torch.Tensor]
@@ -181,46 +228,72 @@ class Worker:
         if given.kind is InputKind.BATCH:
             whole = self._batch[int(given.name)]
             return whole[part.begin : part.end] if whole.dim() else whole
+        if given.needs_gradient:
+            return self.versions.weight(given.name)
         return self.tensors[given.name].detach()
 
     def _backward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        carried = part.arrival_back.take(self._made_back)
-        _forget(part.arrival_back.sources, self._made_back, self._left_back)
-        inputs = self._saved.pop(key)
-        inputs += [carried.pop(name) for name in graph.gradients_in]
-        if graph.has_loss:
-            inputs.append(graph.loss_gradient(part.weight))
-        outputs = part.stage.backward(inputs)
-        self.gradients.add(graph.parameters, outputs[: len(graph.parameters)])
-        sent = outputs[len(graph.parameters) :]
-        if self._left_back[key]:
-            self._made_back[key] = dict(zip(graph.gradients_out, sent, strict=True))
+        outputs = part.stage.backward(self._gradients_in(key))
+        own, sent = outputs[: len(graph.parameters)], outputs[len(graph.parameters) :]
+        self.gradients.add(graph.parameters, own, beside=sent)
+        self._give_back(key, sent)
 
-    def _receive(self, key: Key) -> None:
-        self._wait_for(self.parts[key].arrival)
+    def _backward_input(self, key: Key) -> None:
+        """The half of a backward that other stages wait for."""
+        part = self.parts[key]
+        num_sent = len(part.stage.graph.gradients_out)
+        outputs = part.stage.backward_input(self._gradients_in(key))
+        self._give_back(key, outputs[:num_sent])
+        self._handed[key].append(outputs[num_sent:])
 
-    def _receive_back(self, key: Key) -> None:
-        self._wait_for(self.parts[key].arrival_back)
+    def _backward_weight(self, key: Key) -> None:
+        """The other half."""
+        part = self.parts[key]
+        gradients = part.stage.backward_weight(self._handed[key].popleft())
+        self.gradients.add(part.stage.graph.parameters, gradients)
 
-    def _wait_for(self, arrival: Arrival) -> None:
+    def _gradients_in(self, key: Key) -> list[Any]:
+        """What a part's backward starts from: what forward saved, and gradients from others."""
+        part = self.parts[key]
+        carried = _taken(part.arrival_back, self._made_back)
+        inputs = self._saved[key].popleft()
+        inputs += [carried.pop(name) for name in part.stage.graph.gradients_in]
+        if part.stage.graph.has_loss:
+            inputs.append(part.stage.graph.loss_gradient(part.weight))
+        return inputs
+
+    def _give_back(self, key: Key, gradients: Sequence[torch.Tensor]) -> None:
+        """Keep gradients for those who take them."""
+        if self._takers_back[key]:
+            names = self.parts[key].stage.graph.gradients_out
+            values = dict(zip(names, gradients, strict=True))
+            self._made_back[key].append(_Made(values, self._takers_back[key]))
+
+    def _receive(self, arrival: Arrival) -> None:
         if self._next < len(self._receives):
             self._receives[self._next].post()
             self._next += 1
         arrival.wait()
 
     def _send(self, key: Key) -> None:
-        self.parts[key].departure.send(self._made[key])
-        _forget((key,), self._made, self._left)
+        self._depart(self.parts[key].departure, self._made[key])
 
     def _send_back(self, key: Key) -> None:
-        self.parts[key].departure_back.send(self._made_back[key])
-        _forget((key,), self._made_back, self._left_back)
+        self._depart(self.parts[key].departure_back, self._made_back[key])
+
+    def _depart(self, departure: Departure, made: deque[_Made]) -> None:
+        departure.send(made[-1].values)
+        self._sent[-1].append(departure)
+        _ask(made, made[-1])
 
     def _update(self, position: int) -> None:
         if position == self._updates[-1]:
             self.gradients.wait()
+            stages = [self.actions[at].stage for at in self._updates]
+            least = min(map(self.versions.lag, stages))
+            self.versions.begin_update(stages, self._number - least)
             self.update()
             for shared in self.shared_buffers:
                 shared.average()
@@ -237,9 +310,16 @@ def _takers(
     return counts
 
 
-def _forget(sources: Iterable[Key], made: dict[Key, Any], left: dict[Key, int]) -> None:
-    """Drop what was asked for the last time."""
-    for source in sources:
-        left[source] -= 1
-        if not left[source]:
-            del made[source]
+def _taken(arrival: Arrival, made: Mapping[Key, deque[_Made]]) -> dict[str, torch.Tensor]:
+    """What a part gets from others and from this rank itself, the oldest first."""
+    values = arrival.take({source: made[source][0].values for source in arrival.sources})
+    for source in arrival.sources:
+        _ask(made[source], made[source][0])
+    return values
+
+
+def _ask(made: deque[_Made], one: _Made) -> None:
+    """Note that something was asked for, and drop it after the last time."""
+    one.left -= 1
+    if not one.left:
+        made.remove(one)

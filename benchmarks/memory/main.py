@@ -48,29 +48,59 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How long to plan and to measure.
+
+    Attributes:
+        rounds: turns of all methods.
+        seconds: to plan a model's curve.
+        share_rounds: more turns of the plans for shares of the plain peak, which have targets.
+        share_seconds: to plan each of these alone.
+    """
+
+    rounds: int
+    seconds: float
+    share_rounds: int
+    share_seconds: float
+    methods: Sequence[str] = tuple(PEERS)
+
+
 def main() -> None:
     parser = options(__doc__ or "")
     known = {**MODELS, **QUICK_MODELS}
     parser.add_argument("--models", nargs="*", choices=list(known), help="these anew")
     parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
     parser.add_argument("--seconds", type=float, default=40.0, help="to plan a model's curve")
+    parser.add_argument(
+        "--share-seconds", type=float, default=30.0, help="to plan each share of the plain peak"
+    )
+    parser.add_argument(
+        "--share-rounds", type=int, default=8, help="more turns of plans for such shares"
+    )
     parser.add_argument("--no-deep", action="store_true", help="leave planning times out")
     arguments = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     # Every method is another version of one model's code, and all of them are alive.
     _dynamo.config.recompile_limit = 100
-    settings: dict[str, Any] = {"rounds": arguments.rounds, "seconds": arguments.seconds}
+    settings = Settings(
+        arguments.rounds, arguments.seconds, arguments.share_rounds, arguments.share_seconds
+    )
     if arguments.quick:
-        settings = {"rounds": 1, "seconds": 2.0, "methods": QUICK_PEERS}
+        settings = Settings(1, 2.0, 1, 1.0, methods=QUICK_PEERS)
     folder = Path(__file__).parent / "results"
     partial = (folder / "quick" if arguments.quick else folder) / "partial.json"
     result: dict[str, Any] = {"rows": [], "failures": [], "planning": [], "runs": {}}
     result |= known_of_others(__file__, arguments)
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
-            _compare(name, known[name], result, cache=Path(cache), **settings)
-            result["runs"][name] = {"rounds": settings["rounds"], "options": sys.argv[1:]}
+            _compare(name, known[name], result, cache=Path(cache), settings=settings)
+            result["runs"][name] = {
+                "rounds": settings.rounds,
+                "share_rounds": settings.share_rounds,
+                "options": sys.argv[1:],
+            }
             _keep(result, partial)
         deep = () if arguments.quick or arguments.no_deep else DEEP
         if deep:
@@ -92,9 +122,7 @@ def _compare(
     result: dict[str, Any],
     *,
     cache: Path,
-    rounds: int,
-    seconds: float,
-    methods: Sequence[str] = tuple(PEERS),
+    settings: Settings,
 ) -> None:
     """All methods on one model; its rows are added to the result."""
     _dynamo.reset()
@@ -105,18 +133,18 @@ def _compare(
         contest.admit(plain)
         contest.measure_peaks([plain])
         say(f"{name}: plain {plain.peak_bytes / 2**20:.0f} MiB")
-        peers = list(_peers(name, contest, case, methods, result["failures"]))
+        peers = list(_peers(name, contest, case, settings.methods, result["failures"]))
         contest.measure_peaks(peers)
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
-        entries = [*_by_repeats(contest, ours, plain, peers, seconds)]
-        entries += _packed(contest, ours, plain, cache, seconds / 4)
+        entries = [*_by_repeats(contest, ours, plain, peers, settings)]
+        entries += _packed(contest, ours, plain, cache, settings.seconds / 4)
         runners = {id(entry.contestant): entry.contestant for entry in entries}
         others = [*peers, *runners.values()]
         say(f"{name}: {len(others)} methods beside plain")
-        contest.measure(plain, others, rounds=rounds)
+        contest.measure(plain, others, rounds=settings.rounds)
         # What targets are set for is measured more often: there a hundredth matters.
         targeted = {id(e.contestant): e.contestant for e in entries if e.limit_share is not None}
-        contest.measure(plain, [*targeted.values()], rounds=rounds)
+        contest.measure(plain, [*targeted.values()], rounds=settings.share_rounds)
     for entry in [*map(Entry, (plain, *peers)), *entries]:
         row = {
             "model": name,
@@ -166,13 +194,22 @@ def _peers(
 
 
 def _by_repeats(
-    contest: Contest, ours: Ours, plain: Contestant, peers: Sequence[Contestant], seconds: float
+    contest: Contest,
+    ours: Ours,
+    plain: Contestant,
+    peers: Sequence[Contestant],
+    settings: Settings,
 ) -> Iterator[Entry]:
     """Repeats and free rewrites alone: at shares, at the floor, and at each peer's peak."""
     shares = {int(share * plain.peak_bytes): share for share in SHARES}
     wanted: list[tuple[int, str | None]] = [(limit_bytes, None) for limit_bytes in shares]
     wanted += [(peer.peak_bytes, peer.method) for peer in peers]
-    orders = ours.curve([limit_bytes for limit_bytes, _ in wanted], seconds=seconds)
+    orders = ours.curve(
+        [limit_bytes for limit_bytes, _ in wanted],
+        seconds=settings.seconds,
+        alone_bytes=shares.keys(),
+        alone_seconds=settings.share_seconds,
+    )
     wanted.append((min(orders), None))  # the floor
     bound: dict[tuple[int, ...], Contestant] = {}
     for limit_bytes, against in wanted:

@@ -1,7 +1,7 @@
 """Planning one step for many limits, and binding each plan to a model that runs it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from bayplan.data.order import StepOrder
 from bayplan.data.profile import Clock
 from bayplan.fitted import bind
 from bayplan.planned import Circumstances, TracedStep
-from bayplan.planning.search import pareto, smallest_peak
+from bayplan.planning.search import pareto, plan_schedule, smallest_peak
 from bayplan.planning.swaps import Arrangement
 from bayplan.pricing import measured_prices
 from bayplan.swap_space import SwapSpace
@@ -55,8 +55,22 @@ class Ours:
         )
         return cls(around, trace_step(step, around), plain_peak_bytes, cache)
 
-    def curve(self, limits_bytes: Sequence[int], *, seconds: float) -> dict[int, StepOrder]:
-        """The fastest plans by repeats alone for those limits that work, and for the floor."""
+    def curve(
+        self,
+        limits_bytes: Sequence[int],
+        *,
+        seconds: float,
+        alone_bytes: Collection[int] = (),
+        alone_seconds: float = 0.0,
+    ) -> dict[int, StepOrder]:
+        """The fastest plans by repeats alone for those limits that work, and for the floor.
+
+        Args:
+            limits_bytes: all limits.
+            seconds: to plan all of them together.
+            alone_bytes: those that are planned alone as well, as `fit` would.
+            alone_seconds: for each of these.
+        """
         started = time.perf_counter()
         program = self.traced.with_packs().program
         start_bytes = program.always_bytes
@@ -73,6 +87,14 @@ class Ours:
                 cache_dir=self.cache,
             )
         )
+        for within_bytes, limit in limit_of.items():
+            if limit - start_bytes in alone_bytes and within_bytes in found:
+                alone = plan_schedule(
+                    program, within_bytes, time_limit_seconds=alone_seconds, cache_dir=self.cache
+                )
+                found[within_bytes] = min(
+                    alone, found[within_bytes], key=lambda planned: planned.seconds
+                )
         self.planning_seconds += time.perf_counter() - started
         return {
             limit_of[within_bytes] - start_bytes: order_of(

@@ -77,7 +77,8 @@ def trace_step(step: TrainingStep, around: Circumstances) -> TracedStep:
         around = replace(around, updates=around.updates.of_copy(fake.model))
     with mode, fake.precision():
         joint = joint_of(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
-        return TracedStep.of(joint.module, joint.num_forward_outputs, around, joint.inputs)
+    # Outside: torch has traced it on fake tensors of its own.
+    return TracedStep.of(joint.module, joint.num_forward_outputs, around, joint.inputs)
 
 
 def joint_of(model: nn.Module, inputs: Any) -> Joint:

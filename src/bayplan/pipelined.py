@@ -11,6 +11,7 @@ import math
 import os
 from collections import deque
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import torch
 from torch import distributed, nn
 
 from bayplan import torch_private
+from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
@@ -37,7 +39,7 @@ __all__ = ["PipelinedStep", "bind"]
 def bind(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    plan: Plan,
+    plan: Plan | Path | str | None = None,
     *,
     loss_fn: LossFunction = None,
     autocast: torch.dtype | None = None,
@@ -51,7 +53,8 @@ def bind(
     Args:
         model: the same on every rank.
         optimizer: of this very model's parameters.
-        plan: for as many ranks as there are.
+        plan: for as many ranks as there are, or its file; by default the file that the environment
+            variable BAYPLAN_PLAN names.
         loss_fn: of the model's output and the targets, a mean over samples; None if the model
             returns its loss.
         autocast: dtype of mixed precision.
@@ -65,6 +68,8 @@ def bind(
             "bind needs a process group; start the script with torchrun and call"
             " torch.distributed.init_process_group() first"
         )
+    if not isinstance(plan, Plan):
+        plan = _read(plan)
     world_size = distributed.get_world_size()
     if world_size != len(plan.actions):
         raise UsageError(
@@ -73,6 +78,25 @@ def bind(
         )
     _check_same_plan(plan)
     return PipelinedStep(model, optimizer, plan, loss_fn, autocast)
+
+
+def _read(path: Path | str | None) -> Plan:
+    given = path or os.environ.get("BAYPLAN_PLAN")
+    if not given:
+        raise UsageError("bind needs a plan: give it, or its file, or set BAYPLAN_PLAN to the file")
+    return files.read(Path(given), Plan)
+
+
+def _silence_seconds() -> float:
+    """How long a rank may be silent before it counts as lost."""
+    text = os.environ.get("BAYPLAN_TIMEOUT", "8")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
+    return seconds
 
 
 def _check_same_plan(plan: Plan) -> None:
@@ -122,6 +146,7 @@ class PipelinedStep:
             world_size=distributed.get_world_size(),
             describe=lambda _: self.journal.text(self.journal.now),
             is_waiting=lambda _: self.journal.is_waiting(self.journal.now),
+            silence_seconds=_silence_seconds(),
             host=host_of_store(os.environ),
         )
         self._watch.__enter__()

@@ -244,3 +244,16 @@ def test_leaves_of_one_type_are_replaced():
         "a": [10, "x"],
         "b": (20,),
     }
+
+
+# Ranks.
+
+
+def test_default_store_is_the_one_the_ranks_met_in(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()

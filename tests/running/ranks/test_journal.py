@@ -1,0 +1,45 @@
+"""What a rank says it does."""
+
+from bayplan.data.actions import Action
+from bayplan.data.record import Lane
+from bayplan.running.ranks.journal import Journal
+
+
+def do(journal, positions):
+    for position in positions:
+        journal.began(position)
+        journal.ended(position)
+
+
+def journal_of(*texts):
+    return Journal([Action.parse(text) for text in texts])
+
+
+def test_journal_tells_step_stage_and_action():
+    journal = journal_of("1RECV_F0", "1F0", "1B0", "1U0")
+    do(journal, range(4))
+    journal.began(0)
+    assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
+    assert journal.is_waiting(journal.now)
+    journal.ended(0)
+    journal.began(1)
+    assert journal.text(journal.now) == "step 1, stage 1, 1F0"
+    assert not journal.is_waiting(journal.now)
+
+
+def test_events_are_those_of_the_last_step_in_order():
+    journal = journal_of("0F0", "0SEND_F0", "0RECV_B0", "0B0", "0REDUCE0", "0U0")
+    do(journal, range(6))
+    do(journal, [0, 1])  # with stale weights, a call may do a part of the list
+    events = journal.events()
+    assert [event.name for event in events] == ["0F0", "0SEND_F0"]
+    assert [event.lane for event in events] == [Lane.COMPUTE, Lane.SEND]
+    assert events[0].start_seconds == 0
+    assert events[1].start_seconds >= events[0].seconds
+    do(journal, range(6))
+    assert len(journal.events()) == 6
+    assert journal.now == (2, 5)
+
+
+def test_journal_without_a_step_has_no_events():
+    assert journal_of("0F0").events() == ()

@@ -13,21 +13,26 @@ from itertools import pairwise
 import msgspec
 import torch
 
+from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.data.errors import UsageError
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Bucket, Plan, Request, Route, Stage
+from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
-from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.cuts import cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.scheduling import schedule
-from bayplan.pricing import measured_prices
+from bayplan.pricing import free_prices, measured_prices
 from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.ranks.worker import RECEIVES_AHEAD
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
+from bayplan.running.stages.whole import InputKind
+from bayplan.stage_fits import RankMemory, StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
-from bayplan.whole_tracing import num_samples_of, trace_whole
+from bayplan.whole_tracing import batch_tensors, named_tensors, num_samples_of, trace_whole
 
 __all__ = ["SharesBy", "Wishes", "place"]
 
@@ -54,6 +59,9 @@ class Wishes:
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
+        state_per_parameter: bytes of optimizer state for a byte of parameters.
+        time_limit_seconds: to plan the memory of one stage.
     """
 
     placement: Placement
@@ -67,6 +75,9 @@ class Wishes:
     staleness: int = 0
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
+    limit_bytes: int | None = None
+    state_per_parameter: float = 2.0
+    time_limit_seconds: float = 10.0
 
     @property
     def lags(self) -> tuple[int, ...]:
@@ -158,10 +169,95 @@ class _Placing:
         )
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
         actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
-        check_actions(pipeline, actions, has_tags=True)
+        proof = check_actions(pipeline, actions, has_tags=True)
+        memory = [self._rank_memory(pipeline, rank, proof) for rank in pipeline.ranks]
+        fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
         return msgspec.structs.replace(
-            unscheduled, actions=tuple(tuple(map(str, own)) for own in actions)
+            unscheduled,
+            actions=tuple(tuple(map(str, own)) for own in actions),
+            limit_bytes=self.wishes.limit_bytes,
+            stage_orders=tuple(
+                StageOrder(stage=stage, num_samples=size, order=fit.order)
+                for (stage, size), fit in fits.items()
+                if self.wishes.limit_bytes is not None
+            ),
+            predicted_peak_bytes=tuple(
+                predicted_peak_bytes(pipeline, rank, memory[rank], fits) for rank in pipeline.ranks
+            ),
         )
+
+    @cached_property
+    def _fits(self) -> StageFits:
+        prices = free_prices
+        if self.wishes.limit_bytes is not None:
+            prices = partial(measured_prices, cache=cache_directory())
+        device = next(self.step.model.parameters()).device
+        return StageFits(
+            staged=self._staged_at,
+            prices=prices,
+            granularity_bytes=granularity_of(device.type),
+            cache=cache_directory(),
+            time_limit_seconds=self.wishes.time_limit_seconds,
+        )
+
+    def _staged_at(self, num_samples: int) -> StagedStep:
+        if num_samples not in self._known:
+            whole = trace_whole(self.step, num_samples=num_samples)
+            self._known[num_samples] = StagedStep(whole, self.firsts)
+        return self._known[num_samples]
+
+    @cached_property
+    def _known(self) -> dict[int, StagedStep]:
+        return {self.piece_samples: self.staged}
+
+    def _rank_memory(self, pipeline: Pipeline, rank: int, proof: Proof) -> RankMemory:
+        """What a rank holds beside activations, and how much is in flight."""
+        tensors, lags = named_tensors(self.step), self.wishes.lags or (0,) * len(self.stages)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        staying = sum(t.numel() * t.element_size() for t in batch_tensors(self.step.batch))
+        held: dict[str, int] = {}  # by name, how many versions
+        trained: set[str] = set()
+        in_flight: dict[int, int] = {}
+        for stage in pipeline.stages_of(rank):
+            num_pieces = len(pipeline.routing.pieces_of(stage, rank))
+            in_flight[stage] = proof.in_flight[rank][stage] + lags[stage] * num_pieces
+            for given in self.staged.graph(stage).inputs:
+                if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                    held[given.name] = max(held.get(given.name, 0), 1 + lags[stage])
+                if given.needs_gradient:
+                    trained.add(given.name)
+        staying += sum(count * sizes[name] for name, count in held.items())
+        staying += int(sum(sizes[name] for name in trained) * self.wishes.state_per_parameter)
+        staying += sum(sizes[name] for name in trained if self._is_summed(name, pipeline, rank))
+        return RankMemory(staying + self._coming_bytes(pipeline, rank), in_flight)
+
+    def _coming_bytes(self, pipeline: Pipeline, rank: int) -> int:
+        """What is received ahead of need, at most."""
+        carried, values = self.staged.carried, self.staged.values
+        sizes = [
+            sum(values[name].numel() * values[name].element_size() for name in names)
+            for table in (carried.forward, carried.backward)
+            for (maker, reader), names in table.items()
+            if reader in pipeline.stages_of(rank) and set(self.stages[maker].devices) != {rank}
+        ]
+        samples = max(
+            piece.end - piece.begin
+            for stage in pipeline.stages_of(rank)
+            for _, piece in pipeline.routing.pieces_of(stage, rank)
+        )
+        return RECEIVES_AHEAD * max(sizes, default=0) * samples // self.piece_samples
+
+    def _is_summed(self, name: str, pipeline: Pipeline, rank: int) -> bool:
+        """Whether a gradient has memory of its own: summed over pieces or ranks."""
+        ranks = {
+            other
+            for bucket in self.buckets
+            if name in bucket.parameters
+            for stage in bucket.stages
+            for other in self.stages[stage].devices
+        }
+        pieces = (pipeline.routing.pieces_of(stage, rank) for stage in pipeline.stages_of(rank))
+        return len(ranks) > 1 or max(map(len, pieces)) > 1
 
     @property
     def schedule(self) -> str:

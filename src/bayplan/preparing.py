@@ -7,11 +7,15 @@ from functools import cached_property
 import torch
 from torch import distributed, nn
 
+from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
+from bayplan.choosing import Within, as_planned
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan
+from bayplan.data.limit import Limit
 from bayplan.data.plan import Plan
-from bayplan.planned import Circumstances
+from bayplan.devices.machine import cache_directory
+from bayplan.planned import Circumstances, Decide
 from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.pipeline import Pipeline
@@ -26,8 +30,8 @@ from bayplan.running.ranks.worker import Part, Worker
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
-from bayplan.running.stages.whole import InputKind, WholeStep, batch_dimensions
-from bayplan.staged import StagedStep
+from bayplan.running.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
+from bayplan.staged import KEEP_ALL, StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import named_tensors, trace_whole
 
@@ -161,7 +165,7 @@ class Preparation:
             return trace_whole(self.step, num_samples=num_samples)
 
     @cached_property
-    def _dimensions(self) -> dict[str, tuple[int, int] | None]:
+    def _dimensions(self) -> dict[str, Samples | None]:
         """Along which dimension samples lie: what differs between two sizes."""
         one, *others = self._staged.values()
         other = others[0].whole if others else None
@@ -216,9 +220,13 @@ class Preparation:
 
     @cached_property
     def _compiled(self) -> dict[tuple[int, int], CompiledStage]:
-        around = Circumstances(prices=free_prices)
+        around = Circumstances(
+            prices=free_prices, granularity_bytes=granularity_of(self._device.type)
+        )
         return {
-            (stage, size): staged.compiled(stage, around, streams=self._streams)
+            (stage, size): staged.compiled(
+                stage, around, streams=self._streams, decide=self._decide(stage, size)
+            )
             for size, staged in self._staged.items()
             for stage in self._stages
             if any(
@@ -226,6 +234,17 @@ class Preparation:
                 for _, piece in self.pipeline.routing.pieces_of(stage, self.rank)
             )
         }
+
+    def _decide(self, stage: int, num_samples: int) -> Decide:
+        """What the plan says of a stage; of a size that it does not know, what fits as well."""
+        own = [one for one in self.plan.stage_orders if one.stage == stage]
+        if not own:
+            return KEEP_ALL
+        for one in own:
+            if one.num_samples == num_samples:
+                return as_planned(one.order)
+        limit = Limit(size_bytes=max(one.order.peak_bytes for one in own))
+        return Within(limit, cache=cache_directory())
 
     def _part(self, stage: int, micro_batch: int, piece: Piece) -> Part:
         size = piece.end - piece.begin

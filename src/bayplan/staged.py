@@ -13,7 +13,7 @@ from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.partition import cut
 from bayplan.running.stages.assigning import Assignment, assign_stages
 from bayplan.running.stages.compiled import CompiledStage
-from bayplan.running.stages.cutting import Carried, carried_values, cut_stage
+from bayplan.running.stages.cutting import Carried, StageGraph, carried_values, cut_stage
 from bayplan.running.stages.drawing import Streams, draw_for_pieces, mark_draws
 from bayplan.running.stages.whole import WholeStep
 
@@ -61,6 +61,16 @@ class StagedStep:
             if isinstance(node.meta.get("val"), torch.Tensor)
         }
 
+    def graph(self, stage: int) -> StageGraph:
+        """One stage as a step of its own."""
+        graph = cut_stage(self.whole, self.assignment, self.carried, stage)
+        mark_draws(graph.joint.graph)
+        return graph
+
+    def traced(self, graph: StageGraph, around: Circumstances) -> TracedStep:
+        """A stage as planners see it; the graph is rewritten where that is free."""
+        return TracedStep.of(graph.joint, graph.num_forward_outputs, around)
+
     def compiled(
         self, stage: int, around: Circumstances, *, streams: Streams, decide: Decide = KEEP_ALL
     ) -> CompiledStage:
@@ -72,9 +82,8 @@ class StagedStep:
             streams: its random numbers.
             decide: finds what is kept and what is repeated.
         """
-        graph = cut_stage(self.whole, self.assignment, self.carried, stage)
-        mark_draws(graph.joint.graph)
-        traced = TracedStep.of(graph.joint, graph.num_forward_outputs, around)
+        graph = self.graph(stage)
+        traced = self.traced(graph, around)
         order = decide(traced)
         step, swapped = carried_out(order, traced)
         num_forward = swapped.program.first_backward

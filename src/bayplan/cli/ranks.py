@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RANKS_HELP", "RankOptions", "plan_for_ranks", "run_plan_on_ranks"]
 
+# Bytes of an optimizer's state for a byte of parameters.
+_STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+
 RANKS_HELP = """\
 On many ranks: --placement 0:0-6.0:7 puts the first stage on devices 0 to 6 of node 0 and the
 second on device 7; a stage after each dot, several nodes by commas (0:0-7,1:0-7.0:0-7,1:0-7), and
@@ -69,15 +72,21 @@ class RankOptions:
         bool, Parameter(negative="", help="A batch sees weights of one age in all stages.")
     ] = False
 
+    memory_per_rank: Annotated[
+        str | None,
+        Parameter(help="A limit for each rank, like 2GiB: what does not fit is recomputed."),
+    ] = None
+
     @property
     def is_given(self) -> bool:
         """Whether a plan for many ranks is asked for."""
         return self.placement is not None
 
-    def wishes(self) -> "Wishes":
+    def wishes(self, optimizer: str) -> "Wishes":
         """The same, understood."""
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
+        from bayplan.data.units import parse_bytes
         from bayplan.placing import SharesBy, Wishes
 
         if self.placement is None:
@@ -94,6 +103,8 @@ class RankOptions:
             staleness=self.staleness,
             versions=_parsed_numbers("--versions", self.versions, "2:1"),
             vertical_sync=self.vertical_sync,
+            limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
+            state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
         )
 
     def _num_devices(self) -> int | None:
@@ -127,7 +138,7 @@ def plan_for_ranks(
     target: str, options: RankOptions, *, batch: int | None, optimizer: str, autocast: str
 ) -> "Plan":
     """Plan a target for many ranks."""
-    wishes = options.wishes()
+    wishes = options.wishes(optimizer)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.data.plan import Request
     from bayplan.placing import place

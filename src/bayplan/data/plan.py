@@ -19,6 +19,7 @@ __all__ = [
     "Request",
     "Route",
     "Stage",
+    "StageOrder",
 ]
 
 
@@ -120,6 +121,14 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
 
 
+class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage keeps and repeats when it computes so many samples at a time."""
+
+    stage: int
+    num_samples: int
+    order: StepOrder
+
+
 class Route(StrEnum):
     """How the samples of a micro-batch find a replica."""
 
@@ -167,6 +176,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         lags: by stage, how many batches its backward is behind its forward, and so how many updates
             old the weights are that a batch sees there; empty for none.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        stage_orders: what stages keep and repeat, where memory is limited; else they keep all.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
@@ -190,6 +200,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gradient_links: tuple[tuple[int, int], ...] = ()
     lags: tuple[int, ...] = ()
     vertical_sync: bool = False
+    stage_orders: tuple[StageOrder, ...] = ()
     request: Request | None = None
     order: StepOrder | None = None
     decisions: tuple[Decision, ...] = ()

@@ -14,10 +14,16 @@ def ranks_text(record: RunRecord, plan: Plan) -> str:
     seconds = record.typical_step_seconds
     speed = f", {num_samples / seconds:.1f} samples/s" if num_samples and seconds else ""
     rows = [
-        (str(rank), _stages(plan, rank), f"{_peak_bytes(device) / 2**20:.0f}", _busy(device))
+        (
+            str(rank),
+            _stages(plan, rank),
+            f"{_peak_bytes(device) / 2**20:.0f}",
+            f"{plan.predicted_peak_bytes[rank] / 2**20:.0f}",
+            _busy(device),
+        )
         for rank, device in enumerate(record.devices)
     ]
-    table = table_text(("device", "stage", "peak MiB", "busy %"), rows)
+    table = table_text(("device", "stage", "peak MiB", "predicted", "busy %"), rows)
     oldest = max((max(device.staleness, default=0) for device in record.devices), default=0)
     stale = f", weights up to {oldest} updates old" if oldest else ""
     return f"{table}\nstep {format_seconds(seconds)}{speed}{stale}"

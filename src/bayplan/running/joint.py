@@ -21,9 +21,12 @@ from bayplan.operators import in_place_positions
 from bayplan.running.normalising import PartialRepeat, partial_repeat
 from bayplan.running.repeats import CHANGED, ONCE_ONLY, repeat_form
 
-__all__ = ["JointStep", "analyse_joint", "name_of_repeat", "positions_to_overwrite"]
+__all__ = ["CARRIED", "JointStep", "analyse_joint", "name_of_repeat", "positions_to_overwrite"]
 
 Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+
+# In an input's meta, where it comes for this step alone and may be released after its last use.
+CARRIED = "bayplan_carried"
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ def analyse_joint(
         ops.insert(first_backward, survey.loss_op(forward_outputs, loss_bytes))
         nodes.insert(first_backward, None)
         first_backward += 1
+    if survey.arrived:
+        ops.insert(0, survey.arrival_op())
+        nodes.insert(0, None)
+        first_backward += 1
     if update_bytes is not None:
         ops.append(survey.update_op(outputs[num_forward_outputs:], update_bytes))
         nodes.append(None)
@@ -142,6 +149,7 @@ class _Survey:
     sizes: list[int] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)
     tangents: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     buffers_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
@@ -189,6 +197,17 @@ class _Survey:
             repeat_writes=self.buffers_of[repeat.output],
             repeat_seconds=seconds,
             repeat_workspace_bytes=workspace_bytes,
+        )
+
+    def arrival_op(self) -> Op:
+        """What brings values of other stages, before all else."""
+        return Op(
+            name="arrival",
+            reads=(),
+            writes=tuple(sorted(self.arrived)),
+            seconds=0.0,
+            can_repeat=False,
+            is_callers=True,
         )
 
     def loss_op(self, forward_outputs: tuple[Any, ...], loss_bytes: int) -> Op:
@@ -256,6 +275,8 @@ class _Survey:
         others = (other for other in node.all_input_nodes if other is not source)
         return (
             buffer not in self.inputs
+            # Who made it may still need it.
+            and buffer not in self.arrived
             # What forward handed on may be read again, by a second backward.
             and not is_forwards
             # As in `x + x.t()`, where each element is read twice.
@@ -271,6 +292,9 @@ class _Survey:
         self._name(node, value, is_input=True)
         if node.meta.get(CHANGED):
             self.changed.update(self.buffers_of[node])
+        if node.meta.get(CARRIED):
+            self.arrived |= {*self.buffers_of[node]} & self.inputs
+            self.inputs -= self.arrived
         if torch_private.is_tangent(node):
             self.after_tangents.add(node)
             # Made by the loss, and no input of the step.

@@ -30,12 +30,12 @@ from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.drawing import Streams
 from bayplan.running.stages.whole import Input, InputKind
 
-__all__ = ["Listener", "Part", "Worker"]
+__all__ = ["RECEIVES_AHEAD", "Listener", "Part", "Worker"]
 
 Key = tuple[int, int]  # stage, micro-batch
 
 # Receives that are posted ahead of the one that is waited for next.
-_AHEAD = 2
+RECEIVES_AHEAD = 2
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
 
 
@@ -135,9 +135,9 @@ class Worker:
             arrival for at in positions for arrival in self._arrivals_of(self.actions[at])
         ]
         self._updates = [at for at in positions if self.actions[at].kind is ActionKind.UPDATE]
-        for arrival in self._receives[:_AHEAD]:
+        for arrival in self._receives[:RECEIVES_AHEAD]:
             arrival.post()
-        self._next = _AHEAD
+        self._next = RECEIVES_AHEAD
         self._sent.append([])
         for position in positions:
             listener.began(position)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_private
+from bayplan.running.joint import CARRIED
 from bayplan.running.repeats import CHANGED
 from bayplan.running.stages.assigning import Assignment
 from bayplan.running.stages.whole import Input, InputKind, WholeStep
@@ -180,6 +181,7 @@ class _Builder:
                 inputs.append(given)
         for name in taken:
             self._placeholder(self.node_of[name], f"primals_{len(inputs) + 1}")
+            self.copies[self.node_of[name]].meta[CARRIED] = True
             inputs.append(Input(InputKind.CARRIED, name))
         return tuple(inputs)
 

@@ -15,6 +15,7 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
+from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
@@ -36,6 +37,8 @@ from bayplan.whole_tracing import batch_tensors, named_tensors, num_samples_of, 
 
 __all__ = ["SharesBy", "Wishes", "place"]
 
+_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+_OF_GRADIENTS = (ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD)
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 
@@ -170,7 +173,9 @@ class _Placing:
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
         actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
         proof = check_actions(pipeline, actions, has_tags=True)
-        memory = [self._rank_memory(pipeline, rank, proof) for rank in pipeline.ranks]
+        memory = [
+            self._rank_memory(pipeline, rank, actions[rank], proof) for rank in pipeline.ranks
+        ]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
         return msgspec.structs.replace(
             unscheduled,
@@ -210,7 +215,9 @@ class _Placing:
     def _known(self) -> dict[int, StagedStep]:
         return {self.piece_samples: self.staged}
 
-    def _rank_memory(self, pipeline: Pipeline, rank: int, proof: Proof) -> RankMemory:
+    def _rank_memory(
+        self, pipeline: Pipeline, rank: int, actions: Sequence[Action], proof: Proof
+    ) -> RankMemory:
         """What a rank holds beside activations, and how much is in flight."""
         tensors, lags = named_tensors(self.step), self.wishes.lags or (0,) * len(self.stages)
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ from torch import nn
 from bayplan import torch_private
 from bayplan.capturing.fake import fake_step, without_memory
 from bayplan.data.errors import CaptureError, UsageError
+from bayplan.running.stages.shrinking import shrink_to_one
 from bayplan.running.stages.whole import Input, InputKind, WholeStep
 from bayplan.tracing import joint_of
 from bayplan.training import Batch, TrainingStep, call_model, loss_of, split_batch
@@ -22,8 +23,31 @@ def trace_whole(step: TrainingStep, *, num_samples: int) -> WholeStep:
 
     Args:
         step: the model, loss and precision, with a batch of any size.
-        num_samples: the batch size to trace for.
+        num_samples: the batch size to trace for. One sample has the graph of more (`shrinking.py`).
     """
+    whole = _traced(step, num_samples)
+    if num_samples > 1:
+        return whole
+    two = _traced(step, 2)
+    return whole if _are_alike(whole, two) else shrink_to_one(two, _traced(step, 3))
+
+
+def _are_alike(one: WholeStep, other: WholeStep) -> bool:
+    """Whether two sizes have the same nodes, and no dimension is lost in one of them."""
+    if one.fingerprint != other.fingerprint:
+        return False
+    values = (
+        (mine.meta.get("val"), theirs.meta.get("val"))
+        for mine, theirs in zip(one.nodes, other.nodes, strict=True)
+    )
+    return all(
+        mine.dim() == theirs.dim()
+        for mine, theirs in values
+        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+    )
+
+
+def _traced(step: TrainingStep, num_samples: int) -> WholeStep:
     with without_memory() as mode:
         fake = fake_step(replace(step, batch=_resized(step.batch, num_samples)), None)
     with mode, fake.precision():

@@ -57,7 +57,7 @@ class Stages:
     """A step with its cuts, carried out piece by piece and stage by stage."""
 
     step: TrainingStep
-    firsts: tuple[int, ...]
+    cuts: Sequence[float]  # a part of all operators, or a whole number of them
     bounds: tuple[int, ...]  # of the pieces
     decide: Decide = KEEP_ALL
 
@@ -67,12 +67,19 @@ class Stages:
         sizes = sorted({end - begin for begin, end in pairwise(self.bounds)})
         wholes = {size: trace_whole(self.step, num_samples=size) for size in sizes}
         one = wholes[sizes[0]]
-        other = trace_whole(self.step, num_samples=sizes[0] + 1)
+        other = wholes[sizes[-1]]
+        if other is one:
+            other = trace_whole(self.step, num_samples=sizes[0] + 1)
         dimensions = batch_dimensions(one, other)
-        for whole in wholes.values():
-            one.check_same_nodes(whole)
         self.streams = Streams(find_draws(one, dimensions, num_samples=self.num_samples))
-        self.staged = {size: StagedStep(whole, self.firsts) for size, whole in wholes.items()}
+        self.num_ops = StagedStep(one, (0,)).step.program.first_backward - 1
+        self._wholes = wholes
+        self.cut_at(*self.cuts)
+
+    def cut_at(self, *cuts: float) -> "Stages":
+        """Cut the same graphs at other places."""
+        self.firsts = (0, *map(self._place, cuts))
+        self.staged = {size: StagedStep(one, self.firsts) for size, one in self._wholes.items()}
         around = Circumstances(prices=free_prices)
         self.compiled = {
             size: [
@@ -81,9 +88,14 @@ class Stages:
             ]
             for size, staged in self.staged.items()
         }
+        return self
 
-    def run(self) -> Outcome:
-        torch.manual_seed(SEED)
+    def _place(self, cut: float) -> int:
+        return cut if isinstance(cut, int) else max(1, int(cut * self.num_ops))
+
+    def run(self, *, seed: int | None = SEED) -> Outcome:
+        if seed is not None:
+            torch.manual_seed(seed)
         self.streams.begin_step()
         gradients: dict[str, torch.Tensor] = {}
         losses = [self._run_piece(*bounds, gradients) for bounds in pairwise(self.bounds)]
@@ -93,6 +105,7 @@ class Stages:
     def _run_piece(self, begin: int, end: int, total: dict[str, torch.Tensor]) -> torch.Tensor:
         self.streams.begin, weight = begin, (end - begin) / self.num_samples
         stages, values, saved = self.compiled[end - begin], {}, []
+        loss = torch.zeros(())
         for stage in stages:
             graph = stage.graph
             outputs = stage.forward(list(self._arguments(stage, values, begin, end)))
@@ -148,15 +161,12 @@ def train_plain() -> Callable[[TrainingStep], Outcome]:
 
 @pytest.fixture(scope="session")
 def cut_into() -> Callable[..., Stages]:
-    """Cut a step at parts of its operators: `cut_into(step, 0.5, sizes=(3, 2))`."""
+    """Cut a step at parts or numbers of its operators: `cut_into(step, 0.5, sizes=(3, 2))`."""
 
-    def cut(step: TrainingStep, *parts: float, sizes: Sequence[int] = (), **more: Any) -> Stages:
+    def cut(step: TrainingStep, *cuts: float, sizes: Sequence[int] = (), **more: Any) -> Stages:
         found = list(sizes) or [num_samples_of(step.batch)]
-        whole = StagedStep(trace_whole(step, num_samples=found[0]), (0,))
-        num_ops = whole.step.program.first_backward - 1
-        firsts = (0, *(max(1, int(part * num_ops)) for part in parts))
         bounds = tuple(sum(found[:at]) for at in range(len(found) + 1))
-        return Stages(step, firsts, bounds, **more)
+        return Stages(step, cuts, bounds, **more)
 
     return cut
 
@@ -178,5 +188,34 @@ def compare() -> Callable[..., None]:
                 largest = wanted.abs().max().item()
                 assert (wanted - found).abs().max().item() <= tolerance * max(largest, 1e-3), name
         assert torch.equal(plain.random_state, staged.random_state)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def make_step() -> Callable[..., TrainingStep]:
+    """A step in float64, the same each time, from a function that makes model, batch and loss."""
+
+    def make(build: Callable[[], tuple[Any, Any, Any]]) -> TrainingStep:
+        torch.manual_seed(0)
+        model, batch, loss_fn = build()
+        return TrainingStep(model=model.double(), batch=batch, loss_fn=loss_fn)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def check_stages(
+    make_step: Callable[..., TrainingStep],
+    cut_into: Callable[..., Stages],
+    compare: Callable[..., None],
+) -> Callable[..., Outcome]:
+    """Train both ways and compare: `check_stages(build, 0.5, sizes=(3, 2), tolerance=1e-12)`."""
+
+    def check(build: Any, *cuts: float, tolerance: float = 0.0, **more: Any) -> Outcome:
+        step = make_step(build)
+        plain = train_plainly(step)
+        compare(plain, cut_into(step, *cuts, **more).run(), tolerance=tolerance)
+        return plain
 
     return check

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from bayplan.data.units import round_up
+from bayplan.running.stages.sampling import Samples, layout_of
 
 __all__ = ["Form", "Parcel"]
 
@@ -22,10 +23,14 @@ _ALIGNMENT_BYTES = 16  # no dtype needs more
 class Form:
     """One value.
 
+    Where samples are spread over a dimension (`sampling.py`), it counts as two: an outer one, and
+    that of the samples.
+
     Attributes:
         shape: for one sample, with the dimension of samples counting its rows.
         layout: the dimensions from the outermost in memory to the innermost.
         dimension: of samples; None for a value that is the same for all of them.
+        is_spread: whether the value itself has the one before and that of samples in one.
     """
 
     name: str
@@ -33,23 +38,33 @@ class Form:
     shape: tuple[int, ...]
     layout: tuple[int, ...]
     dimension: int | None
+    is_spread: bool = False
 
     @classmethod
-    def of(cls, name: str, value: torch.Tensor, growing: tuple[int, int] | None) -> "Form":
+    def of(cls, name: str, value: torch.Tensor, samples: Samples | None) -> "Form":
         """The form of a traced value, see `batch_dimensions`."""
-        shape, strides = list(value.shape), value.stride()
-        dimension, rows = (None, 1) if growing is None else growing
-        if dimension is not None:
-            shape[dimension] = rows
-        layout = sorted(range(len(shape)), key=lambda at: (-strides[at], at))
-        return cls(name, value.dtype, tuple(shape), tuple(layout), dimension)
+        if samples is None:
+            return cls(name, value.dtype, tuple(value.shape), layout_of(value), None)
+        shape, outer, at = list(value.shape), samples.known_outer(name), samples.dimension
+        if outer == 1:
+            shape[at] = samples.rows
+            return cls(name, value.dtype, tuple(shape), samples.layout, at)
+        shape[at : at + 1] = [outer, samples.rows]
+        # Both parts of the dimension, one after the other; later dimensions move up.
+        layout = [
+            later
+            for dimension in samples.layout
+            for later in ((at, at + 1) if dimension == at else (dimension + (dimension > at),))
+        ]
+        return cls(name, value.dtype, tuple(shape), tuple(layout), at + 1, is_spread=True)
 
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Room for some samples."""
         shape = list(self.shape)
         if self.dimension is not None:
             shape[self.dimension] *= num_samples
-        return torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
+        room = torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
+        return self.joined(room)
 
     def size_bytes(self, num_samples: int) -> int:
         """What some samples take."""
@@ -57,11 +72,19 @@ class Form:
         return count * torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def part(self, value: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Some samples of a value, counted from its own first."""
+        """Some samples of a value, counted from its own first; not joined."""
         if self.dimension is None:
             return value
+        if self.is_spread:
+            value = value.unflatten(self.dimension - 1, (self.shape[self.dimension - 1], -1))
         rows = self.shape[self.dimension]
         return value.narrow(self.dimension, begin * rows, (end - begin) * rows)
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """A part as a value of its own, with the dimensions that values have."""
+        if self.dimension is None or not self.is_spread:
+            return part
+        return part.flatten(self.dimension - 1, self.dimension)
 
     def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
         """The same elements, outermost dimension first."""
@@ -82,9 +105,15 @@ class Parcel:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each value begins, and where the last one ends."""
-        sizes = [form.size_bytes(self.end - self.begin) for form in self.forms]
-        return list(accumulate((round_up(size, _ALIGNMENT_BYTES) for size in sizes), initial=0))
+        """Where each value begins, and where the last one ends.
+
+        The end is not rounded: one value alone is as long as its memory, from which or into which
+        the other rank may send or receive it without a copy.
+        """
+        *sizes, last = (form.size_bytes(self.end - self.begin) for form in self.forms)
+        begins = accumulate((round_up(size, _ALIGNMENT_BYTES) for size in sizes), initial=0)
+        found = list(begins)
+        return [*found, found[-1] + last]
 
     def packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """What to send: a slice of the value itself where that is one piece of memory."""

@@ -137,7 +137,7 @@ class Arrival:
         form = route.here.forms[at]
         is_whole = (route.here.begin, route.here.end) == (0, self.num_samples)
         if is_whole and form.name not in self._values and not self._adds(form):
-            part = form.part(value, route.there.begin, route.there.end)
+            part = form.joined(form.part(value, route.there.begin, route.there.end))
             # A gradient may be overwritten by whoever gets it.
             self._values[form.name] = part.clone() if route.is_shared else part
             return

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_private
-from bayplan.data.errors import CaptureError
+from bayplan.data.errors import CaptureError, UsageError
 from bayplan.running.joint import JointStep
 from bayplan.running.stages.numbering import Numbering
 from bayplan.running.stages.whole import InputKind, WholeStep
@@ -70,6 +70,7 @@ def assign_stages(whole: WholeStep, step: JointStep, firsts: Sequence[int]) -> A
         for part in _parts(node, sums, stage_of):
             known = gradients[stage_of[part]]
             known[name] = (*known.get(name, ()), part)
+    _check_filled(surroundings, stage_of, step, firsts)
     _check_direction(surroundings, stage_of)
     return Assignment(stage_of, tuple(gradients), surroundings.untrained)
 
@@ -184,6 +185,20 @@ def _place_sums(
         stage_of[node] = max(
             (stage_of[one] for one in around.readers(node) if one in stage_of), default=0
         )
+
+
+def _check_filled(
+    around: _Surroundings, stage_of: dict[fx.Node, int], step: JointStep, firsts: Sequence[int]
+) -> None:
+    """Every stage has something to compute; what others make for themselves does not count."""
+    filled = {stage for node, stage in stage_of.items() if node not in around.untrained}
+    for stage, first in enumerate(firsts):
+        if stage not in filled:
+            name = step.program.ops[first].name
+            raise UsageError(
+                f"stage {stage} of {len(firsts)}, from {name} on, computes nothing: all of it"
+                " depends on no sample, or belongs to an operator that is cut apart; cut later"
+            )
 
 
 def _check_direction(around: _Surroundings, stage_of: dict[fx.Node, int]) -> None:

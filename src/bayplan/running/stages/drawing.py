@@ -18,6 +18,7 @@ from bayplan.data.errors import CaptureError
 from bayplan.running.eager_forms import dropout_by
 from bayplan.running.partition import SWAPPER
 from bayplan.running.repeats import draw, draw_again, generator_state
+from bayplan.running.stages.sampling import Samples, layout_of
 from bayplan.running.stages.whole import WholeStep
 
 __all__ = ["DRAW", "Draw", "Streams", "draw_for_pieces", "find_draws", "mark_draws"]
@@ -35,7 +36,8 @@ class Draw:
         probability: of an element to be dropped.
         shape: of the mask for the whole batch.
         dimension: along which samples lie, None if the mask is the same for all.
-        rows: how many of that dimension belong to one sample.
+        rows: how many in a row of that dimension belong to one sample.
+        outer: how often all samples follow each other in it.
         layout: the dimensions from the outermost in memory to the innermost; numbers are drawn in
             that order.
     """
@@ -45,6 +47,7 @@ class Draw:
     layout: tuple[int, ...]
     dimension: int | None
     rows: int = 1
+    outer: int = 1
 
     def whole_mask(self) -> torch.Tensor:
         """The mask of the whole batch, from the default generator."""
@@ -56,8 +59,16 @@ class Draw:
         whole = self.whole_mask()
         if self.dimension is None:
             return whole
+        apart = whole.unflatten(self.dimension, (self.outer, -1))
         length = (end - begin) * self.rows
-        return whole.narrow(self.dimension, begin * self.rows, length).clone()
+        part = apart.narrow(self.dimension + 1, begin * self.rows, length)
+        return part.clone().flatten(self.dimension, self.dimension + 1)
+
+    def num_samples_in(self, values: torch.Tensor) -> int:
+        """How many samples a piece has."""
+        if self.dimension is None:
+            return 0
+        return values.shape[self.dimension] // (self.rows * self.outer)
 
 
 class Streams:
@@ -86,9 +97,14 @@ class Streams:
 
 
 def find_draws(
-    whole: WholeStep, dimensions: dict[str, tuple[int, int] | None], *, num_samples: int
+    whole: WholeStep, dimensions: dict[str, Samples | None], *, num_samples: int
 ) -> dict[str, Draw]:
     """The random operators of a step, as they draw for a batch of so many samples.
+
+    Args:
+        whole: the step, at any number of samples.
+        dimensions: see `batch_dimensions`.
+        num_samples: of the whole batch.
 
     Raises:
         CaptureError: one that cannot be drawn for a piece alone.
@@ -108,21 +124,19 @@ def find_draws(
     return found
 
 
-def _draw(
-    probability: float, source: fx.Node, growing: tuple[int, int] | None, num_samples: int
-) -> Draw:
+def _draw(probability: float, source: fx.Node, samples: Samples | None, num_samples: int) -> Draw:
     value = source.meta["val"]
     if value.device.type != "cpu":
         raise CaptureError(
             f"{source.name} is on {value.device}; dropout of a split batch is known on a CPU only."
             " Set its probability to 0"
         )
-    shape, strides = list(value.shape), value.stride()
-    layout = tuple(sorted(range(len(shape)), key=lambda at: (-strides[at], at)))
-    dimension, rows = (None, 1) if growing is None else growing
-    if dimension is not None:
-        shape[dimension] = rows * num_samples
-    return Draw(probability, tuple(shape), layout, dimension, rows)
+    shape = list(value.shape)
+    if samples is None:
+        return Draw(probability, tuple(shape), layout_of(value), None)
+    outer = samples.known_outer(source.name)
+    shape[samples.dimension] = outer * num_samples * samples.rows
+    return Draw(probability, tuple(shape), samples.layout, samples.dimension, samples.rows, outer)
 
 
 def mark_draws(graph: fx.Graph) -> None:
@@ -139,7 +153,9 @@ def _is_random(node: fx.Node) -> bool:
     """Whether a node draws numbers; fused attention could, but without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    options = node.normalized_arguments(node.graph.owning_module, None, None, True)
+    owner = node.graph.owning_module
+    assert owner is not None, "a traced graph belongs to a module"
+    options = node.normalized_arguments(owner, normalize_to_only_use_kwargs=True)
     return options is None or options.kwargs.get("dropout_p") != 0.0
 
 
@@ -163,8 +179,7 @@ def _ticket(streams: Streams, name: str) -> torch.Tensor:
 def _dropout_of_piece(drawn: Draw, ticket: torch.Tensor, values: Any) -> Any:
     """Dropout of some samples of a batch, and its mask."""
     begin = int(ticket[-8:].view(torch.int64).item())
-    num_samples = 0 if drawn.dimension is None else values.shape[drawn.dimension] // drawn.rows
     with torch.random.fork_rng([]):
         torch.set_rng_state(ticket[:-8])
-        mask = drawn.mask(begin, begin + num_samples)
+        mask = drawn.mask(begin, begin + drawn.num_samples_in(values))
     return dropout_by(mask, values, drawn.probability)

@@ -17,6 +17,7 @@ from torch import fx
 
 from bayplan import torch_private
 from bayplan.data.errors import CaptureError
+from bayplan.running.stages.sampling import Samples, samples_in
 
 __all__ = ["Input", "InputKind", "WholeStep", "batch_dimensions"]
 
@@ -118,27 +119,20 @@ class WholeStep:
             )
 
 
-def batch_dimensions(one: WholeStep, other: WholeStep) -> dict[str, tuple[int, int] | None]:
-    """For each tensor by its node's name, the dimension that grows with the batch, and how fast.
+def batch_dimensions(one: WholeStep, other: WholeStep) -> dict[str, Samples | None]:
+    """For each tensor by its node's name, how samples lie in it.
 
-    `(0, 1)` for `[samples, ...]`, `(0, heads)` for `[samples * heads, ...]`, None for what is the
-    same for every batch. Nodes that make several tensors are left out: their parts are nodes too.
+    None for what is the same for every batch. Nodes that make several tensors are left out: their
+    parts are nodes too.
 
     Args:
         one: the step.
         other: the same at another batch size.
     """
     one.check_same_nodes(other)
-    found: dict[str, tuple[int, int] | None] = {}
+    found: dict[str, Samples | None] = {}
     for mine, theirs in zip(one.nodes, other.nodes, strict=True):
         value, twin = mine.meta.get("val"), theirs.meta.get("val")
         if isinstance(value, torch.Tensor) and isinstance(twin, torch.Tensor):
-            found[mine.name] = _growing(value, twin, one.num_samples)
+            found[mine.name] = samples_in(mine, twin, one.num_samples, found)
     return found
-
-
-def _growing(value: torch.Tensor, twin: torch.Tensor, num_samples: int) -> tuple[int, int] | None:
-    for dimension, (size, other) in enumerate(zip(value.shape, twin.shape, strict=True)):
-        if size != other:
-            return dimension, size // num_samples
-    return None

@@ -1,0 +1,74 @@
+"""Layers that take time without a processor, so that eight "devices" fit two cores.
+
+A layer sleeps for every sample, forward once and backward twice as long. Its parameter, its
+gradient and all messages are real bytes. It is one opaque operator, so that a tracer sees neither
+the sleep nor what is around it.
+"""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["EmulatedLayer"]
+
+
+@torch.library.custom_op("bayplan_bench::layer", mutates_args=())
+def _layer(values: Tensor, weight: Tensor, seconds_per_sample: float) -> Tensor:
+    time.sleep(seconds_per_sample * values.shape[0])
+    return values * weight[0]
+
+
+@torch.library.custom_op("bayplan_bench::layer_backward", mutates_args=())
+def _layer_backward(
+    gradient: Tensor, values: Tensor, weight: Tensor, seconds_per_sample: float
+) -> tuple[Tensor, Tensor]:
+    time.sleep(2 * seconds_per_sample * values.shape[0])
+    weight_gradient = torch.zeros_like(weight)
+    weight_gradient[0] = (gradient * values).sum()
+    return gradient * weight[0], weight_gradient
+
+
+@_layer.register_fake
+def _(values: Tensor, weight: Tensor, seconds_per_sample: float) -> Tensor:
+    return torch.empty_like(values)
+
+
+@_layer_backward.register_fake
+def _(
+    gradient: Tensor, values: Tensor, weight: Tensor, seconds_per_sample: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gradient), torch.empty_like(weight)
+
+
+# torch passes arguments by these names.
+def _keep(ctx, inputs, output):
+    values, weight, ctx.seconds_per_sample = inputs
+    ctx.save_for_backward(values, weight)
+
+
+def _differentiate(ctx, gradient):
+    values, weight = ctx.saved_tensors
+    found = _layer_backward(gradient.contiguous(), values, weight, ctx.seconds_per_sample)
+    return *found, None
+
+
+_layer.register_autograd(_differentiate, setup_context=_keep)
+
+
+class EmulatedLayer(nn.Module):
+    """Scales its input by one number, and owns as many parameters as it is told to.
+
+    Args:
+        size_bytes: of its parameter.
+        seconds_per_sample: of its forward; its backward takes twice as long.
+    """
+
+    def __init__(self, size_bytes: int, seconds_per_sample: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size_bytes // 4))
+        self.seconds_per_sample = seconds_per_sample
+
+    def forward(self, values: Tensor) -> Tensor:
+        """See the class."""
+        return _layer(values, self.weight, self.seconds_per_sample)

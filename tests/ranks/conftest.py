@@ -1,0 +1,98 @@
+"""Cases for real ranks: planned here, run by as few starts of processes as can be."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bayplan.data import files
+from bayplan.data.placement import Placement
+from bayplan.data.plan import Plan
+from bayplan.placing import SharesBy, Wishes, place
+from bayplan.running.ranks.launching import launch
+
+SCRIPT = Path(__file__).parent / "training.py"
+TIMEOUT_SECONDS = 250.0
+
+
+def load_script() -> Any:
+    """The script as a module; torch looks it up by name when it traces a model of it."""
+    name = "bayplan_tests_training"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, SCRIPT)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a name, and what `Wishes` are told."""
+
+    name: str
+    placement: str
+    model: str = "plain"
+    batch: int = 8
+    wishes: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        step = load_script().build(self.model, self.batch)
+        wishes = Wishes(
+            placement=Placement.parse(self.placement), shares_by=SharesBy.OPS, **self.wishes
+        )
+        return place(step, wishes)
+
+
+@dataclass
+class Ranks:
+    """Runs cases, and keeps what was shown."""
+
+    folder: Path
+    lines: list[str] = field(default_factory=list)
+
+    def write(self, case: Case, *, name: str = "") -> str:
+        """Plan a case; returns the file's name."""
+        path = self.folder / f"{name or case.name}.plan.json"
+        files.write(path, case.plan())
+        return path.name
+
+    def run(self, cases: Sequence[dict[str, Any]], *, num_ranks: int) -> int:
+        (self.folder / "cases.json").write_text(json.dumps(cases))
+        return launch(
+            [str(SCRIPT), str(self.folder)],
+            num_ranks=num_ranks,
+            log_folder=self.folder / "logs",
+            timeout_seconds=TIMEOUT_SECONDS,
+            on_line=self.lines.append,
+        )
+
+    def run_all(self, cases: Sequence[Case], *, num_ranks: int) -> None:
+        given = [
+            {"name": case.name, "model": case.model, "batch": case.batch, "plan": self.write(case)}
+            for case in cases
+        ]
+        torch.compiler.reset()
+        code = self.run(given, num_ranks=num_ranks)
+        assert code == 0, "\n".join(self.lines)
+
+    def results(self, case: Case, *, num_ranks: int) -> list[dict[str, Any]]:
+        return [
+            json.loads((self.folder / f"{case.name}.{rank}.json").read_text())
+            for rank in range(num_ranks)
+        ]
+
+
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., Case]:
+    return Case
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Ranks]:
+    return lambda: Ranks(tmp_path_factory.mktemp("ranks"))

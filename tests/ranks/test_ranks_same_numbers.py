@@ -1,0 +1,92 @@
+"""Trained by real ranks in any arrangement, a model has the numbers of one process.
+
+Three steps of AdamW in float64, dropout included; losses, parameters, buffers and the random state
+are compared. The processes are started once for each number of ranks.
+"""
+
+import pytest
+
+from bayplan.data.plan import Route
+
+TOLERANCE = 1e-12
+
+TWO = {
+    "data-parallel": ("0:0-1", {}),
+    "data-parallel-mixed": ("0:0-1", {"model": "mixed", "batch": 7}),
+    "one-to-one": ("0:0.0:1", {}),
+    "uneven-micro-batches": ("0:0.0:1", {"model": "mixed", "batch": 7, "num_micro_batches": 3}),
+    "gpipe": ("0:0.0:1", {"batch": 10, "num_micro_batches": 3, "schedule": "gpipe"}),
+    "deep": ("0:0.0:1", {"batch": 10, "num_micro_batches": 5, "depth": 2}),
+    "co-located": ("0:0-1.0:0-1", {"model": "mixed", "num_micro_batches": 2}),
+    "back-again": ("0:0.0:1.0:0", {"model": "mixed", "num_micro_batches": 2}),
+    "interleaved": (
+        "0:0.0:1.0:0.0:1",
+        {"batch": 10, "num_micro_batches": 4, "schedule": "interleaved"},
+    ),
+}
+FOUR = {
+    "data-parallel-of-four": ("0:0-3", {"batch": 10}),
+    "three-to-one": ("0:0-2.0:3", {"model": "mixed", "batch": 7, "num_micro_batches": 2}),
+    "one-to-three": ("0:0.0:1-3", {"model": "mixed", "batch": 7, "num_micro_batches": 2}),
+    "two-to-one-to-one": ("0:0-1.0:2.0:3", {"model": "mixed", "batch": 10, "num_micro_batches": 4}),
+    "two-to-two": ("0:0-1.0:2-3", {"model": "mixed", "batch": 10, "num_micro_batches": 2}),
+    "three-overlapping-two": ("0:0-2.0:2-3", {"model": "mixed", "batch": 10}),
+    "round-robin": (
+        "0:0-2.0:3",
+        {"model": "mixed", "batch": 13, "num_micro_batches": 6, "route": Route.ROUND_ROBIN},
+    ),
+    "shares": ("0:0-2.0:3", {"batch": 9, "shares": (3, 1)}),
+}
+EIGHT = {"seven-to-one": ("0:0-6.0:7", {"batch": 17, "shares": (11, 7)})}
+
+
+def cases_of(table, make_case):
+    for name, (placement, more) in table.items():
+        wishes = {key: value for key, value in more.items() if key not in ("model", "batch")}
+        own = {key: value for key, value in more.items() if key in ("model", "batch")}
+        yield make_case(name=name, placement=placement, wishes=wishes, **own)
+
+
+def trained(table, make_case, start, *, num_ranks):
+    """The results of all ranks by the case's name."""
+    cases, ranks = list(cases_of(table, make_case)), start()
+    ranks.run_all(cases, num_ranks=num_ranks)
+    return {case.name: ranks.results(case, num_ranks=num_ranks) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(make_case, start):
+    return trained(TWO, make_case, start, num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(make_case, start):
+    return trained(FOUR, make_case, start, num_ranks=4)
+
+
+def check(results):
+    for result in results:
+        assert result["loss"] <= TOLERANCE
+        assert result["state"] <= TOLERANCE
+        assert result["names"]
+        assert result["random_state"]
+        assert result["moved"]  # or the comparison would be of nothing
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_have_the_numbers_of_one(two_ranks, name):
+    check(two_ranks[name])
+
+
+def test_a_micro_batch_alone_in_two_stages_gives_the_very_bits(two_ranks):
+    assert [(one["loss"], one["state"]) for one in two_ranks["one-to-one"]] == [(0.0, 0.0)] * 2
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_have_the_numbers_of_one(four_ranks, name):
+    check(four_ranks[name])
+
+
+def test_seven_feed_one_and_have_the_numbers_of_one(make_case, start):
+    (results,) = trained(EIGHT, make_case, start, num_ranks=8).values()
+    check(results)

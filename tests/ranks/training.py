@@ -1,0 +1,127 @@
+"""What a rank of these tests runs: `python training.py FOLDER`, with the cases in a file there.
+
+Every case is trained twice, by this process alone and as one of the ranks, and the difference is
+written down. Many cases in one start of the processes, for that is what takes the time.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from bayplan.data import files
+from bayplan.data.errors import BayplanError
+from bayplan.data.plan import Plan
+from bayplan.pipelined import bind
+from bayplan.training import TrainingStep
+
+NUM_STEPS = 3
+WIDTH, LENGTH, VOCABULARY = 6, 4, 13
+
+
+def cross_entropy(output, target):
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        layers = [nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Dropout(0.3)]
+        layers += [nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), nn.GELU()]
+        super().__init__(*layers, nn.Linear(8, 3))
+
+
+class Mixed(nn.Module):
+    """What stages stumble over: a tied weight, a skip, a bias without samples, samples second."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        # Without a bias: that of the keys has gradient zero, and Adam makes steps of its rounding.
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, bias=False)
+        self.last = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def forward(self, ids):
+        bias = torch.tanh(self.places) * self.scale
+        start = self.embedding(ids) + bias
+        value = (torch.tanh(self.first(start)) + start).transpose(0, 1)
+        value = value + self.attention(value, value, value)[0]
+        value = value.transpose(0, 1) + start
+        return self.head(self.last(value) * bias + value)
+
+
+def build(model, num_samples):
+    """A step in float64, the same in every process."""
+    torch.manual_seed(0)
+    if model == "plain":
+        module, inputs = Plain(), torch.randn(num_samples, WIDTH, dtype=torch.float64)
+        targets = torch.randint(3, (num_samples,))
+    else:
+        module, inputs = Mixed(), torch.randint(VOCABULARY, (num_samples, LENGTH))
+        targets = torch.randint(VOCABULARY, (num_samples, LENGTH))
+    return TrainingStep(model=module.double(), batch=(inputs, targets), loss_fn=cross_entropy)
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def compare(case, plan):
+    """Train both ways, and return how far they are apart."""
+    alone = build(case["model"], case["batch"])
+    optimizer = optimizer_of(alone.model)
+    torch.manual_seed(1)
+    alone_losses = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        alone_losses.append(alone().item())
+        optimizer.step()
+    random_state = torch.get_rng_state()
+
+    own = build(case["model"], case["batch"])
+    step = bind(own.model, optimizer_of(own.model), plan, loss_fn=own.loss_fn)
+    torch.manual_seed(1)
+    losses = [step(*own.batch).item() for _ in range(NUM_STEPS)]
+    is_same_state = torch.equal(random_state, torch.get_rng_state())
+    wanted, found = alone.model.state_dict(), own.model.state_dict()
+    step.close()
+    return {
+        "loss": max(abs(a - b) for a, b in zip(alone_losses, losses, strict=True)),
+        "state": max((wanted[name] - found[name]).abs().max().item() for name in wanted),
+        "names": list(found) == list(wanted),
+        "random_state": is_same_state,
+        "moved": abs(alone_losses[0] - alone_losses[-1]) > 1e-4,
+    }
+
+
+def main():
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    cases = json.loads((folder / "cases.json").read_text())
+    for case in cases:
+        plan = files.read(folder / case.get("plans", {}).get(str(rank), case["plan"]), Plan)
+        result = compare(case, plan)
+        (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(result))
+        torch.compiler.reset()
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BayplanError as fault:
+        print(f"bayplan: rank {os.environ['RANK']}: {fault}", file=sys.stderr, flush=True)
+        sys.exit(fault.exit_code)

@@ -15,30 +15,25 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
-from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
-from bayplan.planning.pipelines.checking import Proof, check_actions
+from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.cuts import cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
-from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.pricing import free_prices, measured_prices
+from bayplan.rank_needs import RankNeeds
 from bayplan.running.joint import JointStep, analyse_joint
-from bayplan.running.ranks.worker import RECEIVES_AHEAD
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
-from bayplan.running.stages.whole import InputKind
-from bayplan.stage_fits import RankMemory, StageFits, predicted_peak_bytes
+from bayplan.stage_fits import StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
-from bayplan.whole_tracing import batch_tensors, named_tensors, num_samples_of, trace_whole
+from bayplan.whole_tracing import num_samples_of, trace_whole
 
 __all__ = ["SharesBy", "Wishes", "place"]
 
-_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
-_OF_GRADIENTS = (ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD)
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 
@@ -104,6 +99,8 @@ class Wishes:
                 f"{len(self.cut_at)} modules to cut at for {num_stages} stages ({self.placement});"
                 f" name {num_stages - 1}"
             )
+        object.__setattr__(self, "route", Route(self.route))
+        object.__setattr__(self, "shares_by", SharesBy(self.shares_by))
         if self.staleness < 0:
             raise UsageError(f"staleness is {self.staleness}; must be 0 or more")
         if self.versions and len(self.versions) != num_stages:
@@ -173,9 +170,15 @@ class _Placing:
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
         actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
         proof = check_actions(pipeline, actions, has_tags=True)
-        memory = [
-            self._rank_memory(pipeline, rank, actions[rank], proof) for rank in pipeline.ranks
-        ]
+        needs = RankNeeds(
+            step=self.step,
+            staged=self.staged,
+            pipeline=pipeline,
+            buckets=self.buckets,
+            lags=self.wishes.lags or (0,) * len(self.stages),
+            state_per_parameter=self.wishes.state_per_parameter,
+        )
+        memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
         return msgspec.structs.replace(
             unscheduled,
@@ -214,57 +217,6 @@ class _Placing:
     @cached_property
     def _known(self) -> dict[int, StagedStep]:
         return {self.piece_samples: self.staged}
-
-    def _rank_memory(
-        self, pipeline: Pipeline, rank: int, actions: Sequence[Action], proof: Proof
-    ) -> RankMemory:
-        """What a rank holds beside activations, and how much is in flight."""
-        tensors, lags = named_tensors(self.step), self.wishes.lags or (0,) * len(self.stages)
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        staying = sum(t.numel() * t.element_size() for t in batch_tensors(self.step.batch))
-        held: dict[str, int] = {}  # by name, how many versions
-        trained: set[str] = set()
-        in_flight: dict[int, int] = {}
-        for stage in pipeline.stages_of(rank):
-            num_pieces = len(pipeline.routing.pieces_of(stage, rank))
-            in_flight[stage] = proof.in_flight[rank][stage] + lags[stage] * num_pieces
-            for given in self.staged.graph(stage).inputs:
-                if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                    held[given.name] = max(held.get(given.name, 0), 1 + lags[stage])
-                if given.needs_gradient:
-                    trained.add(given.name)
-        staying += sum(count * sizes[name] for name, count in held.items())
-        staying += int(sum(sizes[name] for name in trained) * self.wishes.state_per_parameter)
-        staying += sum(sizes[name] for name in trained if self._is_summed(name, pipeline, rank))
-        return RankMemory(staying + self._coming_bytes(pipeline, rank), in_flight)
-
-    def _coming_bytes(self, pipeline: Pipeline, rank: int) -> int:
-        """What is received ahead of need, at most."""
-        carried, values = self.staged.carried, self.staged.values
-        sizes = [
-            sum(values[name].numel() * values[name].element_size() for name in names)
-            for table in (carried.forward, carried.backward)
-            for (maker, reader), names in table.items()
-            if reader in pipeline.stages_of(rank) and set(self.stages[maker].devices) != {rank}
-        ]
-        samples = max(
-            piece.end - piece.begin
-            for stage in pipeline.stages_of(rank)
-            for _, piece in pipeline.routing.pieces_of(stage, rank)
-        )
-        return RECEIVES_AHEAD * max(sizes, default=0) * samples // self.piece_samples
-
-    def _is_summed(self, name: str, pipeline: Pipeline, rank: int) -> bool:
-        """Whether a gradient has memory of its own: summed over pieces or ranks."""
-        ranks = {
-            other
-            for bucket in self.buckets
-            if name in bucket.parameters
-            for stage in bucket.stages
-            for other in self.stages[stage].devices
-        }
-        pieces = (pipeline.routing.pieces_of(stage, rank) for stage in pipeline.stages_of(rank))
-        return len(ranks) > 1 or max(map(len, pieces)) > 1
 
     @property
     def schedule(self) -> str:

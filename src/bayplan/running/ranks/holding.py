@@ -52,7 +52,11 @@ class Holdings:
                 tensor.data = torch.empty_like(like, device=tensor.device)
         for name, ranks in self._holders.items():
             if len(ranks) < distributed.get_world_size():
-                distributed.broadcast(self._tensors[name].data, ranks[0])
+                tensor = self._tensors[name].data
+                whole = tensor.contiguous()  # gloo takes no other
+                distributed.broadcast(whole, ranks[0])
+                if whole is not tensor:
+                    tensor.copy_(whole)
         self._is_whole = True
 
     def _before_state(self, *_: Any) -> None:

@@ -33,7 +33,7 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
     assert len(losses) == 3
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
-    assert "device  stage  peak MiB  busy %" in answer.out
+    assert "device  stage  peak MiB  predicted  busy %" in answer.out
     record = json.loads((deep_project / "two.record.json").read_text())
     assert [device["device"] for device in record["devices"]] == [
         "rank 0, stage 0",

@@ -1,6 +1,6 @@
 """Trained by real ranks in any arrangement, a model has the numbers of one process.
 
-Three steps of AdamW in float64, dropout included; losses, parameters, buffers and the random state
+Four steps of AdamW in float64, dropout included; losses, parameters, buffers and the random state
 are compared. The processes are started once for each number of ranks.
 """
 
@@ -19,6 +19,12 @@ TWO = {
     "deep": ("0:0.0:1", {"batch": 10, "num_micro_batches": 5, "depth": 2}),
     "co-located": ("0:0-1.0:0-1", {"model": "mixed", "num_micro_batches": 2}),
     "back-again": ("0:0.0:1.0:0", {"model": "mixed", "num_micro_batches": 2}),
+    "zero-bubble": (
+        "0:0.0:1",
+        {"model": "mixed", "batch": 10, "num_micro_batches": 4, "schedule": "zero-bubble"},
+    ),
+    "stale": ("0:0.0:1", {"staleness": 1}),
+    "stale-micro-batches": ("0:0.0:1", {"batch": 10, "staleness": 1, "num_micro_batches": 3}),
     "interleaved": (
         "0:0.0:1.0:0.0:1",
         {"batch": 10, "num_micro_batches": 4, "schedule": "interleaved"},
@@ -36,6 +42,14 @@ FOUR = {
         {"model": "mixed", "batch": 13, "num_micro_batches": 6, "route": Route.ROUND_ROBIN},
     ),
     "shares": ("0:0-2.0:3", {"batch": 9, "shares": (3, 1)}),
+    "zero-bubble-of-four": (
+        "0:0.0:1.0:2-3",
+        {"batch": 10, "num_micro_batches": 3, "schedule": "zero-bubble"},
+    ),
+    "stale-in-a-row": ("0:0.0:1.0:2.0:3", {"staleness": 3}),
+    "stale-at-most-one": ("0:0.0:1.0:2.0:3", {"staleness": 1}),
+    "stale-three-to-one": ("0:0-2.0:3", {"batch": 7, "staleness": 1}),
+    "stale-vertical": ("0:0.0:1.0:2-3", {"versions": (3, 2, 1), "vertical_sync": True}),
 }
 EIGHT = {"seven-to-one": ("0:0-6.0:7", {"batch": 17, "shares": (11, 7)})}
 
@@ -80,6 +94,14 @@ def test_two_ranks_have_the_numbers_of_one(two_ranks, name):
 
 def test_a_micro_batch_alone_in_two_stages_gives_the_very_bits(two_ranks):
     assert [(one["loss"], one["state"]) for one in two_ranks["one-to-one"]] == [(0.0, 0.0)] * 2
+
+
+def test_the_staleness_of_every_update_is_told(two_ranks, four_ranks):
+    assert [one["staleness"] for one in two_ranks["stale"]] == [[0, 1, 1, 1], [0, 0, 0, 0]]
+    row = [one["staleness"] for one in four_ranks["stale-in-a-row"]]
+    assert row == [[0, 1, 2, 3], [0, 1, 2, 2], [0, 1, 1, 1], [0, 0, 0, 0]]
+    assert [one["staleness"] for one in four_ranks["stale-vertical"]] == [[0, 1, 2, 2]] * 4
+    assert [one["staleness"] for one in two_ranks["gpipe"]] == [[0, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("name", FOUR)

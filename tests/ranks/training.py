@@ -22,7 +22,7 @@ from bayplan.data.plan import Plan
 from bayplan.pipelined import bind
 from bayplan.training import TrainingStep
 
-NUM_STEPS = 3
+NUM_STEPS = 4
 WIDTH, LENGTH, VOCABULARY = 6, 4, 13
 
 
@@ -77,22 +77,46 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+def train_alone(case, plan):
+    """In this process; where the plan allows stale weights, with those each batch would see."""
+    alone = build(case["model"], case["batch"])
+    optimizer, named = optimizer_of(alone.model), dict(alone.model.named_parameters())
+    lag_of = {
+        name: plan.lags[bucket.stages[0]] if plan.lags else 0
+        for bucket in plan.buckets
+        for name in bucket.parameters
+    }
+    if plan.vertical_sync:
+        lag_of = dict.fromkeys(lag_of, max(plan.lags))
+    versions, losses = [], []
+    inputs, targets = alone.batch
+    torch.manual_seed(1)
+    for step in range(NUM_STEPS):
+        versions.append({name: one.detach().clone() for name, one in named.items()})
+        seen = {
+            name: versions[max(0, step - lag_of[name])][name].requires_grad_() for name in named
+        }
+        output = torch.func.functional_call(alone.model, seen, (inputs,))
+        loss = alone.loss_fn(output, targets)
+        for one, gradient in zip(
+            named.values(), torch.autograd.grad(loss, list(seen.values())), strict=True
+        ):
+            one.grad = gradient
+        optimizer.step()
+        losses.append(loss.item())
+    return alone, losses
+
+
 def compare(case, plan):
     """Train both ways, and return how far they are apart."""
-    alone = build(case["model"], case["batch"])
-    optimizer = optimizer_of(alone.model)
-    torch.manual_seed(1)
-    alone_losses = []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        alone_losses.append(alone().item())
-        optimizer.step()
+    alone, alone_losses = train_alone(case, plan)
     random_state = torch.get_rng_state()
 
     own = build(case["model"], case["batch"])
     step = bind(own.model, optimizer_of(own.model), plan, loss_fn=own.loss_fn)
     torch.manual_seed(1)
     losses = [step(*own.batch).item() for _ in range(NUM_STEPS)]
+    losses = losses[max(plan.lags, default=0) :] + [loss.item() for loss in step.flush()]
     is_same_state = torch.equal(random_state, torch.get_rng_state())
     wanted, found = alone.model.state_dict(), own.model.state_dict()
     step.close()
@@ -101,6 +125,7 @@ def compare(case, plan):
         "state": max((wanted[name] - found[name]).abs().max().item() for name in wanted),
         "names": list(found) == list(wanted),
         "random_state": is_same_state,
+        "staleness": list(step.staleness),
         "moved": abs(alone_losses[0] - alone_losses[-1]) > 1e-4,
     }
 

@@ -70,4 +70,5 @@ def test_a_later_piece_does_not_change_the_gradient_that_was_given(parameters):
     gradients, first = Gradients(parameters, {}), torch.ones(4)
     gradients.clear()
     gradients.add(["b"], [first])
+    gradients.wait()
     assert parameters["b"].grad is first  # taken over, for whoever made it has no use for it

@@ -35,7 +35,12 @@ class Mail:
         return self.Work(self, lambda: None)
 
     def irecv(self, landing, peer, *, tag):
-        return self.Work(self, lambda: landing.copy_(self.sent.pop((peer, tag))))
+        def land():
+            # Bytes, whatever they are taken for at either end.
+            message = self.sent.pop((peer, tag)).contiguous().view(-1).view(torch.uint8)
+            landing.view(-1).view(torch.uint8).copy_(message)
+
+        return self.Work(self, land)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ def weights_seen(lags, stage, *, is_vertical, num_batches):
     versions = Versions({"counter": counter}, {"counter": [stage]}, lags, is_vertical=is_vertical)
     seen = []
     for call in range(num_batches + lags[stage]):
+        versions.refresh()
         if call < num_batches:
             seen.append(versions.weight("counter"))
         if call >= lags[stage]:

@@ -7,6 +7,7 @@ slice along the dimension that grows with the batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -58,11 +59,19 @@ class Form:
         ]
         return cls(name, value.dtype, tuple(shape), tuple(layout), at + 1, is_spread=True)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether samples come first, and dimensions in order."""
+        in_order = self.layout == tuple(range(len(self.shape)))
+        return in_order and self.dimension == 0 and not self.is_spread
+
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Room for some samples."""
         shape = list(self.shape)
         if self.dimension is not None:
             shape[self.dimension] *= num_samples
+        if self.is_plain:
+            return torch.empty(shape, dtype=self.dtype, device=device)
         room = torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
         return self.joined(room)
 
@@ -103,7 +112,7 @@ class Parcel:
     begin: int
     end: int
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         """Where each value begins, and where the last one ends.
 
@@ -117,12 +126,12 @@ class Parcel:
 
     def packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """What to send: a slice of the value itself where that is one piece of memory."""
+        if len(values) == 1 and (piece := self._in_one_piece(values[0])) is not None:
+            return piece
         parts = [
             form.in_memory_order(form.part(value, self.begin, self.end))
             for form, value in zip(self.forms, values, strict=True)
         ]
-        if len(parts) == 1 and parts[0].is_contiguous():
-            return _bytes_of(parts[0])
         offsets = self.offsets
         message = torch.empty(offsets[-1], dtype=torch.uint8, device=values[0].device)
         for form, part, offset in zip(self.forms, parts, offsets, strict=False):
@@ -131,11 +140,18 @@ class Parcel:
 
     def landing(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Where to receive into the values themselves, if their part is one piece of memory."""
-        if len(values) > 1:
-            return None
+        return self._in_one_piece(values[0]) if len(values) == 1 else None
+
+    def _in_one_piece(self, value: torch.Tensor) -> torch.Tensor | None:
+        """The part of the only value, where that is one piece of memory."""
         (form,) = self.forms
-        part = form.in_memory_order(form.part(values[0], self.begin, self.end))
-        return _bytes_of(part) if part.is_contiguous() else None
+        if form.is_plain and value.is_contiguous():
+            # The most common case, and for small messages the arithmetic below counts.
+            rows = form.shape[0]
+            whole = value.shape[0] == (self.end - self.begin) * rows
+            return value if whole else value[self.begin * rows : self.end * rows]
+        part = form.in_memory_order(form.part(value, self.begin, self.end))
+        return part if part.is_contiguous() else None
 
     def unpacked(self, message: torch.Tensor) -> Iterator[tuple[Form, torch.Tensor]]:
         """The part of each value in a message that came."""
@@ -151,7 +167,3 @@ class Parcel:
             form.shape[at] * (num_samples if at == form.dimension else 1) for at in form.layout
         ]
         return room.view(shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -43,7 +43,7 @@ class Gradients:
         self._views: dict[str, torch.Tensor] = {}
         for number, bucket in buckets.items():
             self._flat[number] = self._laid_out(bucket.parameters)
-        self._seen: set[str] = set()
+        self._totals: dict[str, torch.Tensor] = {}  # of this step so far
         self._pending: list[distributed.Work] = []
 
     def _laid_out(self, names: Sequence[str]) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all, before a step."""
-        self._seen.clear()
+        self._totals.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -75,27 +75,28 @@ class Gradients:
             gradients: of each; the first becomes its `.grad`, if nobody else has it.
             beside: tensors that others have.
         """
-        # Of `a + b` both have the same gradient, in the same memory.
-        known = {tensor.untyped_storage().data_ptr() for tensor in beside}
+        known: set[int] | None = None  # memory that others have
         for name, gradient in zip(names, gradients, strict=True):
-            view, parameter = self._views.get(name), self._parameters[name]
-            if name in self._seen:
-                total = view if view is not None else parameter.grad
-                assert total is not None, "it was seen"
+            total = self._totals.get(name)
+            if total is not None:
                 total.add_(gradient)
-            elif view is not None:
-                view.copy_(gradient)
-            else:
-                memory = gradient.untyped_storage().data_ptr()
-                parameter.grad = gradient.clone() if memory in known else gradient
-                known.add(memory)
-            self._seen.add(name)
+                continue
+            view = self._views.get(name)
+            if view is not None:
+                self._totals[name] = view.copy_(gradient)
+                continue
+            # Of `a + b` both have the same gradient, in the same memory.
+            if known is None:
+                known = {tensor.untyped_storage().data_ptr() for tensor in beside}
+            memory = gradient.untyped_storage().data_ptr()
+            self._totals[name] = gradient.clone() if memory in known else gradient
+            known.add(memory)
 
     def reduce(self, number: int) -> None:
         """Begin to sum a bucket up over its ranks; no rank adds to it any more in this step."""
         bucket = self._buckets[number]
         for name in bucket.parameters:
-            if name not in self._seen:
+            if name not in self._totals:
                 self._views[name].zero_()  # no sample of this rank reaches it
         work = distributed.all_reduce(self._flat[number], group=bucket.group, async_op=True)
         assert work is not None, "this rank is a member of the group"
@@ -106,5 +107,5 @@ class Gradients:
         for work in self._pending:
             work.wait()
         self._pending.clear()
-        for name, view in self._views.items():
-            self._parameters[name].grad = view
+        for name, total in {**self._views, **self._totals}.items():
+            self._parameters[name].grad = total

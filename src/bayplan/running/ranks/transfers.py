@@ -6,6 +6,7 @@ handle is kept together with its memory until waiting for it is known to be free
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import distributed
@@ -37,7 +38,7 @@ class Route:
     is_shared: bool = False
     tag: int = 0
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the values."""
         return tuple(form.name for form in self.here.forms)
@@ -91,7 +92,7 @@ class Arrival:
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _coming: list[tuple[distributed.Work, Route, torch.Tensor, bool]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def sources(self) -> tuple[tuple[int, int], ...]:
         """The (stage, micro-batch) of this rank that it takes from."""
         return tuple(dict.fromkeys(route.source for route in self.local))
@@ -160,8 +161,12 @@ class Arrival:
         return room.zero_() if self._adds(form) else room
 
     def _make_room(self) -> None:
+        for form in self._roomed:
+            self._values[form.name] = self._room(form)
+
+    @cached_property
+    def _roomed(self) -> tuple[Form, ...]:
+        """What needs room before it comes."""
         named = {name for route in self.routes for name in route.names}
-        for form in self.forms:
-            # A sum of no parts is zero: its parts all went to other pieces.
-            if form.name in named or self._adds(form):
-                self._values[form.name] = self._room(form)
+        # A sum of no parts is zero: its parts all went to other pieces.
+        return tuple(form for form in self.forms if form.name in named or self._adds(form))

@@ -40,6 +40,7 @@ class Versions:
         self.staleness: list[int] = []
         self._parameters, self._lags = parameters, lags
         self._is_vertical = is_vertical and any(lags)
+        self.refresh()
         least = {name: min(lags[stage] for stage in stages_of[name]) for name in parameters}
         self._stashed = [
             name for name in parameters if self._is_vertical or lags[max(stages_of[name])]
@@ -63,7 +64,11 @@ class Versions:
         """The weight that the batch sees whose forward runs now."""
         if self._is_vertical:
             return self._old[name][0]
-        return self._parameters[name].detach()
+        return self._current[name]
+
+    def refresh(self) -> None:
+        """Before a step: take references anew, for an update may have written elsewhere."""
+        self._current = {name: one.detach() for name, one in self._parameters.items()}
 
     def settle(self) -> None:
         """When nothing is in flight: forget all but the newest."""

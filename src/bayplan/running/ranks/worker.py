@@ -115,6 +115,11 @@ class Worker:
             self.parts, lambda part: (part.arrival_back, part.departure_back)
         )
         self._sent: deque[list[Departure]] = deque()
+        self._due: tuple[bool, ...] = ()
+        self._positions: list[int] = []
+        self._receives: list[Arrival] = []
+        self._updates: list[int] = []
+        self._next = 0
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
 
@@ -130,11 +135,8 @@ class Worker:
             self.streams.begin_step()
             self._num_given = self._number + 1
         self.gradients.clear()
-        positions = [at for at, one in enumerate(self.actions) if self._is_due(one)]
-        self._receives = [
-            arrival for at in positions for arrival in self._arrivals_of(self.actions[at])
-        ]
-        self._updates = [at for at in positions if self.actions[at].kind is ActionKind.UPDATE]
+        self.versions.refresh()
+        positions = self._due_positions()
         for arrival in self._receives[:RECEIVES_AHEAD]:
             arrival.post()
         self._next = RECEIVES_AHEAD
@@ -148,6 +150,19 @@ class Worker:
         self._settle()
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+
+    def _due_positions(self) -> Sequence[int]:
+        """What this call does of the list; most often the same as the last call."""
+        due = tuple(self._is_due(one) for one in self.actions)
+        if due != self._due:
+            self._due = due
+            self._positions = [at for at, is_due in enumerate(due) if is_due]
+            found = (self.actions[at] for at in self._positions)
+            self._receives = [one for action in found for one in self._arrivals_of(action)]
+            self._updates = [
+                at for at in self._positions if self.actions[at].kind is ActionKind.UPDATE
+            ]
+        return self._positions
 
     def rest(self) -> None:
         """After the last batch: wait for all sends, and begin anew with the next one."""

@@ -6,6 +6,7 @@ So all that is known about one device's step, from repeats to swaps, holds for a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,10 +78,13 @@ class StageGraph:
 
     def loss_gradient(self, weight: float) -> torch.Tensor:
         """What backward begins with, where the loss is weighted."""
-        tangents = (n for n in self.joint.graph.nodes if torch_private.is_tangent(n))
-        *_, last = tangents
-        value = last.meta["val"]
+        value = self._tangent_of_loss
         return torch.full(value.shape, weight, dtype=value.dtype, device=value.device)
+
+    @cached_property
+    def _tangent_of_loss(self) -> torch.Tensor:
+        *_, last = (node for node in self.joint.graph.nodes if torch_private.is_tangent(node))
+        return last.meta["val"]
 
 
 def carried_values(whole: WholeStep, where: Assignment) -> Carried:

@@ -34,15 +34,19 @@ class CopyThread:
         self._jobs.put((job, future))
         return future
 
-    def close(self) -> None:
+    def close(self, *, joins: bool = True) -> None:
         """Cancel the jobs that wait, let the one that runs finish, and join; again does nothing.
 
         An interrupt while joining leaves the thread to end by itself.
+
+        Args:
+            joins: whether to wait for the job that runs; one that may hang is better left alone.
         """
         if not self._is_closing.is_set():
             self._is_closing.set()
             self._jobs.put(None)
-        self._thread.join()
+        if joins:
+            self._thread.join()
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:

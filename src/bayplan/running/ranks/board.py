@@ -108,6 +108,10 @@ class Board:
         """Say that this rank has read all it needs, so that the host may go."""
         self._call(lambda: self._store.add("left", 1))
 
+    def close(self) -> None:
+        """Ask for nothing any more; a call that hangs is left alone."""
+        self._lane.close(joins=False)
+
     def num_left(self) -> int:
         """How many ranks have left."""
         return self._call(lambda: self._store.add("left", 0))

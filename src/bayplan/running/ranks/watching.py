@@ -188,6 +188,8 @@ class Watch:
         # One that failed stays as well: a launcher may end the others as soon as it is gone.
         if self._rank == self._host or self._failure is not None:
             self._linger()
+        if not thread.is_alive():
+            self._board.close()
 
     def _hear_sigterm(self) -> None:
         self._terminated_seconds = time.monotonic()

@@ -28,8 +28,10 @@ from bayplan.running.partition import OVERWRITES, SWAPPER
 
 __all__ = ["SplitBackward", "split_backward"]
 
+aten = torch.ops.aten
+
 # Shares its argument's memory, though its schema does not say so.
-_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
+_UNDECLARED_VIEW = aten._unsafe_view.default
 
 
 @dataclass(frozen=True)

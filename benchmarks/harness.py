@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,25 @@ def say(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
-def known_of_others(script: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where only some models are run anew, what the last full run tells of the others."""
+def known_of_others(
+    script: str,
+    arguments: argparse.Namespace,
+    *,
+    is_kept: Callable[[dict[str, Any]], bool] = lambda row: False,
+) -> dict[str, Any]:
+    """Where only some models are run anew, what the last full run tells of the others.
+
+    Args:
+        script: the benchmark.
+        arguments: of its command line.
+        is_kept: which rows of models that are run anew stay as well.
+    """
     latest = Path(script).parent / "results" / "latest.json"
     if arguments.quick or not arguments.models or not latest.exists():
         return {}
     before = json.loads(latest.read_text())
     for rows in (found for found in before.values() if isinstance(found, list)):
-        rows[:] = [row for row in rows if row["model"] not in arguments.models]
+        rows[:] = [row for row in rows if row["model"] not in arguments.models or is_kept(row)]
     return before
 
 

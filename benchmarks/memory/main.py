@@ -6,12 +6,13 @@ of them take turns in one process. Peaks are live malloc bytes over the step's s
 processor time as multiples of the plain steps right before and after, one thread.
 """
 
+import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ def main() -> None:
     parser.add_argument(
         "--share-rounds", type=int, default=8, help="more turns of plans for such shares"
     )
+    parser.add_argument(
+        "--shares-only",
+        action="store_true",
+        help="measure only the shares of --models anew, and keep what is known of their peers",
+    )
     parser.add_argument("--no-deep", action="store_true", help="leave planning times out")
     arguments = parser.parse_args()
     keep_freed_memory()
@@ -89,14 +95,17 @@ def main() -> None:
     )
     if arguments.quick:
         settings = Settings(1, 2.0, 1, 1.0, methods=QUICK_PEERS)
+    if arguments.shares_only:
+        settings = replace(settings, methods=(), rounds=0)
     folder = Path(__file__).parent / "results"
     partial = (folder / "quick" if arguments.quick else folder) / "partial.json"
     result: dict[str, Any] = {"rows": [], "failures": [], "planning": [], "runs": {}}
-    result |= known_of_others(__file__, arguments)
+    result |= known_of_others(__file__, arguments, is_kept=_is_kept(arguments))
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
             _compare(name, known[name], result, cache=Path(cache), settings=settings)
-            result["runs"][name] = {
+            key = f"{name}, shares" if arguments.shares_only else name
+            result["runs"][key] = {
                 "rounds": settings.rounds,
                 "share_rounds": settings.share_rounds,
                 "options": sys.argv[1:],
@@ -137,7 +146,8 @@ def _compare(
         contest.measure_peaks(peers)
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         entries = [*_by_repeats(contest, ours, plain, peers, settings)]
-        entries += _packed(contest, ours, plain, cache, settings.seconds / 4)
+        if settings.methods:
+            entries += _packed(contest, ours, plain, cache, settings.seconds / 4)
         runners = {id(entry.contestant): entry.contestant for entry in entries}
         others = [*peers, *runners.values()]
         say(f"{name}: {len(others)} methods beside plain")
@@ -145,7 +155,9 @@ def _compare(
         # What targets are set for is measured more often: there a hundredth matters.
         targeted = {id(e.contestant): e.contestant for e in entries if e.limit_share is not None}
         contest.measure(plain, [*targeted.values()], rounds=settings.share_rounds)
-    for entry in [*map(Entry, (plain, *peers)), *entries]:
+    if not settings.methods:
+        entries = [entry for entry in entries if entry.limit_share is not None]
+    for entry in [*map(Entry, (plain, *peers) if settings.methods else ()), *entries]:
         row = {
             "model": name,
             "against": entry.against,
@@ -270,6 +282,16 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['model']}, {row['method']}{against}: {row['peak_share']:.1%} of the plain peak at"
         f" {row['time_ratio']:.3f}x{told}"
     )
+
+
+def _is_kept(arguments: argparse.Namespace) -> Callable[[dict[str, Any]], bool]:
+    """Which rows of models that are run again stay: with --shares-only, all others than shares."""
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        is_share = row.get("method") == "bayplan" and row.get("limit_share") is not None
+        return arguments.shares_only and not is_share
+
+    return is_kept
 
 
 def _keep(result: dict[str, Any], file: Path) -> None:

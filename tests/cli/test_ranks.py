@@ -66,6 +66,27 @@ def test_wrong_words_about_ranks_are_refused(bayplan, deep_project, check_refusa
     check_refusal(bayplan("run", "train:deep", *given, "--dry-run"), 2, *words)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--memory", "1GiB"), ("--memory is about one device", "--memory-per-rank")),
+        (("--pareto",), ("--pareto is about one device",)),
+        (("--strategy", "keep"), ("--strategy is about one device",)),
+        (("--swap-dir", "."), ("--swap-dir is about one device",)),
+    ],
+)
+def test_what_is_about_one_device_is_not_passed_over(
+    bayplan, deep_project, check_refusal, options, words
+):
+    given = ("plan", "train:deep", "--batch", 64, *PLACED, "-o", "two.json", *options)
+    check_refusal(bayplan(*given), 2, *words)
+
+
+def test_what_is_about_ranks_needs_a_placement(bayplan, deep_project, check_refusal):
+    given = ("run", "train:deep", "--shares", "1:2", "--dry-run")
+    check_refusal(bayplan(*given), 2, "about many ranks", "--placement")
+
+
 def test_more_stages_than_places_to_cut_are_refused(bayplan, deep_project, check_refusal):
     placement = ".".join(f"0:{device}" for device in range(40))
     options = ("--batch", 64, "--placement", placement, "--shares-by", "ops", "--dry-run")

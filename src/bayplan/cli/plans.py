@@ -23,7 +23,13 @@ from bayplan.cli.options import (
     question_about,
     swap_space,
 )
-from bayplan.cli.ranks import RANKS_HELP, RankOptions, plan_for_ranks, run_plan_on_ranks
+from bayplan.cli.ranks import (
+    RANKS_HELP,
+    RankOptions,
+    plan_for_ranks,
+    refuse_beside_placement,
+    run_plan_on_ranks,
+)
 from bayplan.data import files
 from bayplan.data.errors import ExitCode, UsageError
 
@@ -83,6 +89,15 @@ def plan(
 ) -> int:
     """Plan a training step within a memory limit or for many ranks, and write the plan."""
     if many.is_given:
+        refuse_beside_placement(
+            memory=memory,
+            pareto=pareto,
+            strategy=strategy != "auto",
+            device=device,
+            update_in_backward=update_in_backward,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+        )
         check_output(output)
         made = plan_for_ranks(target, many, batch=batch, optimizer=optimizer, autocast=autocast)
         files.write(output, made)
@@ -194,6 +209,7 @@ def run(
     else:
         given = files.read(Path(plan), Plan)
     if len(given.actions) > 1:
+        refuse_beside_placement(swap_dir=swap_dir, swap_size=swap_size)
         if dry_run:
             from bayplan.reporting.ranks import pipeline_text
 

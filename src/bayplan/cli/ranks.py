@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from bayplan.data.plan import Plan
     from bayplan.placing import Wishes
 
-__all__ = ["RANKS_HELP", "RankOptions", "plan_for_ranks", "run_plan_on_ranks"]
+__all__ = [
+    "RANKS_HELP",
+    "RankOptions",
+    "plan_for_ranks",
+    "refuse_beside_placement",
+    "run_plan_on_ranks",
+]
 
 # Bytes of an optimizer's state for a byte of parameters.
 _STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
@@ -79,7 +85,13 @@ class RankOptions:
 
     @property
     def is_given(self) -> bool:
-        """Whether a plan for many ranks is asked for."""
+        """Whether a plan for many ranks is asked for.
+
+        Raises:
+            UsageError: something is said about ranks, but not where they are.
+        """
+        if self.placement is None and self != RankOptions():
+            raise UsageError("these options are about many ranks; say where, with --placement")
         return self.placement is not None
 
     def wishes(self, optimizer: str) -> "Wishes":
@@ -89,8 +101,7 @@ class RankOptions:
         from bayplan.data.units import parse_bytes
         from bayplan.placing import SharesBy, Wishes
 
-        if self.placement is None:
-            raise UsageError("these options are about many ranks; say where, with --placement")
+        assert self.placement is not None, "see `is_given`"
         return Wishes(
             placement=Placement.parse(self.placement, num_devices=self._num_devices()),
             shares=_parsed_numbers("--shares", self.shares, "11:7"),
@@ -115,6 +126,17 @@ class RankOptions:
         import os
 
         return len(os.sched_getaffinity(0))
+
+
+def refuse_beside_placement(**given: object) -> None:
+    """Refuse options of one device's plans, by name, rather than pass over them."""
+    for name, value in given.items():
+        if value:
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option} is about one device; leave it out, or leave out --placement"
+                + ("; a limit for each rank is --memory-per-rank" if name == "memory" else "")
+            )
 
 
 def _parsed_numbers(option: str, text: str | None, example: str) -> tuple[int, ...]:

@@ -59,9 +59,10 @@ def bind(
             returns its loss.
         autocast: dtype of mixed precision.
 
-    Example:
-        >>> step = bind(model, optimizer, plan, loss_fn=loss_fn)  # doctest: +SKIP (needs ranks)
-        >>> loss = step(images, labels)  # doctest: +SKIP
+    On every rank of a script that torchrun has started::
+
+        step = bind(model, optimizer, plan, loss_fn=loss_fn)
+        loss = step(images, labels)
     """
     if not distributed.is_initialized():
         raise UsageError(

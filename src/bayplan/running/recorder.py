@@ -40,6 +40,9 @@ def check_writable(path: Path | str) -> None:
         raise FileFault(f"cannot write {target}: {fault.strerror}") from None
 
 
+_recording: list["Recorder"] = []  # those that are inside their `with` block, outermost first
+
+
 class Recorder:
     """A context manager around a training loop; see `bayplan.record`."""
 
@@ -87,12 +90,14 @@ class Recorder:
             raise UsageError("a recording is made once; call bayplan.record() for another")
         if self._path is not None:
             check_writable(self._path)
-        self._start_bytes = resident_tensor_bytes(self._device)
+        self._start_bytes = self._resident_bytes()
         self._meter = self._stack.enter_context(open_meter(self._device, self._cache))
         if self._wants_curve and isinstance(self._meter, SharedMeter):
             self._meter.start_curve()
         handle = register_optimizer_step_post_hook(self._on_optimizer_step)
         self._stack.callback(handle.remove)
+        _recording.append(self)
+        self._stack.callback(_recording.remove, self)
         # The meter may be shared with an outer recording, so it is read relative to now.
         self._start_bytes -= self._meter.live_bytes
         self._meter.reset_peak()
@@ -131,6 +136,16 @@ class Recorder:
         )
         if self._path is not None:
             self._write(self._path, self._record, fault)
+
+    def _resident_bytes(self) -> int:
+        """What tensors take now; a recording around this one knows it without a search.
+
+        The search lists every object of the process, megabytes that the outer one would count.
+        """
+        for outer in reversed(_recording):
+            if outer._device == self._device and outer._meter is not None:
+                return outer._start_bytes + outer._meter.live_bytes
+        return resident_tensor_bytes(self._device)
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._optimizer is None:

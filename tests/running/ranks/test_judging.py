@@ -140,3 +140,12 @@ def test_a_signal_to_all_ranks_is_no_ranks_fault():
     assert not judge.is_all_ending
     judge.hear({1: entry(2, is_terminated=True)}, elapsed_seconds=1.0)
     assert judge.is_all_ending
+
+
+def test_a_rank_that_has_not_spoken_yet_is_waited_for_until_it_is_overdue():
+    judge = judge_of(world_size=2)
+    judge.hear({0: entry(1, is_done=True)}, elapsed_seconds=0.0)
+    assert judge.num_to_leave == 2
+    for beat in range(2, 5):
+        judge.hear({0: entry(beat, is_done=True)}, elapsed_seconds=1.0)
+    assert judge.num_to_leave == 1

@@ -110,13 +110,15 @@ class Judge:
         )
 
     @property
-    def num_heard_lately(self) -> int:
-        """How many ranks live or said how they ended; the others cannot be waited for."""
-        entries = {rank: heard.entry for rank, heard in self._heard.items()}
+    def num_to_leave(self) -> int:
+        """How many ranks are worth waiting for: not those that have been silent for rounds.
+
+        One that has not spoken yet may be about to, however early this one is done.
+        """
         return sum(
-            not self._is_silent(rank)
-            or (entry is not None and bool(entry.is_done or entry.failure))
-            for rank, entry in entries.items()
+            not self._is_overdue(heard)
+            or (heard.entry is not None and bool(heard.entry.is_done or heard.entry.failure))
+            for heard in self._heard.values()
         )
 
     def _stall(self) -> Verdict | None:
@@ -153,7 +155,10 @@ class Judge:
 
     def _is_silent(self, rank: int) -> bool:
         heard = self._heard[rank]
-        return heard.entry is None or heard.silent_seconds > self._longest_round_seconds
+        return heard.entry is None or self._is_overdue(heard)
+
+    def _is_overdue(self, heard: _Heard) -> bool:
+        return heard.silent_seconds > self._longest_round_seconds
 
     def _name(self, rank: int) -> str:
         entry = self._heard[rank].entry

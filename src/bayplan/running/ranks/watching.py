@@ -283,7 +283,7 @@ class Watch:
         """Stay until all that live have left, as they do when they have read all they need."""
         end_seconds = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(BoardGone):
-            num_to_leave = self._judge.num_heard_lately
+            num_to_leave = self._judge.num_to_leave
             while self._board.num_left() < num_to_leave and time.monotonic() < end_seconds:
                 time.sleep(self._interval_seconds / 10)
 

@@ -9,7 +9,6 @@ import atexit
 import hashlib
 import math
 import os
-from collections import deque
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,11 @@ from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
+from bayplan.devices.machine import cache_directory
 from bayplan.preparing import Preparation
+from bayplan.running.exchange.losses import LossSums
+from bayplan.running.exchange.meeting import Meeting, shares_memory
+from bayplan.running.exchange.sums import Sums, room_bytes
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
@@ -137,7 +140,6 @@ class PipelinedStep:
         self._rank = distributed.get_rank()
         self._workers: dict[int, Worker] = {}
         self._worker: Worker | None = None  # the last one
-        self._owed: deque[tuple[distributed.Work, torch.Tensor]] = deque()
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
@@ -186,7 +188,7 @@ class PipelinedStep:
         self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        return self._loss(worker.run(batch_tensors(batch), self.journal))
+        return self._loss_sums.add(worker.run(batch_tensors(batch), self.journal))
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
@@ -197,25 +199,7 @@ class PipelinedStep:
             for _ in range(self._lag):
                 self._worker.run(None, self.journal)
             self._worker.rest()
-        owed = [self._waited(*self._owed.popleft()) for _ in range(len(self._owed))]
-        return owed
-
-    def _loss(self, part: torch.Tensor) -> torch.Tensor:
-        """The loss of the batch that is due: this one, or with stale weights an earlier one.
-
-        To wait for the present one would make every rank wait for the last stage.
-        """
-        work = distributed.all_reduce(part, group=self._loss_group, async_op=True)
-        assert work is not None, "this rank is a member of the group"
-        self._owed.append((work, part))
-        if len(self._owed) <= self._lag:
-            return torch.full((), math.nan, dtype=part.dtype)
-        return self._waited(*self._owed.popleft())
-
-    @staticmethod
-    def _waited(work: distributed.Work, loss: torch.Tensor) -> torch.Tensor:
-        work.wait()
-        return loss
+        return self._loss_sums.rest()
 
     @property
     def _lag(self) -> int:
@@ -235,25 +219,49 @@ class PipelinedStep:
         )
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
-            self._kept = preparation.gradients(self._groups), preparation.versions()
+            self._kept = preparation.gradients(self._sums), preparation.versions()
         return preparation.worker(self._groups, *self._kept, self._optimizer.step)
 
     @cached_property
-    def _loss_group(self) -> distributed.ProcessGroup:
-        """One of its own, so that its sums meet no others."""
-        group = distributed.new_group()
-        assert isinstance(group, distributed.ProcessGroup), "all ranks are members"
-        return group
+    def _meeting(self) -> Meeting:
+        store, rank = torch_private.default_store(), self._rank
+        number = store.add(f"bayplan/meetings{rank}", 1)  # the same for all ranks
+        return Meeting(
+            store=distributed.PrefixStore(f"bayplan/meeting{number}", store),
+            rank=rank,
+            world_size=distributed.get_world_size(),
+            cache=cache_directory(),
+            is_willing=shares_memory(os.environ) and distributed.get_backend() == "gloo",
+        )
+
+    @cached_property
+    def _loss_sums(self) -> LossSums:
+        ranks = range(distributed.get_world_size())
+        return LossSums(self._meeting.sums(ranks, LossSums.needed_bytes(self._lag)), self._lag)
+
+    @cached_property
+    def _sums(self) -> dict[tuple[int, ...], Sums]:
+        """Over ranks that share gradients; made in the same order everywhere."""
+        parameters = dict(self._model.named_parameters())
+        needed: dict[tuple[int, ...], int] = {}
+        for bucket in self._plan.buckets:
+            stages = (self._plan.stages[stage] for stage in bucket.stages)
+            ranks = tuple(sorted({rank for stage in stages for rank in stage.devices}))
+            own = [parameters[name] for name in bucket.parameters if name in parameters]
+            size_bytes = room_bytes(sum(one.numel() for one in own), own[0].dtype) if own else 0
+            needed[ranks] = needed.get(ranks, 0) + size_bytes
+        found = {
+            ranks: self._meeting.sums(ranks, size_bytes)
+            for ranks, size_bytes in needed.items()
+            if len(ranks) > 1
+        }
+        return {ranks: sums for ranks, sums in found.items() if sums is not None}
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:
-        """Ranks that share a stage or a bucket; groups are made in the same order everywhere."""
+        """Ranks that share a stage; groups are made in the same order everywhere."""
         stages = self._plan.stages
-        sets = [
-            tuple(sorted({rank for stage in bucket.stages for rank in stages[stage].devices}))
-            for bucket in self._plan.buckets
-        ]
-        sets += [tuple(sorted(stage.devices)) for stage in stages]
+        sets = (tuple(sorted(stage.devices)) for stage in stages)
         found: dict[tuple[int, ...], distributed.ProcessGroup] = {}
         for ranks in dict.fromkeys(ranks for ranks in sets if len(ranks) > 1):
             group = distributed.new_group(list(ranks))

@@ -21,6 +21,7 @@ from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
+from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
 from bayplan.running.ranks.statistics import SharedBuffers
@@ -90,10 +91,14 @@ class Preparation:
             update=update,
         )
 
-    def gradients(self, groups: Groups) -> Gradients:
-        """Of the parameters that this rank trains."""
+    def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
+        """Of the parameters that this rank trains.
+
+        Args:
+            sums: by ranks that share gradients, each that this rank takes part in.
+        """
         buckets = {
-            number: GradientBucket(self.plan.buckets[number].parameters, groups[ranks])
+            number: GradientBucket(self.plan.buckets[number].parameters, sums[ranks])
             for number, ranks in self.pipeline.members.items()
             if self.rank in ranks
         }

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from bayplan.running.exchange.sums import SocketSums
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
 
 
@@ -41,7 +42,7 @@ def test_a_step_begins_without_gradients(parameters):
 
 
 def test_a_bucket_s_gradients_are_one_tensor_and_are_never_copied_out(parameters, group):
-    gradients = Gradients(parameters, {0: GradientBucket(("b", "a"), group)})
+    gradients = Gradients(parameters, {0: GradientBucket(("b", "a"), SocketSums(group))})
     for number in (1.0, 5.0):
         gradients.clear()
         gradients.add(["a", "b"], [torch.full((2, 3), number), torch.full((4,), number)])
@@ -55,7 +56,7 @@ def test_a_bucket_s_gradients_are_one_tensor_and_are_never_copied_out(parameters
 
 
 def test_a_rank_without_samples_of_a_bucket_takes_part_with_zeros(parameters, group):
-    gradients = Gradients(parameters, {0: GradientBucket(("a", "b"), group)})
+    gradients = Gradients(parameters, {0: GradientBucket(("a", "b"), SocketSums(group))})
     gradients.clear()
     gradients.add(["a", "b"], [torch.ones(2, 3), torch.ones(4)])
     gradients.clear()

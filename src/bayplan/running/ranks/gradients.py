@@ -4,11 +4,13 @@ Every piece's loss is weighted by its samples, so sums are final and nothing is 
 that travel together lie in one flat tensor from the start, and `.grad` is a view of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import distributed, nn
+from torch import nn
+
+from bayplan.running.exchange.sums import Pending, Sums
 
 __all__ = ["GradientBucket", "Gradients"]
 
@@ -19,11 +21,11 @@ class GradientBucket:
 
     Attributes:
         parameters: by name; of one dtype and device.
-        group: of the ranks.
+        sums: over the ranks.
     """
 
     parameters: tuple[str, ...]
-    group: distributed.ProcessGroup
+    sums: Sums
 
 
 class Gradients:
@@ -42,14 +44,16 @@ class Gradients:
         self._flat: dict[int, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
         for number, bucket in buckets.items():
-            self._flat[number] = self._laid_out(bucket.parameters)
+            self._flat[number] = self._laid_out(bucket)
         self._totals: dict[str, torch.Tensor] = {}  # of this step so far
-        self._pending: list[distributed.Work] = []
+        self._pending: list[Pending] = []
 
-    def _laid_out(self, names: Sequence[str]) -> torch.Tensor:
+    def _laid_out(self, bucket: GradientBucket) -> torch.Tensor:
         """One tensor for several gradients, which become views of it."""
+        names = bucket.parameters
         members = [self._parameters[name] for name in names]
-        flat = members[0].new_zeros(sum(member.numel() for member in members))
+        count = sum(member.numel() for member in members)
+        flat = bucket.sums.room(count, members[0].dtype, members[0].device)
         parts = flat.split([member.numel() for member in members])
         for name, member, part in zip(names, members, parts, strict=True):
             self._views[name] = part.view(member.shape)
@@ -98,9 +102,7 @@ class Gradients:
         for name in bucket.parameters:
             if name not in self._totals:
                 self._views[name].zero_()  # no sample of this rank reaches it
-        work = distributed.all_reduce(self._flat[number], group=bucket.group, async_op=True)
-        assert work is not None, "this rank is a member of the group"
-        self._pending.append(work)
+        self._pending.append(bucket.sums.begin(self._flat[number]))
 
     def wait(self) -> None:
         """Until all sums are there; then every parameter has its `.grad`."""

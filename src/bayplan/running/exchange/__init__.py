@@ -1,0 +1,1 @@
+"""Sums over ranks: which way they take, by which ranks share a host."""

@@ -1,0 +1,201 @@
+"""Memory that several processes of one host see, and sums over it.
+
+A block is a file without a name (memfd): it takes no room in a folder, needs no clean-up, and is
+gone with the last process that has it open, however that ends. Others open it through /proc, so
+they need the same process namespace and user; where that fails, nothing is shared and sums go
+through sockets.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from bayplan.data.units import format_bytes, round_up
+from bayplan.devices.machine import available_memory_bytes
+from bayplan.native import compile_library
+
+__all__ = ["HEADER_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "host_identity", "load"]
+
+SUMMABLE = (torch.float32, torch.float64)
+HEADER_BYTES = 4096  # the flags
+LINE_BYTES = 64
+_SOURCE = Path(__file__).with_name("shared_sum.c")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
+
+
+class RankLost(RuntimeError):
+    """A process that takes part in a sum has not come."""
+
+
+@cache
+def load(cache: Path) -> ctypes.CDLL:
+    """The compiled sums.
+
+    Raises:
+        CompileFailed: there is no compiler.
+    """
+    library = ctypes.CDLL(str(compile_library(_SOURCE, cache, flags=_FLAGS).absolute()))
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    turn = ctypes.c_uint32
+    library.shared_sum.argtypes = [
+        pointer, number, number, size, size, number, number, turn, number,
+    ]  # fmt: skip
+    library.shared_spread.argtypes = [pointer, number, number, size, size, turn, number]
+    return library
+
+
+def host_identity() -> str:
+    """The same for processes that may share memory: of one boot, one network, one view of /proc.
+
+    Namespaces count, so that containers, and hosts that are emulated by them, are different hosts.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid", "user"))
+    return ":".join([boot, *map(str, spaces), str(os.geteuid())])
+
+
+class Block:
+    """A piece of memory that other processes can open, by process and file number.
+
+    Args:
+        file: an open file, which the block owns from now on.
+        size_bytes: of the whole, header included.
+    """
+
+    def __init__(self, file: int, size_bytes: int) -> None:
+        self.file, self.size_bytes = file, size_bytes
+        self._memory = mmap.mmap(file, size_bytes)
+        # A tensor keeps its memory alive; the mapping ends when the last one is gone.
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, data_bytes: int) -> "Block":
+        """A new one, zeroed.
+
+        Raises:
+            OSError: there is no memory for it, or no memfd.
+        """
+        size_bytes = HEADER_BYTES + round_up(data_bytes, mmap.PAGESIZE)
+        available_bytes = available_memory_bytes(torch.device("cpu"))
+        if size_bytes > available_bytes:  # asking the kernel would end other processes first
+            raise OSError(
+                errno.ENOMEM,
+                f"{format_bytes(size_bytes)} to share, {format_bytes(available_bytes)} available",
+            )
+        file = os.memfd_create("bayplan", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(file, 0, size_bytes)  # fails here rather than by SIGBUS later
+            return cls(file, size_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+
+    @classmethod
+    def of_other(cls, process: int, file: int, size_bytes: int) -> "Block":
+        """That of another process.
+
+        Raises:
+            OSError: it cannot be seen from here.
+        """
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(opened).st_size
+            if found != size_bytes:
+                raise OSError(f"file {file} of process {process} has {found} bytes, not the block")
+            return cls(opened, size_bytes)
+        except BaseException:
+            os.close(opened)
+            raise
+
+    @property
+    def data_bytes(self) -> int:
+        """Without the header."""
+        return self.size_bytes - HEADER_BYTES
+
+    @property
+    def address(self) -> int:
+        """Where it begins, in this process."""
+        return self._bytes.data_ptr()
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Some of it; offsets count from the beginning of the data."""
+        begin = HEADER_BYTES + offset
+        return self._bytes[begin : begin + count * dtype.itemsize].view(dtype)
+
+    def close_file(self) -> None:
+        """Once nobody has to open it any more; the memory stays."""
+        os.close(self.file)
+
+
+class Blocks:
+    """The blocks of some processes of one host, in the same order in all of them.
+
+    Args:
+        library: by `load`.
+        own: which of them is this process's.
+        patience_seconds: how long to wait for the others before one counts as lost.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, blocks: Sequence[Block], own: int, *, patience_seconds: int
+    ) -> None:
+        self._library, self._blocks, self._own = library, blocks, own
+        self._addresses = (ctypes.c_void_p * len(blocks))(*(block.address for block in blocks))
+        self._patience_seconds = patience_seconds
+        self._turn = 0
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self._blocks)
+
+    @property
+    def own(self) -> Block:
+        """This process's."""
+        return self._blocks[self._own]
+
+    def begin_turn(self) -> int:
+        """A number for one sum; all processes count the same ones."""
+        self._turn = (self._turn + 1) % 2**32
+        return self._turn
+
+    def sum(self, turn: int, offset: int, count: int, itemsize: int, *, num_into: int) -> None:
+        """Sum some numbers of all blocks; afterwards the first `num_into` blocks have the sums."""
+        lost = self._library.shared_sum(
+            self._addresses,
+            len(self._blocks),
+            self._own,
+            HEADER_BYTES + offset,
+            count,
+            itemsize,
+            num_into,
+            turn,
+            self._patience_seconds,
+        )
+        self._check(lost)
+
+    def spread(self, turn: int, offset: int, size_bytes: int) -> None:
+        """Give what the first block has to all others."""
+        lost = self._library.shared_spread(
+            self._addresses,
+            len(self._blocks),
+            self._own,
+            HEADER_BYTES + offset,
+            size_bytes,
+            turn,
+            self._patience_seconds,
+        )
+        self._check(lost)
+
+    def _check(self, lost: int) -> None:
+        if lost:
+            raise RankLost(
+                f"a sum over {len(self._blocks)} processes of this host timed out: number"
+                f" {lost - 1} has not come for {self._patience_seconds} s"
+            )

@@ -1,0 +1,58 @@
+"""Losses of whole batches, on every rank: each has parts of them, and all are told the sum."""
+
+import math
+from collections import deque
+
+import torch
+
+from bayplan.running.exchange.sums import Pending, Sums, room_bytes
+
+__all__ = ["LossSums"]
+
+_DTYPE = torch.float64
+
+
+class LossSums:
+    """Sums up the parts of one loss after the other.
+
+    With stale weights, the loss of a batch is told some batches later: to wait for the present one
+    would make every rank wait for the last stage.
+
+    Args:
+        sums: over all ranks, used for nothing else.
+        lag: how many batches later.
+    """
+
+    def __init__(self, sums: Sums | None, lag: int) -> None:
+        assert sums is not None, "all ranks take part"
+        self._sums, self._lag = sums, lag
+        device = torch.device("cpu")
+        self._rooms = deque(sums.room(1, _DTYPE, device) for _ in range(lag + 1))
+        self._owed: deque[tuple[Pending, torch.Tensor]] = deque()
+
+    @staticmethod
+    def needed_bytes(lag: int) -> int:
+        """Of rooms in shared memory."""
+        return (lag + 1) * room_bytes(1, _DTYPE)
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """Take this rank's part of a loss; returns the one that is due, not a number if none is."""
+        room = self._rooms[0]
+        room.copy_(part)
+        if not self._lag:
+            self._sums.now(room)
+            return room[0].clone()
+        self._rooms.rotate(-1)
+        self._owed.append((self._sums.begin(room), room))
+        if len(self._owed) <= self._lag:
+            return torch.full((), math.nan, dtype=_DTYPE)
+        return self._waited()
+
+    def rest(self) -> list[torch.Tensor]:
+        """The losses still owed."""
+        return [self._waited() for _ in range(len(self._owed))]
+
+    def _waited(self) -> torch.Tensor:
+        pending, room = self._owed.popleft()
+        pending.wait()
+        return room[0].clone()

@@ -1,0 +1,137 @@
+"""Ranks that meet to find out who shares a host, and open each other's memory.
+
+They meet in the store of their process group, where what one rank has written the others can wait
+for. Whether memory is shared is decided for a whole set of ranks: all of it or none.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import msgspec
+from torch import distributed
+
+from bayplan.native import CompileFailed
+from bayplan.running.exchange.blocks import Block, Blocks, host_identity, load
+from bayplan.running.exchange.sums import SharedSums, SocketSums, Sums
+
+__all__ = ["Meeting", "shares_memory"]
+
+_PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
+_YES, _NO = "yes", "no"
+
+
+def shares_memory(environment: Mapping[str, str]) -> bool:
+    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0.
+
+    Example:
+        >>> shares_memory({}), shares_memory({"BAYPLAN_SHARED_MEMORY": "0"})
+        (True, False)
+    """
+    return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
+
+
+class _Opened(msgspec.Struct, frozen=True):
+    """Where a rank's block is found."""
+
+    process: int
+    file: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks of a run; every rank makes the same calls in the same order.
+
+    Attributes:
+        store: that no other meeting uses.
+        rank: this one.
+        world_size: how many ranks there are.
+        cache: where the compiled sums are kept.
+        is_willing: whether this rank may share memory.
+    """
+
+    store: distributed.Store
+    rank: int
+    world_size: int
+    cache: Path
+    is_willing: bool = True
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """By rank, its host; a rank that shares nothing has one of its own."""
+        self.store.set(f"host{self.rank}", self._own_host())
+        return tuple(self.store.get(f"host{rank}").decode() for rank in range(self.world_size))
+
+    def _own_host(self) -> str:
+        alone = f"alone{self.rank}"
+        if not self.is_willing or not hasattr(os, "memfd_create"):
+            return alone
+        try:
+            load(self.cache)
+            return host_identity()
+        except (CompileFailed, OSError):
+            return alone
+
+    def sums(self, ranks: Sequence[int], data_bytes: int) -> Sums | None:
+        """Sums over some ranks; None on all others.
+
+        Args:
+            ranks: in order.
+            data_bytes: what rooms for all that is to be summed take.
+        """
+        number, group = next(self._numbers), distributed.new_group(list(ranks))
+        of_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            of_host.setdefault(self.hosts[rank], []).append(rank)
+        is_shared = data_bytes > 0 and len(of_host) < len(ranks)
+        leaders = None
+        if is_shared and len(of_host) > 1:
+            leaders = distributed.new_group([own[0] for own in of_host.values()])
+        if not isinstance(group, distributed.ProcessGroup):
+            return None  # this rank is no member
+        if not is_shared:
+            return SocketSums(group)
+        own = of_host[self.hosts[self.rank]]
+        blocks = self._opened(ranks, own, data_bytes, name=f"{number}/{'-'.join(map(str, ranks))}")
+        if blocks is None:
+            return SocketSums(group)
+        return SharedSums(blocks, group, leaders=leaders, is_leader=own[0] == self.rank)
+
+    def _opened(
+        self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str
+    ) -> Blocks | None:
+        """The blocks of this rank's host; None if any rank has none."""
+        try:
+            block = Block.make(data_bytes)
+            told = msgspec.json.encode(_Opened(os.getpid(), block.file, block.size_bytes)).decode()
+        except OSError:
+            block, told = None, ""
+        self.store.set(f"{name}/block{self.rank}", told)
+        found = [self._of_other(f"{name}/block{rank}", block, rank) for rank in own]
+        is_opened = None not in found
+        self.store.set(f"{name}/opened{self.rank}", _YES if is_opened else _NO)
+        answers = {self.store.get(f"{name}/opened{rank}").decode() for rank in ranks}
+        blocks = [one for one in found if one is not None]
+        for one in blocks:
+            one.close_file()
+        if answers != {_YES}:
+            return None
+        at = own.index(self.rank)
+        return Blocks(load(self.cache), blocks, at, patience_seconds=_PATIENCE_SECONDS)
+
+    def _of_other(self, key: str, own: Block | None, rank: int) -> Block | None:
+        if rank == self.rank:
+            return own
+        told = self.store.get(key)
+        if not told:
+            return None
+        place = msgspec.json.decode(told, type=_Opened)
+        try:
+            return Block.of_other(place.process, place.file, place.size_bytes)
+        except OSError:
+            return None

@@ -1,0 +1,90 @@
+"""Real ranks that meet: one host, two hosts, and ranks that cannot share."""
+
+import json
+
+from bayplan.running.ranks.launching import launch
+
+NUM_RANKS = 4
+TIMEOUT_SECONDS = 250.0
+SCRIPT = """
+import json, os, sys
+from functools import cached_property
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from bayplan.running.exchange.losses import LossSums
+from bayplan.running.exchange.meeting import Meeting
+from bayplan.running.exchange.sums import SharedSums, SocketSums, room_bytes
+
+cache, results = Path(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world_size, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+COUNT = 700_001  # several strips, the last one odd
+
+class Emulated(Meeting):
+    hosts = ("left", "left", "left", "right")
+
+def meeting(name, kind=Meeting, **options):
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return kind(store, rank, world_size, cache, **options)
+
+def summed(sums, dtype=torch.float64):
+    if sums is None:
+        return None
+    rooms = [sums.room(COUNT, dtype, cpu) for _ in range(2)]
+    assert not any(room.any() for room in rooms)
+    found = []
+    for turn in range(3):
+        for at, room in enumerate(rooms):
+            room.copy_(torch.arange(COUNT) % 100 + (rank + 1) * (at + 1) + turn)
+        for pending in [sums.begin(room) for room in rooms]:
+            pending.wait()
+        found += [(room - len(RANKS) * (torch.arange(COUNT) % 100 + turn)).unique().tolist()
+                  for room in rooms]
+    return type(sums).__name__, found
+
+all_bytes = 2 * room_bytes(COUNT, torch.float64)
+found = {}
+RANKS = range(world_size)
+found["one host"] = summed(meeting("a").sums(RANKS, all_bytes))
+found["two hosts"] = summed(meeting("b", Emulated).sums(RANKS, all_bytes))
+found["half precision"] = summed(meeting("c").sums(RANKS, all_bytes), torch.bfloat16)[0]
+found["no room"] = summed(meeting("d").sums(RANKS, 64))
+found["one unwilling"] = summed(meeting("e", is_willing=rank != 2).sums(RANKS, all_bytes))
+found["all unwilling"] = summed(meeting("f", is_willing=False).sums(RANKS, all_bytes))
+RANKS = (1, 3)
+found["some"] = summed(meeting("g").sums(RANKS, all_bytes))
+losses = LossSums(meeting("h").sums(range(world_size), LossSums.needed_bytes(2)), 2)
+told = [losses.add(torch.tensor(float(rank + 10 * at))).item() for at in range(5)]
+found["losses"] = [str(one) for one in told + [one.item() for one in losses.rest()]]
+(results / f"{rank}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_sum_up_whichever_way_they_share(tmp_path):
+    script, lines = tmp_path / "script.py", []
+    script.write_text(SCRIPT)
+    code = launch(
+        [str(script), str(tmp_path / "cache"), str(tmp_path)],
+        num_ranks=NUM_RANKS,
+        log_folder=tmp_path / "logs",
+        timeout_seconds=TIMEOUT_SECONDS,
+        on_line=lines.append,
+    )
+    assert code == 0, lines
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    of_four = [[10.0], [20.0]] * 3  # 1 + 2 + 3 + 4, and twice that
+    for rank, found in enumerate(ranks):
+        assert found["one host"] == ["SharedSums", of_four]
+        assert found["two hosts"] == ["SharedSums", of_four]
+        assert found["half precision"] == "SharedSums"
+        assert found["no room"] == ["SharedSums", of_four]
+        assert found["one unwilling"] == ["SharedSums", of_four]
+        assert found["all unwilling"] == ["SocketSums", of_four]
+        assert found["some"] == (["SharedSums", [[6.0], [12.0]] * 3] if rank in (1, 3) else None)
+        # Two batches later; the parts of batch n are 0 to 3, and ten times n each.
+        wanted = ["nan", "nan", *(str(6.0 + 40 * at) for at in range(5))]
+        assert found["losses"] == wanted

@@ -63,7 +63,11 @@ def main() -> None:
     names = [*(case.name for case in CASES), MEMORY_CASE.name, *(one.name for one in REPLICAS)]
     parser.add_argument("--cases", nargs="*", choices=names, help="these anew")
     parser.add_argument("--rounds", type=int, default=10, help="turns of all contestants")
-    parser.add_argument("--depth", type=int, default=1, help="ours; 1 is what torch has in flight")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        help="of our schedules; default: 1, as torch has in flight, against its pipelines, else 2",
+    )
     arguments = parser.parse_args()
     if not arguments.quick:  # which starts this process once more
         keep_freed_memory()
@@ -92,10 +96,11 @@ def main() -> None:
 
 def _full(chosen: Sequence[str], arguments: Namespace) -> list[Launch]:
     """Each row on ranks of its own."""
-    depth, rounds = arguments.depth, arguments.rounds
+    rounds = arguments.rounds
+    chosen_depth = {} if arguments.depth is None else {"depth": arguments.depth}
     found = [
         Launch(num_ranks, [_job("versus torch", case.name, case=asdict(case), rounds=rounds)])
-        for case in (replace(one, depth=depth) for one in CASES)
+        for case in (replace(one, **chosen_depth) for one in CASES)
         for num_ranks in RANKS
         if case.name in chosen
     ]
@@ -108,7 +113,7 @@ def _full(chosen: Sequence[str], arguments: Namespace) -> list[Launch]:
             [_job("replicas", one.name, case=asdict(one), rounds=rounds)],
             one.num_hosts,
         )
-        for one in (replace(one, depth=depth) for one in REPLICAS)
+        for one in (replace(one, **chosen_depth) for one in REPLICAS)
         if one.name in chosen
     ]
     return found

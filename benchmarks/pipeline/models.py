@@ -96,7 +96,7 @@ class Replicas:
     forward_seconds: float = 0.020
     least_over_ddp: float | None = None
     least_over_even: float | None = None
-    depth: int = 1
+    depth: int = 2
 
     def stages(self) -> list[nn.Module]:
         """Two."""

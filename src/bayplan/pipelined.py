@@ -173,6 +173,15 @@ class PipelinedStep:
         """For each update so far, how many updates old the weights were it was computed with."""
         return () if self._kept is None else tuple(self._kept[1].staleness)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that others share, which no meter of the process counts."""
+        if (
+            self._kept is None
+        ):  # before the first step there is none, and to make it takes all ranks
+            return 0
+        return sum(sums.shared_bytes for sums in self._sums.values())
+
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         atexit.unregister(self._watch.close)

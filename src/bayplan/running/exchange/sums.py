@@ -47,6 +47,11 @@ class Sums(Protocol):
         """The same at once, where no other sum is on its way."""
         ...
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that is shared, which no meter of the process counts."""
+        ...
+
 
 class SocketSums:
     """Through the process group."""
@@ -67,6 +72,11 @@ class SocketSums:
     def now(self, numbers: torch.Tensor) -> None:
         """See `Sums`."""
         distributed.all_reduce(numbers, group=self._group)
+
+    @property
+    def shared_bytes(self) -> int:
+        """See `Sums`."""
+        return 0
 
 
 def room_bytes(count: int, dtype: torch.dtype) -> int:
@@ -127,6 +137,11 @@ class SharedSums:
             self._here(numbers, offset)
         else:
             self._across(numbers, offset)
+
+    @property
+    def shared_bytes(self) -> int:
+        """See `Sums`."""
+        return self._blocks.own.size_bytes
 
     def _here(self, numbers: torch.Tensor, offset: int) -> None:
         blocks = self._blocks

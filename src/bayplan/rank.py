@@ -22,6 +22,8 @@ from bayplan.data.record import RunRecord
 from bayplan.data.units import format_seconds
 from bayplan.pipelined import PipelinedStep, bind
 from bayplan.runner import question_of
+from bayplan.running.ranks.failures import ToldFailure
+from bayplan.running.ranks.reports import INTERRUPTED
 from bayplan.training import TrainingStep
 
 __all__ = ["main"]
@@ -103,6 +105,10 @@ def main() -> None:
     """Run, and end with the exit code of whatever went wrong."""
     try:
         app(exit_on_error=False)
+    except KeyboardInterrupt:  # the launcher tells of it
+        sys.exit(INTERRUPTED)
+    except ToldFailure:
+        raise
     except BayplanError as fault:
         print(f"bayplan: rank {_rank()}: {fault}", file=sys.stderr, flush=True)
         sys.exit(fault.exit_code)

@@ -20,6 +20,7 @@ from bayplan.data import files
 from bayplan.data.errors import BayplanError
 from bayplan.data.plan import Plan
 from bayplan.pipelined import bind
+from bayplan.running.ranks.failures import ToldFailure
 from bayplan.training import TrainingStep
 
 NUM_STEPS = 4
@@ -147,6 +148,8 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except ToldFailure:  # printed by one rank for all
+        raise
     except BayplanError as fault:
         print(f"bayplan: rank {os.environ['RANK']}: {fault}", file=sys.stderr, flush=True)
         sys.exit(fault.exit_code)

@@ -100,6 +100,11 @@ class Judge:
         entry = self._heard[rank].entry
         return entry is not None and entry.is_done
 
+    def has_failed(self, rank: int) -> bool:
+        """Whether the rank said that an exception ends it."""
+        entry = self._heard[rank].entry
+        return entry is not None and entry.failure is not None
+
     @property
     def is_all_ending(self) -> bool:
         """Whether every rank has ended or is told to: then the reason is none of theirs."""

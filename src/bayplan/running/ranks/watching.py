@@ -15,15 +15,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from bayplan.data.errors import ExitCode
+from bayplan.data.errors import BayplanError, ExitCode
 from bayplan.running.ranks.board import Board, BoardGone, Entry, Failure, Verdict
-from bayplan.running.ranks.failures import RankFailure, exit_code_of, is_symptom, one_line
+from bayplan.running.ranks.failures import (
+    RankFailure,
+    ToldFailure,
+    exit_code_of,
+    is_symptom,
+    one_line,
+)
 from bayplan.running.ranks.judging import Judge
 from bayplan.running.ranks.reports import REPORT_MARK, write_line
 from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
@@ -31,6 +37,7 @@ from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
 __all__ = ["Watch", "host_of_store"]
 
 LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
+LEAD_SECONDS = 3.0  # for Python to end on a busy machine, once an exception has left it
 
 
 def host_of_store(environment: Mapping[str, str]) -> int | None:
@@ -126,9 +133,35 @@ class Watch:
             if is_symptom(fault):
                 error = self.explain(fault)
                 if error.is_told:
-                    raise SystemExit(error.exit_code) from None
+                    raise ToldFailure(str(error), exit_code=error.exit_code) from None
             self._failure = Failure(text=one_line(fault), exit_code=exit_code_of(fault))
             self._finish()
+            if self._told is not None and self._told.rank != self._rank:
+                # Another was first, most often with the same mistake; one traceback is enough.
+                raise ToldFailure(self._told.text, exit_code=self._told.exit_code) from fault
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of an exception, as `with watch:` does, but stay open without one.
+
+        A mistake of the user's is a line that all ranks share and an exit code; what is not is a
+        traceback, of one rank.
+        """
+        try:
+            yield
+        except BaseException as fault:
+            self.__exit__(type(fault), fault, fault.__traceback__)
+            if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
+                if self._told is None:  # alone, or cut off from the others
+                    write_line(f"bayplan: rank {self._rank}: {fault}")
+                raise ToldFailure(str(fault), exit_code=fault.exit_code) from fault
+            raise
+
+    def close_at_exit(self) -> None:
+        """What `with watch:` would have done, for a process that is about to end."""
+        fault = getattr(sys, "last_value", None)  # what Python has just shown as uncaught
+        with contextlib.suppress(ToldFailure):  # too late to raise anything
+            self.__exit__(type(fault), fault, None)
 
     def explain(self, fault: BaseException) -> RankFailure:
         """Find the cause behind a symptom, waiting for it to show for a while.
@@ -199,15 +232,20 @@ class Watch:
 
     def _run(self) -> None:
         last_seconds = time.monotonic()
+        is_gone = False
         while True:
             now_seconds = time.monotonic()
             is_last = self._is_done or self._failure is not None
             try:
                 verdict = self._round(now_seconds - last_seconds)
             except BoardGone as gone:
+                is_gone = True
                 verdict = self._judge.host_gone(self._host, str(gone))
                 is_last = is_last or verdict is None
             if is_last:
+                if self._failure is not None and verdict is not None and not is_gone:
+                    self._speak(verdict)
+                    self._told = verdict
                 self._leave()
                 return
             if verdict is not None:
@@ -263,7 +301,8 @@ class Watch:
         if self._rank == self._host:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
-        time.sleep(2 * self._interval_seconds)
+        lead_seconds = LEAD_SECONDS if self._judge.has_failed(verdict.rank) else 0.0
+        time.sleep(max(lead_seconds, 2 * self._interval_seconds))
         self._end(verdict.exit_code)
 
     def _speak(self, verdict: Verdict) -> None:
@@ -273,7 +312,10 @@ class Watch:
         except BoardGone:
             is_ours = self._rank == verdict.speaker
         if is_ours:
-            write_line(f"{REPORT_MARK}{verdict.text}. Read the log of rank {verdict.rank}.")
+            # A mistake of the user's is told in full; of all else the log knows more.
+            is_whole = verdict.exit_code not in (ExitCode.BUG, TERMINATED)
+            more = "" if is_whole else f". Read the log of rank {verdict.rank}."
+            write_line(f"{REPORT_MARK}{verdict.text}{more}")
 
     def _leave(self) -> None:
         with contextlib.suppress(BoardGone):

@@ -23,6 +23,7 @@ from bayplan.data.units import format_seconds
 from bayplan.pipelined import PipelinedStep, bind
 from bayplan.runner import question_of
 from bayplan.running.ranks.failures import ToldFailure
+from bayplan.running.ranks.opening import open_watch
 from bayplan.running.ranks.reports import INTERRUPTED
 from bayplan.training import TrainingStep
 
@@ -47,9 +48,11 @@ def train(
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     distributed.init_process_group(backend)
     torch.manual_seed(seed)
-    step = question_of(given, target=target).build()
-    if step.optimizer is None:
-        raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
+    with open_watch() as watch, watch.telling():
+        watch.doing = "building the model"
+        step = question_of(given, target=target).build()
+        if step.optimizer is None:
+            raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
     bound = bind(step.model, step.optimizer, given, loss_fn=step.loss_fn, autocast=step.autocast)
     result, losses = _measured(bound, step, num_steps=steps)
     rank = distributed.get_rank()

@@ -22,6 +22,7 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.plan import Plan
 from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
+from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
@@ -136,9 +137,10 @@ class PipelinedStep:
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
         self._rank = distributed.get_rank()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
-        self._owed: deque[tuple[distributed.Work, torch.Tensor]] = deque()
+        self._owed: deque[tuple[distributed.Work, torch.Tensor, BatchMark]] = deque()
+        self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
@@ -164,16 +166,19 @@ class PipelinedStep:
         self._watch.close()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        num_samples = self.num_samples = num_samples_of(batch)
-        if num_samples not in self._workers:
-            self._workers[num_samples] = self._prepared(batch, num_samples)
-        worker = self._workers[num_samples]
+        self.num_samples = num_samples_of(batch)
+        mark = BatchMark.of(batch_tensors(batch))
+        self._num_batches += 1
+        self._watch.batch = (self._num_batches, mark.form)
+        if mark.form not in self._workers:
+            self._workers[mark.form] = self._prepared(batch, self.num_samples)
+        worker = self._workers[mark.form]
         if self._lag and worker is not self._worker:
             self.flush()  # what is in flight has another size
         self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        return self._loss(worker.run(batch_tensors(batch), self.journal))
+        return self._loss(worker.run(batch_tensors(batch), self.journal), mark)
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
@@ -187,22 +192,24 @@ class PipelinedStep:
                 self._worker.rest()
             return [self._waited(*self._owed.popleft()) for _ in range(len(self._owed))]
 
-    def _loss(self, part: torch.Tensor) -> torch.Tensor:
+    def _loss(self, part: torch.Tensor, mark: BatchMark) -> torch.Tensor:
         """The loss of the batch that is due: this one, or with stale weights an earlier one.
 
         To wait for the present one would make every rank wait for the last stage.
         """
-        work = distributed.all_reduce(part, group=self._loss_group, async_op=True)
+        sums = mark.beside(part)
+        work = distributed.all_reduce(sums, group=self._loss_group, async_op=True)
         assert work is not None, "this rank is a member of the group"
-        self._owed.append((work, part))
+        self._owed.append((work, sums, mark))
         if len(self._owed) <= self._lag:
             return torch.full((), math.nan, dtype=part.dtype)
         return self._waited(*self._owed.popleft())
 
     @staticmethod
-    def _waited(work: distributed.Work, loss: torch.Tensor) -> torch.Tensor:
+    def _waited(work: distributed.Work, sums: torch.Tensor, mark: BatchMark) -> torch.Tensor:
         work.wait()
-        return loss
+        mark.check(sums)
+        return sums[0]
 
     @property
     def _lag(self) -> int:
@@ -220,6 +227,7 @@ class PipelinedStep:
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
         )
+        preparation.check()
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
             self._kept = preparation.gradients(self._groups), preparation.versions()

@@ -62,9 +62,9 @@ class Mixed(nn.Module):
         return self.head(self.last(value) * bias + value)
 
 
-def build(model, num_samples):
-    """A step in float64, the same in every process."""
-    torch.manual_seed(0)
+def build(model, num_samples, *, seed=0):
+    """A step in float64, the same in every process with this seed."""
+    torch.manual_seed(seed)
     if model == "plain":
         module, inputs = Plain(), torch.randn(num_samples, WIDTH, dtype=torch.float64)
         targets = torch.randint(3, (num_samples,))

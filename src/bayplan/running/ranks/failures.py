@@ -7,7 +7,7 @@ import torch.distributed as dist
 from bayplan.data.errors import BayplanError, ExitCode
 from bayplan.running.ranks.reports import INTERRUPTED
 
-__all__ = ["RankFailure", "ToldFailure", "exit_code_of", "is_symptom", "one_line"]
+__all__ = ["RankFailure", "ToldFailure", "exit_code_of", "is_symptom", "one_line", "told"]
 
 # What gloo and the store say when a peer is gone; the cause is with that peer.
 _SYMPTOM = re.compile(
@@ -45,6 +45,18 @@ class ToldFailure(RankFailure, SystemExit):
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message, exit_code=exit_code, is_told=True)
         self.code = exit_code
+
+
+def told(fault: BayplanError, *, exit_code: int) -> ToldFailure:
+    """The same error once it has been printed; whoever catches its kind still does.
+
+    Example:
+        >>> from bayplan.data.errors import UsageError
+        >>> isinstance(told(UsageError("0 ranks"), exit_code=2), UsageError)
+        True
+    """
+    kind = type(f"Told{type(fault).__name__}", (ToldFailure, type(fault)), {})
+    return kind(str(fault), exit_code=exit_code)
 
 
 def is_symptom(fault: BaseException) -> bool:

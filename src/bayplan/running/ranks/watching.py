@@ -29,6 +29,7 @@ from bayplan.running.ranks.failures import (
     exit_code_of,
     is_symptom,
     one_line,
+    told,
 )
 from bayplan.running.ranks.judging import Judge
 from bayplan.running.ranks.reports import REPORT_MARK, write_line
@@ -81,6 +82,7 @@ class Watch:
     """
 
     doing: Any = "start"
+    batch: tuple[int, str] = (0, "")  # the number of the batch that is worked on, and its form
 
     def __init__(
         self,
@@ -138,7 +140,10 @@ class Watch:
             self._finish()
             if self._told is not None and self._told.rank != self._rank:
                 # Another was first, most often with the same mistake; one traceback is enough.
-                raise ToldFailure(self._told.text, exit_code=self._told.exit_code) from fault
+                code = self._told.exit_code
+                if isinstance(fault, BayplanError):
+                    raise told(fault, exit_code=code) from fault
+                raise ToldFailure(self._told.text, exit_code=code) from fault
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -154,7 +159,7 @@ class Watch:
             if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
                 if self._told is None:  # alone, or cut off from the others
                     write_line(f"bayplan: rank {self._rank}: {fault}")
-                raise ToldFailure(str(fault), exit_code=fault.exit_code) from fault
+                raise told(fault, exit_code=fault.exit_code) from fault
             raise
 
     def close_at_exit(self) -> None:
@@ -268,6 +273,7 @@ class Watch:
             beat=self._beat,
             place=self._place,
             doing=self._text(),
+            batch=self.batch,
             is_waiting=bool(self._is_waiting(self.doing)),
             is_terminated=self._terminated_seconds is not None,
             is_done=self._is_done,
@@ -302,7 +308,12 @@ class Watch:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
         lead_seconds = LEAD_SECONDS if self._judge.has_failed(verdict.rank) else 0.0
-        time.sleep(max(lead_seconds, 2 * self._interval_seconds))
+        end_seconds = time.monotonic() + max(lead_seconds, 2 * self._interval_seconds)
+        while time.monotonic() < end_seconds:
+            if self._failure is not None:  # the main thread is there as well, and can go on alone
+                return
+            self._wake.wait(end_seconds - time.monotonic())
+            self._wake.clear()
         self._end(verdict.exit_code)
 
     def _speak(self, verdict: Verdict) -> None:

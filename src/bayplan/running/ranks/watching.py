@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -145,22 +145,21 @@ class Watch:
                     raise told(fault, exit_code=code) from fault
                 raise ToldFailure(self._told.text, exit_code=code) from fault
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self) -> "_Telling":
         """Tell the others of an exception, as `with watch:` does, but stay open without one.
 
-        A mistake of the user's is a line that all ranks share and an exit code; what is not is a
-        traceback, of one rank.
+        A mistake of the user's becomes a line that all ranks share and an exit code; anything else
+        stays a traceback, of one rank.
         """
-        try:
-            yield
-        except BaseException as fault:
-            self.__exit__(type(fault), fault, fault.__traceback__)
-            if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
-                if self._told is None:  # alone, or cut off from the others
-                    write_line(f"bayplan: rank {self._rank}: {fault}")
-                raise told(fault, exit_code=fault.exit_code) from fault
-            raise
+        return _Telling(self)
+
+    def tell(self, fault: BaseException) -> None:
+        """Tell the others of an exception; raises another where it has been told already."""
+        self.__exit__(type(fault), fault, fault.__traceback__)
+        if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
+            if self._told is None:  # alone, or cut off from the others
+                write_line(f"bayplan: rank {self._rank}: {fault}")
+            raise told(fault, exit_code=fault.exit_code) from fault
 
     def close_at_exit(self) -> None:
         """What `with watch:` would have done, for a process that is about to end."""
@@ -345,6 +344,25 @@ class Watch:
             return self._describe(self.doing)
         except Exception as error:  # a thread that ends here would look like a dead rank
             return f"{self.doing!r}, which describe() refuses: {one_line(error)}"
+
+
+class _Telling:
+    """No generator: Ctrl-C may come between its lines, and the others would never hear of it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if fault is not None:
+            self._watch.tell(fault)
 
 
 def _end_process(exit_code: int) -> None:

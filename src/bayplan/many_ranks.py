@@ -6,14 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
 from bayplan.data import files
-from bayplan.data.errors import PlanBroken
+from bayplan.data.errors import DoesNotFit, PlanBroken
 from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord
+from bayplan.data.units import format_bytes
+from bayplan.devices.machine import available_memory_bytes
 from bayplan.running.ranks.launching import launch
 
-__all__ = ["RankRun", "run_on_ranks"]
+__all__ = ["RankRun", "check_room", "run_on_ranks"]
+
+_TORCH_BYTES = 200 << 20  # what a process takes that has imported torch and done nothing
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,25 @@ class RankRun:
     measured: RunRecord | None
     losses: tuple[float, ...]
     exit_code: int
+
+
+def check_room(plan: Plan) -> None:
+    """Refuse to start more ranks than this machine has memory for: it would stop for everybody.
+
+    Raises:
+        DoesNotFit: with both numbers.
+    """
+    if torch.cuda.is_available():
+        return
+    num_ranks = len(plan.actions)
+    needed = num_ranks * _TORCH_BYTES + sum(plan.predicted_peak_bytes)
+    there = available_memory_bytes(torch.device("cpu"))
+    if needed > there:
+        raise DoesNotFit(
+            f"{num_ranks} ranks on this machine need {format_bytes(needed)}, of which"
+            f" {format_bytes(num_ranks * _TORCH_BYTES)} for torch alone, and"
+            f" {format_bytes(there)} are free; name fewer devices, or a smaller --batch"
+        )
 
 
 def run_on_ranks(

@@ -6,35 +6,38 @@ stages of this rank.
 """
 
 import atexit
-import hashlib
 import math
 import os
+from collections import deque
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import distributed, nn
 
 from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.actions import Action
-from bayplan.data.errors import ForeignPlan, UsageError
+from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.plan import Plan
 from bayplan.devices.machine import cache_directory
+from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
 from bayplan.running.exchange.losses import LossSums
 from bayplan.running.exchange.meeting import Meeting, shares_memory
 from bayplan.running.exchange.sums import Sums, room_bytes
+from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.opening import check_environment, open_watch
+from bayplan.running.ranks.starting import start_alike
 from bayplan.running.ranks.versions import Versions
-from bayplan.running.ranks.watching import Watch, host_of_store
+from bayplan.running.ranks.watching import Watch
 from bayplan.running.ranks.worker import Worker
 from bayplan.training import Batch, LossFunction, TrainingStep
-from bayplan.whole_tracing import batch_tensors, num_samples_of
+from bayplan.whole_tracing import batch_tensors, num_samples_of, own_tensors
 
 __all__ = ["PipelinedStep", "bind"]
 
@@ -72,48 +75,48 @@ def bind(
             "bind needs a process group; start the script with torchrun and call"
             " torch.distributed.init_process_group() first"
         )
-    if not isinstance(plan, Plan):
-        plan = _read(plan)
-    world_size = distributed.get_world_size()
-    if world_size != len(plan.actions):
-        raise UsageError(
-            f"the plan is for {len(plan.actions)} ranks, here are {world_size}; start as many, or"
-            " plan for these"
-        )
-    _check_same_plan(plan)
-    return PipelinedStep(model, optimizer, plan, loss_fn, autocast)
+    watch = open_watch()
+    with watch.telling():
+        watch.doing = "bind, before the first step"
+        check_environment()
+        taken = plan if isinstance(plan, Plan) else _read(plan)
+        check_rank_plan(taken, has_tags=distributed.get_backend() == "gloo")
+        _check_world_size(taken)
+        _check_optimizer(model, optimizer)
+        tensors = own_tensors(TrainingStep(model=model, batch=(), loss_fn=loss_fn))
+        start_alike(taken, tensors, optimizer)
+        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch)
 
 
 def _read(path: Path | str | None) -> Plan:
     given = path or os.environ.get("BAYPLAN_PLAN")
     if not given:
         raise UsageError("bind needs a plan: give it, or its file, or set BAYPLAN_PLAN to the file")
-    return files.read(Path(given), Plan)
-
-
-def _silence_seconds() -> float:
-    """How long a rank may be silent before it counts as lost."""
-    text = os.environ.get("BAYPLAN_TIMEOUT", "8")
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
-    return seconds
+        return files.read(Path(given), Plan)
+    except FileFault as fault:
+        raise FileFault(f"{fault}{'' if path else ' (the file that BAYPLAN_PLAN names)'}") from None
 
 
-def _check_same_plan(plan: Plan) -> None:
-    """Refuse ranks that were started with different plans."""
-    digest = hashlib.sha256(msgspec.json.encode(plan)).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, own)
-    others = [rank for rank, one in enumerate(found) if not torch.equal(one, found[0])]
-    if others:
-        raise ForeignPlan(
-            f"ranks {', '.join(map(str, others))} have another plan than rank 0; give all of them"
-            " the same file"
+def _check_world_size(plan: Plan) -> None:
+    world_size, num_ranks = distributed.get_world_size(), len(plan.actions)
+    if world_size != num_ranks:
+        raise UsageError(
+            f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with one"
+            f" host, torchrun --nproc-per-node {num_ranks}), or plan for these"
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of another model, whose parameters would never get a gradient."""
+    known = {id(parameter) for parameter in model.parameters()}
+    given = [one for group in optimizer.param_groups for one in group["params"]]
+    num_foreign = sum(id(one) not in known for one in given)
+    if num_foreign:
+        raise UsageError(
+            f"{num_foreign} of the optimizer's {len(given)} parameters are not among the model's"
+            f" {len(known)}; make the optimizer of model.parameters(), after the model's last"
+            " change"
         )
 
 
@@ -132,28 +135,21 @@ class PipelinedStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
-        loss_fn: LossFunction = None,
-        autocast: torch.dtype | None = None,
+        loss_fn: LossFunction,
+        autocast: torch.dtype | None,
+        watch: Watch,
     ) -> None:
         self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._loss_fn, self._autocast = loss_fn, autocast
+        self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
         self._rank = distributed.get_rank()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
+        self._marks: deque[BatchMark] = deque()  # of batches whose loss is owed
+        self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
-        self._watch = Watch(
-            torch_private.default_store(),
-            rank=self._rank,
-            world_size=distributed.get_world_size(),
-            describe=lambda _: self.journal.text(self.journal.now),
-            is_waiting=lambda _: self.journal.is_waiting(self.journal.now),
-            silence_seconds=_silence_seconds(),
-            host=host_of_store(os.environ),
-        )
-        self._watch.__enter__()
-        atexit.register(self._watch.close)
+        watch.doing = self.journal
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Train on a batch, all of it on every rank; returns its loss, on every rank.
@@ -161,12 +157,8 @@ class PipelinedStep:
         Under a plan with stale weights, the loss is that of as many batches ago as the plan's
         largest lag, and not a number until there is one.
         """
-        try:
+        with self._watch.telling():
             return self._run(batch if len(batch) > 1 else batch[0])
-        except BaseException as fault:
-            # Tells the others why, or finds out why they are gone.
-            self._watch.__exit__(type(fault), fault, fault.__traceback__)
-            raise
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -176,39 +168,54 @@ class PipelinedStep:
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that others share, which no meter of the process counts."""
-        if (
-            self._kept is None
-        ):  # before the first step there is none, and to make it takes all ranks
+        if self._kept is None:  # none before the first step, and to make it takes all ranks
             return 0
         return sum(sums.shared_bytes for sums in self._sums.values())
 
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
-        atexit.unregister(self._watch.close)
+        atexit.unregister(self._watch.close_at_exit)
         self._watch.close()
 
     def _run(self, batch: Batch) -> torch.Tensor:
-        num_samples = self.num_samples = num_samples_of(batch)
-        if num_samples not in self._workers:
-            self._workers[num_samples] = self._prepared(batch, num_samples)
-        worker = self._workers[num_samples]
+        self.num_samples = num_samples_of(batch)
+        mark = BatchMark.of(batch_tensors(batch))
+        self._num_batches += 1
+        self._watch.batch = (self._num_batches, mark.form)
+        if mark.form not in self._workers:
+            self._workers[mark.form] = self._prepared(batch, self.num_samples)
+        worker = self._workers[mark.form]
         if self._lag and worker is not self._worker:
             self.flush()  # what is in flight has another size
         self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        return self._loss_sums.add(worker.run(batch_tensors(batch), self.journal))
+        return self._loss(worker.run(batch_tensors(batch), self.journal), mark)
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
 
         Only a plan with stale weights has any. To be called before the model is saved or tested.
         """
-        if self._worker is not None:
-            for _ in range(self._lag):
-                self._worker.run(None, self.journal)
-            self._worker.rest()
-        return self._loss_sums.rest()
+        with self._watch.telling():
+            if self._worker is not None:
+                for _ in range(self._lag):
+                    self._worker.run(None, self.journal)
+                self._worker.rest()
+            return [self._checked(sums) for sums in self._loss_sums.rest()]
+
+    def _loss(self, part: torch.Tensor, mark: BatchMark) -> torch.Tensor:
+        """The loss of the batch that is due: this one, or with stale weights an earlier one."""
+        self._marks.append(mark)
+        sums = self._loss_sums.add(mark.beside(part))
+        if sums is None:
+            return torch.full((), math.nan, dtype=part.dtype)
+        return self._checked(sums)
+
+    def _checked(self, sums: torch.Tensor) -> torch.Tensor:
+        """A loss, once it is known that all ranks had the same batch."""
+        self._marks.popleft().check(sums)
+        return sums[0]
 
     @property
     def _lag(self) -> int:
@@ -226,6 +233,7 @@ class PipelinedStep:
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
         )
+        preparation.check()
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
             self._kept = preparation.gradients(self._sums), preparation.versions()

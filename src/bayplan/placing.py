@@ -89,6 +89,7 @@ class Wishes:
 
     def __post_init__(self) -> None:
         num_stages = len(self.placement.stages)
+        self.placement.check_numbered()
         if self.shares and len(self.shares) != num_stages:
             raise UsageError(
                 f"{len(self.shares)} shares ({':'.join(map(str, self.shares))}) for {num_stages}"
@@ -155,6 +156,7 @@ class _Placing:
             stages=self.stages,
             request=request,
             step_fingerprint=self.staged.whole.fingerprint,
+            placement=str(self.wishes.placement),
             num_micro_batches=self.wishes.num_micro_batches,
             route=self.wishes.route,
             schedule=self.schedule,

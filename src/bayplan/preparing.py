@@ -1,5 +1,6 @@
 """From a plan to one rank's worker: traced, cut, compiled and routed for one batch size."""
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,6 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.choosing import Within, as_planned
 from bayplan.data.actions import Action
-from bayplan.data.errors import ForeignPlan
 from bayplan.data.limit import Limit
 from bayplan.data.plan import Plan
 from bayplan.devices.machine import cache_directory
@@ -22,21 +22,30 @@ from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
 from bayplan.running.exchange.sums import Sums
+from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.worker import Part, Worker
+from bayplan.running.stages.belonging import (
+    check_buckets,
+    check_cuts,
+    check_fingerprint,
+    check_links,
+)
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
 from bayplan.running.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
 from bayplan.staged import KEEP_ALL, StagedStep
 from bayplan.training import TrainingStep
-from bayplan.whole_tracing import named_tensors, trace_whole
+from bayplan.whole_tracing import batch_tensors, named_tensors, trace_whole
 
 __all__ = ["Groups", "Preparation"]
+
+_SALTS = 97  # few, for a tag has 31 bits
 
 Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
@@ -74,7 +83,6 @@ class Preparation:
         """
         actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
         proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
-        self._check_cuts()
         return Worker(
             actions=actions[self.rank],
             retire=[()] * len(actions[self.rank]) if any(self.lags) else proof.retire[self.rank],
@@ -191,25 +199,19 @@ class Preparation:
         names = dict.fromkeys(name for group in carried for name in group)
         return {name: Form.of(name, staged.values[name], self._dimensions[name]) for name in names}
 
-    def _check_cuts(self) -> None:
-        """Refuse a plan that was made for other operators than this model has."""
+    def check(self) -> None:
+        """Refuse a plan that was made for another model than this, or edited since.
+
+        Raises:
+            ForeignPlan: with what differs.
+        """
         staged = self._staged[self._sizes[-1]]
+        check_fingerprint(self.plan, staged.whole.fingerprint)
+        check_cuts(self.plan, staged.step.program.first_backward - 1)
         for other in self._staged.values():
             staged.whole.check_same_nodes(other.whole)
-        here = staged.whole.fingerprint
-        if self.plan.step_fingerprint != here:
-            raise ForeignPlan(
-                f"the plan cuts a step with fingerprint {self.plan.step_fingerprint}, this model's"
-                f" is {here}; plan this model anew"
-            )
-        carried = staged.carried
-        found = (carried.links, carried.gradient_links)
-        if found != (self.plan.links, self.plan.gradient_links):
-            raise ForeignPlan(
-                f"the plan's stages exchange values over {self.plan.links} and gradients over"
-                f" {self.plan.gradient_links}, this model's over {found[0]} and {found[1]}; plan"
-                " this model anew"
-            )
+        check_links(self.plan, staged.carried)
+        check_buckets(self.plan, staged.assignment.gradients)
 
     @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -308,8 +310,19 @@ class Preparation:
             here=Parcel(forms, message.begin - piece.begin, message.end - piece.begin),
             there=Parcel(forms, message.begin - far.begin, message.end - far.begin),
             is_shared=is_back and self._num_readers(maker) > 1,
-            tag=((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at,
+            tag=_SALTS
+            * (((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at)
+            + self._salt,
         )
+
+    @cached_property
+    def _salt(self) -> int:
+        """Keeps messages about batches of other forms apart.
+
+        gloo takes a message that is too short without a word, and ends the process for one that is
+        too long. Ranks that were given different batches wait instead, and their watch finds out.
+        """
+        return zlib.crc32(form_of(batch_tensors(self.step.batch)).encode()) % _SALTS
 
     def _forms_of(
         self, early: int, late: int, *, is_back: bool, is_first: bool

@@ -4,6 +4,7 @@ Trains as the plan says and writes this rank's record. Rank 0 tells of each step
 """
 
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,9 @@ from bayplan.data.record import RunRecord
 from bayplan.data.units import format_seconds
 from bayplan.pipelined import PipelinedStep, bind
 from bayplan.runner import question_of
+from bayplan.running.ranks.failures import ToldFailure
+from bayplan.running.ranks.opening import open_watch
+from bayplan.running.ranks.reports import INTERRUPTED
 from bayplan.training import TrainingStep
 
 __all__ = ["main"]
@@ -45,9 +49,11 @@ def train(
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     distributed.init_process_group(backend)
     torch.manual_seed(seed)
-    step = question_of(given, target=target).build()
-    if step.optimizer is None:
-        raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
+    with open_watch() as watch, watch.telling():
+        watch.doing = "building the model"
+        step = question_of(given, target=target).build()
+        if step.optimizer is None:
+            raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
     bound = bind(step.model, step.optimizer, given, loss_fn=step.loss_fn, autocast=step.autocast)
     result, losses = _measured(bound, step, num_steps=steps)
     rank = distributed.get_rank()
@@ -103,9 +109,20 @@ def main() -> None:
     """Run, and end with the exit code of whatever went wrong."""
     try:
         app(exit_on_error=False)
+    except KeyboardInterrupt:  # the launcher tells of it
+        _end(INTERRUPTED)
+    except ToldFailure as failure:
+        _end(failure.exit_code)
     except BayplanError as fault:
         print(f"bayplan: rank {_rank()}: {fault}", file=sys.stderr, flush=True)
         sys.exit(fault.exit_code)
+
+
+def _end(exit_code: int) -> None:
+    """At once: Python would take down traced graphs one by one, for seconds, and nobody waits."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)
 
 
 def _rank() -> int:

@@ -15,7 +15,7 @@ from bayplan.running.stages.whole import Input, InputKind, WholeStep
 from bayplan.tracing import joint_of
 from bayplan.training import Batch, TrainingStep, call_model, loss_of, split_batch
 
-__all__ = ["batch_tensors", "named_tensors", "num_samples_of", "trace_whole"]
+__all__ = ["batch_tensors", "named_tensors", "num_samples_of", "own_tensors", "trace_whole"]
 
 
 def trace_whole(step: TrainingStep, *, num_samples: int) -> WholeStep:
@@ -85,6 +85,14 @@ def named_tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
             *module.named_buffers(remove_duplicate=False),
         )
     }
+
+
+def own_tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
+    """The same, each tensor once, by the first of its names."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors(step).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def batch_tensors(batch: Batch) -> list[torch.Tensor]:

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -47,12 +51,19 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--placement", "0:0.0:9"), ("names device 9 of node 0, but not device 1", "0:0.0:1")),
+        (("--placement", "0:0.2:0"), ("names node 2, but not node 1", "0:0.1:0")),
+        (("--placement", "0:0.1:0"), ("names 2 nodes", "this machine", "torchrun --nnodes 2")),
         (("--placement", "0:0-"), ("placement '0:0-'", "like 0:0-6.0:7")),
         (("--placement", "0:0.0:1", "--shares", "1:2:3"), ("3 shares (1:2:3) for 2 stages",)),
         (("--placement", "0:0.0:1", "--shares", "0:1"), ("--shares is '0:1'", "like 11:7")),
         (("--placement", "0:0.0:1", "--shares-by", "tme"), ("no --shares-by 'tme'", "time")),
         (("--placement", "0:0.0:1", "--schedule", "1f2b"), ("no schedule '1f2b'", "1f1b")),
         (("--placement", "0:0.0:1", "--route", "robin"), ("no --route 'robin'",)),
+        (
+            ("--placement", "0:0.0:1", "--micro-batches", "9", "--batch", "8"),
+            ("8 samples in 9 micro-batches", "a batch of 9", "8 micro-batches"),
+        ),
         (("--placement", "0:0-3.0:4", "--batch", "3"), ("3 samples", "4 replicas", "a batch of 4")),
         (("--placement", "0:0.0:1", "--versions", "3:1"), ("stage 0 has 3 versions",)),
         (("--placement", "0:0.0:1", "--versions", "2:2"), ("the last stage has 2 versions",)),
@@ -91,3 +102,73 @@ def test_more_stages_than_places_to_cut_are_refused(bayplan, deep_project, check
     placement = ".".join(f"0:{device}" for device in range(40))
     options = ("--batch", 64, "--placement", placement, "--shares-by", "ops", "--dry-run")
     check_refusal(bayplan("run", "train:deep", *options), 2, "40 stages", "at most")
+
+
+@pytest.fixture
+def rank_plan(bayplan, deep_project):
+    assert bayplan("plan", "train:deep", "--batch", 64, *PLACED, "-o", "two.json").code == 0
+    return deep_project / "two.json"
+
+
+def test_explanation_shows_every_rank_and_how_to_start_them(bayplan, rank_plan):
+    answer = bayplan("explain", rank_plan)
+    assert (answer.code, answer.err) == (0, "")
+    assert "rank 0: 0F0 0SEND_F0 0RECV_B0 0B0 0U0" in answer.out
+    assert "rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1U0" in answer.out
+    assert "torchrun --nproc-per-node 2" in answer.out
+
+
+def test_a_plan_for_two_nodes_is_not_started_on_one(bayplan, deep_project, check_refusal):
+    options = ("--batch", 64, "--placement", "0:0.1:0", "--shares-by", "ops", "-o", "far.json")
+    made = bayplan("plan", "train:deep", *options)
+    assert made.code == 0
+    assert "node 1, ranks 1 to 1: torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1" in made.out
+    given = ("run", "far.json", "--target", "train:deep", "--dry-run")
+    check_refusal(bayplan(*given), 2, "names 2 nodes", "torchrun --nnodes 2")
+
+
+def test_a_plan_for_ranks_names_its_target_before_any_is_started(bayplan, rank_plan, check_refusal):
+    check_refusal(bayplan("run", rank_plan), 2, "not trusted to name code", "--target train:deep")
+
+
+@pytest.mark.parametrize("command", [("run", "--dry-run"), ("explain",)])
+def test_an_edited_plan_is_refused_before_any_rank_is_started(
+    bayplan, rank_plan, check_refusal, command
+):
+    plan = json.loads(rank_plan.read_text())
+    plan["actions"][1].remove("1RECV_F0")
+    rank_plan.write_text(json.dumps(plan))
+    verb, *options = command
+    check_refusal(bayplan(verb, rank_plan, *options), 2, "1RECV_F0 is missing", "plan anew")
+
+
+@pytest.mark.parametrize("command", ["report", "simulate"])
+def test_other_commands_say_what_a_plan_is_good_for(bayplan, rank_plan, check_refusal, command):
+    more = ("--device", "h100") if command == "simulate" else ()
+    check_refusal(bayplan(command, rank_plan, *more), 2, "'bayplan/plan'", "bayplan explain")
+
+
+def test_more_ranks_than_memory_are_not_started(bayplan, rank_plan, check_refusal, monkeypatch):
+    monkeypatch.setattr("bayplan.many_ranks.available_memory_bytes", lambda device: 300 << 20)
+    given = ("run", rank_plan, "--target", "train:deep", "--dry-run")
+    check_refusal(bayplan(*given), 3, "2 ranks", "400.0 MiB for torch", "300.0 MiB are free")
+
+
+def test_ctrl_c_ends_all_ranks_with_one_line(rank_plan):
+    code = "import sys; from bayplan.cli import main; main(sys.argv[1:])"
+    options = ["--target", "train:deep", "--steps", "100000"]
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, "run", str(rank_plan), *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert any(line.startswith("step 3 ") for line in running.stderr)
+        os.killpg(running.pid, signal.SIGINT)
+        rest = running.communicate(timeout=100)[1]
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    others = [line for line in rest.splitlines() if not line.startswith("step ")]
+    assert others == ["bayplan: interrupted; logs of all ranks are in logs"]

@@ -73,7 +73,8 @@ def test_what_was_computed_from_a_graph_is_not_written(graph):
 @pytest.mark.parametrize("is_yaml", [False, True])
 def test_another_schema_is_named(graph, is_yaml):
     assert fault_of(files.encode(graph), Plan, is_yaml=is_yaml) == (
-        "given: schema is 'bayplan/graph', expected 'bayplan/plan'"
+        "given: schema is 'bayplan/graph', expected 'bayplan/plan'; a graph is replayed by"
+        " `bayplan simulate`"
     )
 
 

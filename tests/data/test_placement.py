@@ -130,3 +130,25 @@ def test_places_that_exist_pass():
 def test_a_place_that_does_not_exist_is_named(devices_per_node, message):
     with pytest.raises(UsageError, match=message):
         Placement.parse("0:4,1:0,3:0").check_exists(devices_per_node)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:0.2:0", r"names node 2, but not node 1; .* like 0:0\.1:0"),
+        ("1:0.2:0", r"names node 1, but not node 0; .* like 0:0\.1:0"),
+        ("0:0.0:9", r"names device 9 of node 0, but not device 1; .* like 0:0\.0:1"),
+        ("0:0-1,1:1.1:2", r"names device 2 of node 1, but not device 0; .* like 0:0-1,1:0\.1:1"),
+    ],
+)
+def test_a_gap_is_refused_and_closed(text, message):
+    with pytest.raises(UsageError, match=message):
+        Placement.parse(text).check_numbered()
+
+
+def test_ranks_go_node_by_node_as_torchrun_numbers_them():
+    placement = Placement.parse("0:0-1,1:0.1:1")
+    placement.check_numbered()
+    assert placement.devices_per_node == (2, 2)
+    assert [placement.places[rank] for rank in (0, 1, 2, 3)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert placement.ranks_of(1) == (3,)

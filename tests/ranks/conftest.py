@@ -93,6 +93,12 @@ def make_case() -> Callable[..., Case]:
     return Case
 
 
+@pytest.fixture(scope="session")
+def training() -> Any:
+    """The script that ranks run, for a training in this process."""
+    return load_script()
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Ranks]:
     return lambda: Ranks(tmp_path_factory.mktemp("ranks"))

@@ -1,45 +1,210 @@
 """Ranks that cannot train together: one message that says why, the exit code, and no hanging."""
 
-import time
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
+from bayplan.data import files
+from bayplan.data.plan import Plan
+from bayplan.data.record import DeviceRecord, RunRecord, Source
+from bayplan.running.ranks.launching import launch
+from bayplan.running.ranks.reports import REPORT_MARK
+
+SCRIPT = Path(__file__).parent / "mistakes.py"
 # Importing torch on a busy machine is most of it; gloo would wait for half an hour.
-MOST_SECONDS = 100
+MOST_SECONDS = 200.0
 
 
-@pytest.fixture
-def refusals(make_case, start):
-    def run(case, *, num_ranks, batch=None, other=None):
-        ranks = start()
-        given = {"name": "case", "model": case.model, "batch": batch or case.batch}
-        given["plan"] = ranks.write(case)
-        if other is not None:
-            given["plans"] = {"1": ranks.write(other, name="other")}
-        began = time.monotonic()
-        code = ranks.run([given], num_ranks=num_ranks)
-        assert time.monotonic() - began < MOST_SECONDS
-        return code, ranks.lines
+@pytest.fixture(scope="module")
+def folder(make_case, start):
+    """Plans for all of the mistakes."""
+    ranks = start()
 
-    return run
+    def plan(name, placement, **more):
+        path = ranks.folder / ranks.write(make_case(name, placement, **more))
+        return files.read(path.rename(ranks.folder / f"{name}.json"), Plan)
+
+    plan("parallel", "0:0-1")
+    plan("pipeline", "0:0.0:1")
+    three = plan("three", "0:0-2")
+    write = lambda name, noun: files.write(ranks.folder / f"{name}.json", noun)  # noqa: E731
+    write(
+        "one",
+        msgspec.structs.replace(
+            three,
+            actions=(("0F0",),),
+            predicted_peak_bytes=(0,),
+            stages=(msgspec.structs.replace(three.stages[0], devices=(0,), shares=(1,)),),
+            placement="",
+            step_fingerprint="",
+        ),
+    )
+    pipeline = files.read(ranks.folder / "pipeline.json", Plan)
+    without = tuple(one for one in pipeline.actions[1] if "RECV" not in one)
+    write("edited", msgspec.structs.replace(pipeline, actions=(pipeline.actions[0], without)))
+    write(
+        "record",
+        RunRecord(
+            model="m",
+            source=Source.MEASURED,
+            method="test",
+            step_seconds=(1.0,),
+            devices=(DeviceRecord(device="cpu", peak_bytes=1, step_peak_bytes=(1,)),),
+        ),
+    )
+    torch.compiler.reset()
+    return ranks.folder
 
 
-def test_ranks_with_different_plans_are_refused(refusals, make_case):
+def run(folder, way, *, num_ranks=2):
+    """Run a way to go wrong; returns the exit code and what was shown, and of it the reports."""
+    lines = []
+    code = launch(
+        [str(SCRIPT), str(folder), way],
+        num_ranks=num_ranks,
+        log_folder=folder / way,
+        timeout_seconds=MOST_SECONDS,
+        on_line=lines.append,
+        environment={"BAYPLAN_TIMEOUT": "4"},
+    )
+    assert not any("still ran" in line for line in lines), lines
+    return code, lines, [line for line in lines if line.startswith(REPORT_MARK)]
+
+
+@pytest.fixture(scope="module")
+def caught(folder):
+    """What ranks caught of mistakes that all of them make, and the reports in all their logs."""
+    code, lines, _ = run(folder, "alike")
+    assert code == 0, lines
+    logs = "".join((folder / "alike" / f"rank{rank}.log").read_text() for rank in range(2))
+    reports = [line for line in logs.splitlines() if line.startswith(REPORT_MARK)]
+    return [json.loads((folder / f"alike.{rank}.json").read_text()) for rank in range(2)], reports
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "code", "words"),
+    [
+        ("missing", "FileFault", 2, ("cannot read", "nothing.json", "No such file")),
+        ("not-a-plan", "FileFault", 2, ("schema is 'bayplan/record', expected 'bayplan/plan'",)),
+        ("one-device", "UsageError", 2, ("is for one device", "--placement")),
+        ("edited", "FileFault", 2, ("rank 1: 1RECV_F0 is missing from its 4 actions", "plan anew")),
+        ("three-ranks", "UsageError", 2, ("the plan is for 3 ranks, here are 2", "per-node 3")),
+        ("other-optimizer", "UsageError", 2, ("10 of the optimizer's 10 parameters", "model's 8")),
+        ("other-model", "ForeignPlan", 5, ("fingerprint", "plan this model anew")),
+        (
+            "small-batch",
+            "UsageError",
+            2,
+            ("1 samples in 1 micro-batches", "2 replicas", "a batch of 2"),
+        ),
+        (
+            "own-samples",
+            "UsageError",
+            2,
+            ("rank 1 was given another batch than rank 0", "DistributedSampler"),
+        ),
+    ],
+)
+def test_a_mistake_of_all_ranks_is_told_by_one(caught, mistake, kind, code, words):
+    ranks, reports = caught
+    for found in ranks:
+        assert kind in found[mistake]["kinds"]
+        assert "SystemExit" in found[mistake]["kinds"]  # so that nobody shows a traceback
+        assert found[mistake]["code"] == code
+    own = [line for line in reports if all(word in line for word in words)]
+    assert len(own) == 1
+
+
+def test_every_mistake_is_told_once(caught):
+    ranks, reports = caught
+    assert len(reports) == len(ranks[0]) == len(ranks[1])
+
+
+def test_another_plan_on_a_rank_is_refused(make_case, start):
+    ranks = start()
     one = make_case("one", "0:0.0:1", wishes={"shares": (1, 1)})
     other = make_case("other", "0:0.0:1", wishes={"shares": (2, 1)})
-    code, lines = refusals(one, other=other, num_ranks=2)
-    assert code == 5
-    assert any("ranks 1 have another plan than rank 0" in line for line in lines)
+    case = {"name": "case", "model": one.model, "batch": one.batch, "plan": ranks.write(one)}
+    case["plans"] = {"1": ranks.write(other)}
+    assert ranks.run([case], num_ranks=2) == 5
+    reports = [line for line in ranks.lines if line.startswith(REPORT_MARK)]
+    assert len(reports) == 1
+    assert "rank 1 has another plan than rank 0: they differ in `stages`" in reports[0]
 
 
-def test_another_number_of_ranks_than_the_plan_s_is_refused(refusals, make_case):
-    code, lines = refusals(make_case("two", "0:0.0:1"), num_ranks=3)
+def test_ranks_of_different_seeds_train_the_model_of_the_first(folder, training):
+    code, lines, _ = run(folder, "seeds")
+    assert code == 0, lines
+    alone = training.build("plain", 8, seed=0)
+    optimizer, losses = training.optimizer_of(alone.model), []
+    for _ in range(3):
+        inputs, targets = training.build("plain", 8).batch
+        optimizer.zero_grad()
+        loss = alone.loss_fn(alone.model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for rank in range(2):
+        found = json.loads((folder / f"seeds.{rank}.json").read_text())
+        assert found["losses"] == pytest.approx(losses, abs=1e-12)
+        for name, one in alone.model.state_dict().items():
+            assert (torch.tensor(found["state"][name], dtype=one.dtype) - one).abs().max() <= 1e-12
+
+
+def test_a_batch_of_another_form_on_a_rank_is_refused(folder):
+    code, _, reports = run(folder, "forms")
     assert code == 2
-    assert any("the plan is for 2 ranks, here are 3" in line for line in lines)
+    assert len(reports) == 1
+    assert "rank 1 (pid " in reports[0]
+    assert "its batch 2 is 4x6 float64, 4 int64, there it is 8x6 float64, 8 int64" in reports[0]
 
 
-def test_a_batch_smaller_than_the_replicas_is_refused(refusals, make_case):
-    code, lines = refusals(make_case("wide", "0:0-1.0:2"), batch=1, num_ranks=3)
-    assert code == 2
-    message = "1 samples in 1 micro-batches leave 1 for the smallest, but stage 0 has 2 replicas"
-    assert any(message in line for line in lines)
+def test_an_exception_between_steps_is_told_to_the_others(folder):
+    code, _, reports = run(folder, "loader")
+    assert code == 1
+    assert len(reports) == 1
+    assert "rank 1 (pid " in reports[0]
+    assert "OSError: the disk is gone" in reports[0]
+
+
+def test_a_killed_rank_is_named_with_its_stage_and_last_action(folder):
+    code, _, reports = run(folder, "kill")
+    assert code == 1
+    assert len(reports) == 1
+    assert "rank 1 (pid " in reports[0]
+    assert "stage 1, 1U0" in reports[0]
+
+
+def torchrun(folder, way, *, num_ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(SCRIPT), str(folder), way],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "BAYPLAN_TIMEOUT": "4"},
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+        check=False,
+    )
+    return ended, [line for line in ended.stderr.splitlines() if line.startswith(REPORT_MARK)]
+
+
+@pytest.mark.parametrize(
+    ("way", "exit_code", "words"),
+    [
+        ("models", 2, "rank 1 has another model than rank 0: its tensor 0 is places"),
+        ("kill", -9, "stage 1, 1U0"),
+    ],
+)
+def test_torchrun_shows_one_message_and_the_exit_code(folder, way, exit_code, words):
+    ended, reports = torchrun(folder, way)
+    assert ended.returncode == 1  # torchrun's own, whatever ranks end with
+    assert len(reports) == 1
+    assert words in reports[0]
+    assert f"exitcode  : {exit_code} " in ended.stderr.partition("Root Cause")[2]
+    assert "[rank" not in ended.stderr  # where torch marks tracebacks of ranks

@@ -20,6 +20,7 @@ from bayplan.data import files
 from bayplan.data.errors import BayplanError
 from bayplan.data.plan import Plan
 from bayplan.pipelined import bind
+from bayplan.running.ranks.failures import ToldFailure
 from bayplan.training import TrainingStep
 
 NUM_STEPS = 4
@@ -61,9 +62,9 @@ class Mixed(nn.Module):
         return self.head(self.last(value) * bias + value)
 
 
-def build(model, num_samples):
-    """A step in float64, the same in every process."""
-    torch.manual_seed(0)
+def build(model, num_samples, *, seed=0):
+    """A step in float64, the same in every process with this seed."""
+    torch.manual_seed(seed)
     if model == "plain":
         module, inputs = Plain(), torch.randn(num_samples, WIDTH, dtype=torch.float64)
         targets = torch.randint(3, (num_samples,))
@@ -147,6 +148,8 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except ToldFailure:  # printed by one rank for all
+        raise
     except BayplanError as fault:
         print(f"bayplan: rank {os.environ['RANK']}: {fault}", file=sys.stderr, flush=True)
         sys.exit(fault.exit_code)

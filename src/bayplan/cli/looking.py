@@ -49,15 +49,22 @@ Examples:
   bayplan explain plans/0.40.json""",
 )
 def explain(plan: Annotated[Path, Parameter(help="A plan file by `bayplan plan`.")], /) -> int:
-    """Say what sets a plan's peak, what each of its choices costs, and what would help."""
-    from bayplan.data.errors import FileFault
+    """Say what sets a plan's peak, what each of its choices costs, and what would help.
+
+    Of a plan for many ranks: where each is, what it needs, and all it does.
+    """
     from bayplan.data.plan import Plan
     from bayplan.reporting.plans import explanation_text
+    from bayplan.reporting.ranks import whole_pipeline_text
 
     given = files.read(plan, Plan)
-    if given.order is None:
-        raise FileFault(f"{plan}: the plan has no `order`; only plans of one device are explained")
-    print(explanation_text(given))
+    if given.order is not None:
+        print(explanation_text(given))
+        return ExitCode.DONE
+    from bayplan.planning.pipelines.whole_plan import check_rank_plan
+
+    check_rank_plan(given)
+    print(whole_pipeline_text(given))
     return ExitCode.DONE
 
 

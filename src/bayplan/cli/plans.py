@@ -26,6 +26,7 @@ from bayplan.cli.options import (
 from bayplan.cli.ranks import (
     RANKS_HELP,
     RankOptions,
+    check_local_run,
     plan_for_ranks,
     refuse_beside_placement,
     run_plan_on_ranks,
@@ -101,9 +102,10 @@ def plan(
         check_output(output)
         made = plan_for_ranks(target, many, batch=batch, optimizer=optimizer, autocast=autocast)
         files.write(output, made)
-        from bayplan.reporting.ranks import pipeline_text
+        from bayplan.reporting.ranks import pipeline_text, start_text
 
-        print(as_json(made) if json else f"{pipeline_text(made)}\n-> {output}")
+        text = f"{pipeline_text(made)}\n-> {output}\n{start_text(made)}"
+        print(as_json(made) if json else text)
         return ExitCode.DONE
     from bayplan.data.limit import Limit
     from bayplan.reporting.plans import curve_text, plan_line
@@ -202,7 +204,9 @@ def run(
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
     check_output(output)
     if many.is_given:
-        given = plan_for_ranks(plan, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        given = plan_for_ranks(
+            plan, many, batch=batch, optimizer=optimizer, autocast=autocast, is_local=True
+        )
         target = plan if target is None and ":" in plan else target
     elif batch is not None:
         raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")
@@ -210,6 +214,7 @@ def run(
         given = files.read(Path(plan), Plan)
     if len(given.actions) > 1:
         refuse_beside_placement(swap_dir=swap_dir, swap_size=swap_size)
+        check_local_run(given, target)
         if dry_run:
             from bayplan.reporting.ranks import pipeline_text
 

@@ -10,17 +10,20 @@ from bayplan.cli.options import as_json, question_about
 from bayplan.data.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from bayplan.data.placement import Placement
     from bayplan.data.plan import Plan
     from bayplan.placing import Wishes
 
 __all__ = [
     "RANKS_HELP",
     "RankOptions",
+    "check_local_run",
     "plan_for_ranks",
     "refuse_beside_placement",
     "run_plan_on_ranks",
 ]
 
+INTERRUPTED = 130  # the exit code of a run that Ctrl-C ended
 # Bytes of an optimizer's state for a byte of parameters.
 _STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 
@@ -157,10 +160,18 @@ def _one_of(option: str, word: str, known: list[str]) -> str:
 
 
 def plan_for_ranks(
-    target: str, options: RankOptions, *, batch: int | None, optimizer: str, autocast: str
+    target: str,
+    options: RankOptions,
+    *,
+    batch: int | None,
+    optimizer: str,
+    autocast: str,
+    is_local: bool = False,
 ) -> "Plan":
-    """Plan a target for many ranks."""
+    """Plan a target for many ranks, of this machine only where that is asked for."""
     wishes = options.wishes(optimizer)
+    if is_local:
+        check_is_local(wishes.placement)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.data.plan import Request
     from bayplan.placing import place
@@ -169,6 +180,32 @@ def plan_for_ranks(
         target=question.target.name, batch=question.batch, optimizer=optimizer, autocast=autocast
     )
     return place(question.without_memory(), wishes, request=request)
+
+
+def check_is_local(placement: "Placement") -> None:
+    """Refuse to start ranks of other machines here."""
+    counts = placement.devices_per_node
+    if len(counts) > 1:
+        each = max(counts)
+        raise UsageError(
+            f"placement {placement} names {len(counts)} nodes, but `bayplan run` starts ranks of"
+            " this machine, which is node 0; on several, write the plan to a file with `bayplan"
+            f" plan` and start torchrun --nnodes {len(counts)} --nproc-per-node {each} on each"
+        )
+
+
+def check_local_run(plan: "Plan", target: str | None) -> None:
+    """Refuse, before a process is started, what every one of them would refuse."""
+    from bayplan.data.placement import Placement
+    from bayplan.many_ranks import check_room
+    from bayplan.planning.pipelines.whole_plan import check_rank_plan
+    from bayplan.runner import question_of
+
+    if plan.placement:
+        check_is_local(Placement.parse(plan.placement))
+    check_rank_plan(plan)
+    question_of(plan, target=target)
+    check_room(plan)
 
 
 def run_plan_on_ranks(
@@ -185,13 +222,18 @@ def run_plan_on_ranks(
     from bayplan.data import files
     from bayplan.many_ranks import run_on_ranks
     from bayplan.reporting.progress import ProgressBar
-    from bayplan.reporting.ranks import ranks_text
+    from bayplan.reporting.ranks import pipeline_text, ranks_text
 
     with ProgressBar() as bar:
+        for line in pipeline_text(plan).splitlines():
+            bar.say(line)
+        bar.say(f"starting {len(plan.actions)} processes, which trace and compile their stages")
         done = run_on_ranks(
             plan, num_steps=steps, log_folder=logs, target=target, seed=seed, on_line=bar.say
         )
     if done.measured is None:
+        if done.exit_code == INTERRUPTED:
+            raise KeyboardInterrupt(f"logs of all ranks are in {logs}")
         return done.exit_code
     if output is not None:
         files.write(output, done.measured)

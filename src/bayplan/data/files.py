@@ -19,6 +19,13 @@ from bayplan.data.errors import FileFault
 
 __all__ = ["decode", "encode", "read", "write", "write_bytes"]
 
+# What a file that was given in the place of another one is good for.
+_USES = {
+    "bayplan/plan": "a plan is shown by `bayplan explain`, and run with -o it makes a record",
+    "bayplan/record": "a record is shown by `bayplan report`",
+    "bayplan/graph": "a graph is replayed by `bayplan simulate`",
+}
+
 Noun = TypeVar("Noun", bound=msgspec.Struct)
 
 
@@ -118,7 +125,11 @@ def _load_yaml(content: bytes) -> object:
 def _check_header(header: _Header, noun: type[msgspec.Struct], name: str) -> None:
     expected = {field.name: field.default for field in msgspec.structs.fields(noun)}
     if header.schema != expected["schema"]:
-        raise FileFault(f"{name}: schema is {header.schema!r}, expected {expected['schema']!r}")
+        hint = _USES.get(header.schema, "")
+        raise FileFault(
+            f"{name}: schema is {header.schema!r}, expected {expected['schema']!r}"
+            + (f"; {hint}" if hint else "")
+        )
     if header.version != expected["version"]:
         raise FileFault(
             f"{name}: version {header.version}, this bayplan reads version {expected['version']};"

@@ -83,6 +83,47 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank_of = {place: rank for rank, place in enumerate(self.places)}
         return tuple(rank_of[place] for place in self.stages[stage])
 
+    @property
+    def devices_per_node(self) -> tuple[int, ...]:
+        """How many devices of each node are named, from node 0 on."""
+        nodes = [place.node for place in self.places]
+        return tuple(nodes.count(node) for node in range(nodes[-1] + 1))
+
+    def check_numbered(self) -> None:
+        """Raise UsageError where a node or device is left out: ranks have no gaps.
+
+        torchrun starts ranks 0, 1, ... on each of nodes 0, 1, ..., so that device 5 of a node means
+        its sixth rank, and a placement without devices 0 to 4 means no job that can be started.
+        """
+        counts = self.devices_per_node
+        for node, device in self.places:
+            if 0 in counts[:node]:
+                missing = f"node {node}, but not node {counts.index(0)}"
+            elif device >= counts[node]:
+                named = {place.device for place in self.places if place.node == node}
+                first = min(set(range(device)) - named)
+                missing = f"device {device} of node {node}, but not device {first}"
+            else:
+                continue
+            raise UsageError(
+                f"placement {self} names {missing}; number them from 0 without a gap, like"
+                f" {self._renumbered()}"
+            )
+
+    def _renumbered(self) -> "Placement":
+        """The same with every gap closed."""
+        nodes = sorted({place.node for place in self.places})
+        devices = {
+            node: sorted(place.device for place in self.places if place.node == node)
+            for node in nodes
+        }
+        return Placement(
+            tuple(
+                tuple(Place(nodes.index(node), devices[node].index(at)) for node, at in stage)
+                for stage in self.stages
+            )
+        )
+
     def check_exists(self, devices_per_node: Sequence[int]) -> None:
         """Raise UsageError for the first place that a cluster of these nodes does not have."""
         num_nodes = len(devices_per_node)

@@ -8,6 +8,7 @@ import msgspec
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.order import StepOrder
+from bayplan.data.placement import Placement
 
 __all__ = [
     "Bucket",
@@ -169,6 +170,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         step_fingerprint: of the operators that stages are cut from, for any batch size; empty
             where there is one stage on one device.
+        placement: where the ranks are, node by node; empty where there is one device.
         route: which replica computes which samples.
         schedule: the name of what ordered the actions.
         links: pairs of stages, the earlier first, of which the later reads values of the earlier.
@@ -193,6 +195,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_bytes: int | None = None
     stages: tuple[Stage, ...]
     step_fingerprint: str = ""
+    placement: str = ""
     num_micro_batches: int = 1
     route: Route = Route.SPLIT
     schedule: str = ""
@@ -236,6 +239,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f"stages[{at}].devices[{position}] is {device}, but only"
                         f" {len(self.actions)} devices have actions"
                     )
+        self._check_placement()
         self._check_stages_named()
         self._check_lags()
         for device, texts in enumerate(self.actions):
@@ -257,6 +261,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                             f"actions[{device}][{position}] is {text!r}, but there are only"
                             f" {limit} {word}"
                         )
+
+    def _check_placement(self) -> None:
+        """Raise ValueError where stages are not where the placement says."""
+        if not self.placement:
+            return
+        placed = Placement.parse(self.placement)
+        found = tuple(map(placed.ranks_of, range(len(placed.stages))))
+        given = tuple(stage.devices for stage in self.stages)
+        if found != given:
+            raise ValueError(
+                f"placement is {self.placement}, so stages are on {found}, but they have {given}"
+            )
 
     def _check_stages_named(self) -> None:
         """Raise ValueError where a link or bucket names a stage that is not there."""

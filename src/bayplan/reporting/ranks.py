@@ -1,11 +1,14 @@
 """Runs on many ranks as plain text: a line for each rank, as the reference reports have it."""
 
+from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
-from bayplan.data.units import format_seconds
+from bayplan.data.units import format_bytes, format_seconds
 from bayplan.reporting.plans import table_text
 
-__all__ = ["pipeline_text", "ranks_text"]
+__all__ = ["pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
+
+_MOST_ACTIONS = 16
 
 
 def ranks_text(record: RunRecord, plan: Plan) -> str:
@@ -42,8 +45,50 @@ def pipeline_text(plan: Plan) -> str:
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")
     longest = max(range(len(plan.actions)), key=lambda rank: len(plan.actions[rank]))
-    lines.append(f"  rank {longest} does: {' '.join(plan.actions[longest][:16])} …")
+    more = " …" if len(plan.actions[longest]) > _MOST_ACTIONS else ""
+    shown = " ".join(plan.actions[longest][:_MOST_ACTIONS])
+    lines.append(f"  rank {longest} does: {shown}{more}")
     return "\n".join(lines)
+
+
+def whole_pipeline_text(plan: Plan) -> str:
+    """All that a plan for many ranks says: who is where, what is exchanged, who does what."""
+    limit = "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
+    rows = [
+        (
+            str(rank),
+            _stages(plan, rank),
+            f"{plan.predicted_peak_bytes[rank] / 2**20:.0f}",
+            str(len(plan.actions[rank])),
+        )
+        for rank in range(len(plan.actions))
+    ]
+    table = table_text(("rank", "stage", "predicted MiB", "actions"), rows)
+    sums = [
+        f"  bucket {at}: {len(bucket.parameters)} gradients, {format_bytes(bucket.size_bytes)},"
+        f" of stage {' and '.join(map(str, bucket.stages))}"
+        for at, bucket in enumerate(plan.buckets)
+    ]
+    lists = [f"  rank {rank}: {' '.join(own)}" for rank, own in enumerate(plan.actions)]
+    parts = [pipeline_text(plan), f"memory, {limit}:", table]
+    parts += ["sums of gradients:", *sums] if sums else []
+    return "\n".join([*parts, "what each rank does, in order:", *lists, start_text(plan)])
+
+
+def start_text(plan: Plan) -> str:
+    """How ranks of a plan are started from a script."""
+    counts = Placement.parse(plan.placement).devices_per_node if plan.placement else ()
+    if len(counts) < 2:
+        command = f"torchrun --nproc-per-node {len(plan.actions)}"
+        return f"start with `bayplan run`, or a script with bayplan.bind by `{command}`"
+    lines, first = [], 0
+    for node, count in enumerate(counts):
+        lines.append(
+            f"  node {node}, ranks {first} to {first + count - 1}: torchrun --nnodes {len(counts)}"
+            f" --node-rank {node} --nproc-per-node {count} --master-addr NODE0 …"
+        )
+        first += count
+    return "\n".join(["start a script with bayplan.bind, on each node:", *lines])
 
 
 def _stages(plan: Plan, rank: int) -> str:

@@ -36,6 +36,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         beat: counts heartbeats; one that stands still is a rank that is silent.
         place: process id and host, to find the process by.
         doing: the last action, as text.
+        batch: the number of the batch that is worked on, from 1 on, and its form.
         is_waiting: the action waits for another rank.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
@@ -45,6 +46,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     beat: int
     place: str
     doing: str
+    batch: tuple[int, str] = (0, "")
     is_waiting: bool = False
     is_terminated: bool = False
     is_done: bool = False

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from bayplan.data.errors import BayplanError, ExitCode
 from bayplan.running.ranks.reports import INTERRUPTED
 
-__all__ = ["RankFailure", "exit_code_of", "is_symptom", "one_line"]
+__all__ = ["RankFailure", "ToldFailure", "exit_code_of", "is_symptom", "one_line", "told"]
 
 # What gloo and the store say when a peer is gone; the cause is with that peer.
 _SYMPTOM = re.compile(
@@ -29,6 +29,34 @@ class RankFailure(BayplanError):
         # 130 and the codes of other programs are none of ours.
         self.exit_code = exit_code  # pyrefly: ignore[bad-assignment]
         self.is_told = is_told
+
+
+class ToldFailure(RankFailure, SystemExit):
+    """A failure that has been printed once for all ranks, so that only exit is left to do.
+
+    Where nobody catches it, the process ends with its exit code and without a traceback: eight
+    ranks that met the same mistake would show eight. Whoever wants to go on catches it as any
+    `BayplanError`.
+
+    Attributes:
+        code: where Python looks for the exit code.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message, exit_code=exit_code, is_told=True)
+        self.code = exit_code
+
+
+def told(fault: BayplanError, *, exit_code: int) -> ToldFailure:
+    """The same error once it has been printed; whoever catches its kind still does.
+
+    Example:
+        >>> from bayplan.data.errors import UsageError
+        >>> isinstance(told(UsageError("0 ranks"), exit_code=2), UsageError)
+        True
+    """
+    kind = type(f"Told{type(fault).__name__}", (ToldFailure, type(fault)), {})
+    return kind(str(fault), exit_code=exit_code)
 
 
 def is_symptom(fault: BaseException) -> bool:

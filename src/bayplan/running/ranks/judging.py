@@ -61,12 +61,15 @@ class Judge:
             heard.entry = new
 
     def verdict(self) -> Verdict | None:
-        """The reason to stop: a failure before a silence before a stall, or None."""
+        """The reason to stop: a failure, another batch, a silence, a stall, or None."""
         for rank, heard in self._heard.items():
             if heard.entry is not None and heard.entry.failure is not None:
                 failure = heard.entry.failure
                 text = f"{self._name(rank)} failed at {self._doing(rank)}: {failure.text}"
                 return self._blame(rank, text, exit_code=failure.exit_code)
+        odd = self._odd_batch()
+        if odd is not None:
+            return odd
         silent = max(
             (rank for rank in self._heard if rank != self._rank and not self.is_done(rank)),
             key=lambda rank: self._heard[rank].silent_seconds,
@@ -100,6 +103,11 @@ class Judge:
         entry = self._heard[rank].entry
         return entry is not None and entry.is_done
 
+    def has_failed(self, rank: int) -> bool:
+        """Whether the rank said that an exception ends it."""
+        entry = self._heard[rank].entry
+        return entry is not None and entry.failure is not None
+
     @property
     def is_all_ending(self) -> bool:
         """Whether every rank has ended or is told to: then the reason is none of theirs."""
@@ -120,6 +128,23 @@ class Judge:
             or (heard.entry is not None and bool(heard.entry.is_done or heard.entry.failure))
             for heard in self._heard.values()
         )
+
+    def _odd_batch(self) -> Verdict | None:
+        """Blame a rank whose batch has another form: messages between them would never meet."""
+        seen: dict[int, tuple[int, str]] = {}
+        for rank, heard in self._heard.items():
+            number, form = heard.entry.batch if heard.entry is not None else (0, "")
+            if not number:
+                continue
+            first, first_form = seen.setdefault(number, (rank, form))
+            if form != first_form:
+                text = (
+                    f"{self._name(rank)} was given another batch than rank {first}: its batch"
+                    f" {number} is {form}, there it is {first_form}; give every rank the whole"
+                    " batch, the same everywhere"
+                )
+                return self._blame(rank, text, exit_code=ExitCode.USAGE)
+        return None
 
     def _stall(self) -> Verdict | None:
         """Blame, when no rank moves, the lowest that does not wait for another."""

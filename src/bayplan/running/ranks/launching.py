@@ -41,7 +41,7 @@ def launch(
     Args:
         arguments: what follows `python` on a command line.
         num_ranks: how many to start.
-        log_folder: made if missing; logs in it are replaced.
+        log_folder: made if missing; logs in it are replaced, those of more ranks removed.
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.
         environment: variables beside those of this process.
@@ -49,6 +49,7 @@ def launch(
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")
     log_folder.mkdir(parents=True, exist_ok=True)
+    _remove_logs_from(num_ranks, log_folder)
     signals: list[int] = []
     with _caught_signals(signals):
         for is_last in (False, True):
@@ -71,6 +72,13 @@ def launch(
             if is_whole:
                 return supervisor.conclude()
     raise AssertionError("the last try is always whole")
+
+
+def _remove_logs_from(index: int, log_folder: Path) -> None:
+    """Take away what a run of more ranks left, lest it be read as of this one."""
+    while (log := log_folder / f"rank{index}.log").exists():
+        log.unlink()
+        index += 1
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bayplan.data.errors import ExitCode
 from bayplan.running.ranks.local_rank import LocalRank
-from bayplan.running.ranks.reports import find_report, last_lines
+from bayplan.running.ranks.reports import REPORT_MARK, find_report, last_lines
 
 __all__ = ["Supervisor"]
 
@@ -62,7 +62,7 @@ class Supervisor:
         if self._failed is None and not self._signals:
             return ExitCode.DONE
         reports = [report for report in (find_report(rank.log) for rank in self._ranks) if report]
-        if reports and find_report(self._ranks[0].log) is None:
+        if reports and not self._signals and find_report(self._ranks[0].log) is None:
             self._on_line(reports[0])
         if self._signals:
             return 128 + self._signals[0]
@@ -128,7 +128,8 @@ class Supervisor:
         """Hand on the whole lines of rank 0's stderr, and return what is left."""
         *lines, rest = data.split(b"\n")
         for line in lines:
-            if line:
+            # After a signal, each rank tells of it; who sent it knows.
+            if line and not (self._signals and line.startswith(REPORT_MARK.encode())):
                 self._on_line(line.decode(errors="replace"))
         return rest
 

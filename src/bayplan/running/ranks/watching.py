@@ -21,9 +21,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bayplan.data.errors import ExitCode
+from bayplan.data.errors import BayplanError, ExitCode
 from bayplan.running.ranks.board import Board, BoardGone, Entry, Failure, Verdict
-from bayplan.running.ranks.failures import RankFailure, exit_code_of, is_symptom, one_line
+from bayplan.running.ranks.failures import (
+    RankFailure,
+    ToldFailure,
+    exit_code_of,
+    is_symptom,
+    one_line,
+    told,
+)
 from bayplan.running.ranks.judging import Judge
 from bayplan.running.ranks.reports import REPORT_MARK, write_line
 from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
@@ -31,6 +38,7 @@ from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
 __all__ = ["Watch", "host_of_store"]
 
 LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
+LEAD_SECONDS = 3.0  # for Python to end on a busy machine, once an exception has left it
 
 
 def host_of_store(environment: Mapping[str, str]) -> int | None:
@@ -74,6 +82,7 @@ class Watch:
     """
 
     doing: Any = "start"
+    batch: tuple[int, str] = (0, "")  # the number of the batch that is worked on, and its form
 
     def __init__(
         self,
@@ -126,9 +135,37 @@ class Watch:
             if is_symptom(fault):
                 error = self.explain(fault)
                 if error.is_told:
-                    raise SystemExit(error.exit_code) from None
+                    raise ToldFailure(str(error), exit_code=error.exit_code) from None
             self._failure = Failure(text=one_line(fault), exit_code=exit_code_of(fault))
             self._finish()
+            if self._told is not None and self._told.rank != self._rank:
+                # Another was first, most often with the same mistake; one traceback is enough.
+                code = self._told.exit_code
+                if isinstance(fault, BayplanError):
+                    raise told(fault, exit_code=code) from fault
+                raise ToldFailure(self._told.text, exit_code=code) from fault
+
+    def telling(self) -> "_Telling":
+        """Tell the others of an exception, as `with watch:` does, but stay open without one.
+
+        A mistake of the user's becomes a line that all ranks share and an exit code; anything else
+        stays a traceback, of one rank.
+        """
+        return _Telling(self)
+
+    def tell(self, fault: BaseException) -> None:
+        """Tell the others of an exception; raises another where it has been told already."""
+        self.__exit__(type(fault), fault, fault.__traceback__)
+        if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
+            if self._told is None:  # alone, or cut off from the others
+                write_line(f"bayplan: rank {self._rank}: {fault}")
+            raise told(fault, exit_code=fault.exit_code) from fault
+
+    def close_at_exit(self) -> None:
+        """What `with watch:` would have done, for a process that is about to end."""
+        fault = getattr(sys, "last_value", None)  # what Python has just shown as uncaught
+        with contextlib.suppress(ToldFailure):  # too late to raise anything
+            self.__exit__(type(fault), fault, None)
 
     def explain(self, fault: BaseException) -> RankFailure:
         """Find the cause behind a symptom, waiting for it to show for a while.
@@ -199,15 +236,20 @@ class Watch:
 
     def _run(self) -> None:
         last_seconds = time.monotonic()
+        is_gone = False
         while True:
             now_seconds = time.monotonic()
             is_last = self._is_done or self._failure is not None
             try:
                 verdict = self._round(now_seconds - last_seconds)
             except BoardGone as gone:
+                is_gone = True
                 verdict = self._judge.host_gone(self._host, str(gone))
                 is_last = is_last or verdict is None
             if is_last:
+                if self._failure is not None and verdict is not None and not is_gone:
+                    self._speak(verdict)
+                    self._told = verdict
                 self._leave()
                 return
             if verdict is not None:
@@ -230,6 +272,7 @@ class Watch:
             beat=self._beat,
             place=self._place,
             doing=self._text(),
+            batch=self.batch,
             is_waiting=bool(self._is_waiting(self.doing)),
             is_terminated=self._terminated_seconds is not None,
             is_done=self._is_done,
@@ -263,7 +306,13 @@ class Watch:
         if self._rank == self._host:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
-        time.sleep(2 * self._interval_seconds)
+        lead_seconds = LEAD_SECONDS if self._judge.has_failed(verdict.rank) else 0.0
+        end_seconds = time.monotonic() + max(lead_seconds, 2 * self._interval_seconds)
+        while time.monotonic() < end_seconds:
+            if self._failure is not None:  # the main thread is there as well, and can go on alone
+                return
+            self._wake.wait(end_seconds - time.monotonic())
+            self._wake.clear()
         self._end(verdict.exit_code)
 
     def _speak(self, verdict: Verdict) -> None:
@@ -273,7 +322,10 @@ class Watch:
         except BoardGone:
             is_ours = self._rank == verdict.speaker
         if is_ours:
-            write_line(f"{REPORT_MARK}{verdict.text}. Read the log of rank {verdict.rank}.")
+            # A mistake of the user's is told in full; of all else the log knows more.
+            is_whole = verdict.exit_code not in (ExitCode.BUG, TERMINATED)
+            more = "" if is_whole else f". Read the log of rank {verdict.rank}."
+            write_line(f"{REPORT_MARK}{verdict.text}{more}")
 
     def _leave(self) -> None:
         with contextlib.suppress(BoardGone):
@@ -292,6 +344,25 @@ class Watch:
             return self._describe(self.doing)
         except Exception as error:  # a thread that ends here would look like a dead rank
             return f"{self.doing!r}, which describe() refuses: {one_line(error)}"
+
+
+class _Telling:
+    """No generator: Ctrl-C may come between its lines, and the others would never hear of it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if fault is not None:
+            self._watch.tell(fault)
 
 
 def _end_process(exit_code: int) -> None:

@@ -23,6 +23,7 @@ from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
+from bayplan.devices.machine import check_torch_version
 from bayplan.preparing import Preparation
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
@@ -71,6 +72,7 @@ def bind(
         )
     if not isinstance(plan, Plan):
         plan = _read(plan)
+    check_torch_version(plan.torch_version)
     world_size = distributed.get_world_size()
     if world_size != len(plan.actions):
         raise UsageError(

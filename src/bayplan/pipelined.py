@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from collections import deque
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
+from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Plan
 from bayplan.devices.machine import check_torch_version
 from bayplan.preparing import Preparation
@@ -173,6 +175,14 @@ class PipelinedStep:
         """For each update so far, how many updates old the weights were it was computed with."""
         return () if self._kept is None else tuple(self._kept[1].staleness)
 
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that this rank has now, with what each is there for."""
+        if self._worker is not None:
+            yield from self._worker.held()
+        states = self._optimizer.state.values()
+        tensors = (one for state in states for one in state.values() if torch.is_tensor(one))
+        yield from ((StorageKind.OPTIMIZER_STATE, tensor) for tensor in tensors)
+
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         atexit.unregister(self._watch.close)
@@ -238,7 +248,9 @@ class PipelinedStep:
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
             self._kept = preparation.gradients(self._groups), preparation.versions()
-        return preparation.worker(self._groups, *self._kept, self._optimizer.step)
+        return preparation.worker(
+            self._groups, *self._kept, self.journal.updating(self._optimizer.step)
+        )
 
     @cached_property
     def _loss_group(self) -> distributed.ProcessGroup:

@@ -43,7 +43,9 @@ def check_torch_version(planned: str) -> None:
         ForeignPlan: with both versions.
     """
     if planned != str(torch.__version__):
-        raise ForeignPlan(f"the plan is for torch {planned}, here is {torch.__version__}; plan anew")
+        raise ForeignPlan(
+            f"the plan is for torch {planned}, here is {torch.__version__}; plan anew"
+        )
 
 
 def available_memory_bytes(device: torch.device) -> int:

@@ -4,7 +4,7 @@ Every piece's loss is weighted by its samples, so sums are final and nothing is 
 that travel together lie in one flat tensor from the start, and `.grad` is a view of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,11 @@ class Gradients:
         work = distributed.all_reduce(self._flat[number], group=bucket.group, async_op=True)
         assert work is not None, "this rank is a member of the group"
         self._pending.append(work)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """All gradients that are there."""
+        yield from self._flat.values()
+        yield from self._totals.values()
 
     def wait(self) -> None:
         """Until all sums are there; then every parameter has its `.grad`."""

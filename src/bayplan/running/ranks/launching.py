@@ -17,7 +17,7 @@ from pathlib import Path
 from bayplan.data.errors import UsageError
 from bayplan.running.ranks.local_rank import LocalRank
 from bayplan.running.ranks.reports import write_line
-from bayplan.running.ranks.supervising import GRACE_SECONDS, Supervisor
+from bayplan.running.ranks.supervising import Supervisor
 
 __all__ = ["free_port", "launch"]
 
@@ -30,14 +30,14 @@ def launch(
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = write_line,
     environment: Mapping[str, str] | None = None,
-    signal_seconds: float = GRACE_SECONDS,
+    signal_seconds: float | None = None,
 ) -> int:
     """Run this Python with the arguments as `num_ranks` ranks, and return the exit code.
 
     The first rank that fails decides it; one that was killed counts as a bug (1). The others have
     ten seconds to say why they stop, then they are ended. Ctrl-C and SIGTERM are passed on once,
-    with `signal_seconds` of grace; a second one ends all at once. Called from the main thread only
-    for that. Rank 0 prints to our stdout; all else goes to `log_folder/rank<n>.log`.
+    with a grace of its own; a second one ends all at once. Called from the main thread only for
+    that. Rank 0 prints to our stdout; all else goes to `log_folder/rank<n>.log`.
 
     Args:
         arguments: what follows `python` on a command line.
@@ -46,7 +46,7 @@ def launch(
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.
         environment: variables beside those of this process.
-        signal_seconds: what the ranks have to end in after a signal.
+        signal_seconds: what the ranks have to end in after a signal; None for ten seconds, too.
     """
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")

@@ -8,7 +8,7 @@ from bayplan.data.errors import ExitCode
 from bayplan.running.ranks.local_rank import LocalRank
 from bayplan.running.ranks.reports import find_report, last_lines
 
-__all__ = ["GRACE_SECONDS", "Supervisor"]
+__all__ = ["Supervisor"]
 
 GRACE_SECONDS = 10.0  # for the other ranks to say why they stop
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
@@ -33,13 +33,13 @@ class Supervisor:
         signals: Sequence[int],
         timeout_seconds: float | None,
         on_line: Callable[[str], None],
-        signal_seconds: float = GRACE_SECONDS,
+        signal_seconds: float | None = None,
     ) -> None:
         self._ranks = ranks
         self._signals = signals
         self._timeout_seconds = timeout_seconds
         self._on_line = on_line
-        self._signal_seconds = signal_seconds
+        self._signal_seconds = GRACE_SECONDS if signal_seconds is None else signal_seconds
         self._start_seconds = time.monotonic()
         self._end_seconds: float | None = None  # when SIGTERM is due, and after it SIGKILL
         self._is_terminated = False

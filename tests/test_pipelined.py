@@ -1,15 +1,18 @@
 """`bayplan.bind` before any rank runs; `tests/ranks` trains with it."""
 
+import msgspec
 import pytest
 import torch
 from torch import distributed, nn
 
 import bayplan
 from bayplan.data import files
-from bayplan.data.errors import FileFault, UsageError
+from bayplan.data.errors import ExitCode, FileFault, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.training import TrainingStep
+
+pytestmark = pytest.mark.usefixtures("own_planner_cache")
 
 
 @pytest.fixture
@@ -52,6 +55,13 @@ def test_bind_needs_a_plan(step, alone, monkeypatch):
 def test_bind_refuses_another_number_of_ranks(step, alone):
     with pytest.raises(UsageError, match="for 2 ranks, here are 1"):
         bayplan.bind(step.model, optimizer_of(step), plan_for(step, "0:0.0:1"))
+
+
+def test_bind_refuses_a_plan_of_another_torch_before_all_else(step, alone):
+    plan = msgspec.structs.replace(plan_for(step, "0:0.0:1"), torch_version="1.0")
+    with pytest.raises(ForeignPlan, match=r"for torch 1\.0, here is") as caught:
+        bayplan.bind(step.model, optimizer_of(step), plan)
+    assert caught.value.exit_code == ExitCode.FOREIGN_PLAN
 
 
 def test_a_file_that_is_no_plan_is_refused(step, alone, tmp_path):

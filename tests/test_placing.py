@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 from bayplan.data.errors import UsageError
+from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
 from bayplan.models.alexnet import AlexNetOneFlow
 from bayplan.placing import SharesBy, Wishes, place
+from bayplan.rank_pricing import samples_to_price
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import trace_whole
@@ -185,3 +187,44 @@ def test_a_stage_of_positions_alone_is_refused():
 
     with pytest.raises(UsageError, match="stage 0 of 2, from arange on, computes nothing"):
         place(step_of(Placed()), wishes(shares=(1, 9)))
+
+
+LINKS = LinkSpeeds(
+    message=LinkSpeed(latency_seconds=1e-4, bytes_per_second=1e9),
+    reduce=LinkSpeed(latency_seconds=1e-4, bytes_per_second=1e9),
+)
+
+
+def test_time_is_predicted_where_links_are_known():
+    plan = place(step_of(), wishes(), optimizer=torch.optim.AdamW, find_links=lambda: LINKS)
+    assert plan.predicted_seconds >= 3 * 1e-4  # there, back, and the loss
+    assert len(plan.predicted_busy) == 2
+    assert all(0 < share < 1 for share in plan.predicted_busy)
+    assert place(step_of(), wishes()).predicted_seconds == 0
+
+
+def test_time_between_machines_is_not_predicted():
+    def unasked():
+        pytest.fail("links between machines are unknown")
+
+    plan = place(step_of(), wishes("0:0.1:0"), find_links=unasked)
+    assert (plan.predicted_seconds, plan.predicted_busy) == (0.0, ())
+
+
+def test_slower_links_take_longer():
+    slow = LinkSpeed(latency_seconds=1.0, bytes_per_second=1e9)
+    links = LinkSpeeds(message=slow, reduce=LINKS.reduce)
+    plan = place(step_of(), wishes(), find_links=lambda: links)
+    assert 2 < plan.predicted_seconds < 3
+
+
+def test_long_steps_are_priced_at_fewer_samples():
+    nodes = trace_whole(step_of(), num_samples=8).nodes
+    assert samples_to_price(nodes, 8) == 8
+    wide = TrainingStep(
+        model=nn.Linear(4096, 4096).to("meta"),
+        batch=torch.empty(2**14, 4096, device="meta"),
+        loss_fn=mean_square,
+    )
+    nodes = trace_whole(wide, num_samples=2**14).nodes  # 8e11 or more
+    assert 4 <= samples_to_price(nodes, 2**14) < 2**14

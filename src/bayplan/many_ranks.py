@@ -11,14 +11,19 @@ import torch
 from bayplan.data import files
 from bayplan.data.errors import DoesNotFit, PlanBroken
 from bayplan.data.plan import Plan
-from bayplan.data.record import RunRecord
+from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import available_memory_bytes
+from bayplan.running.ranks.figures import SharedFigures
 from bayplan.running.ranks.launching import launch
+from bayplan.running.ranks.reports import INTERRUPTED
+from bayplan.running.ranks.telling import StepLine
 
-__all__ = ["RankRun", "check_room", "run_on_ranks"]
+__all__ = ["INTERRUPTED", "RankRun", "check_room", "run_on_ranks"]
 
 _TORCH_BYTES = 200 << 20  # what a process takes that has imported torch and done nothing
+# After Ctrl-C the ranks end the step they are in; a second Ctrl-C ends all at once.
+_LONGEST_STEP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,12 @@ class RankRun:
     """What came of a run on many ranks.
 
     Attributes:
-        measured: a device for each rank; the step times are the slowest rank's.
-        losses: one for each step, the first to warm up.
-        exit_code: of the first rank that failed, 0 if none did; then there is no record.
+        measured: a device for each rank; the step times are the slowest rank's. None if a rank
+            failed, or none had a step to tell of when Ctrl-C came.
+        exit_code: of the first rank that failed, 130 after Ctrl-C, else 0.
     """
 
     measured: RunRecord | None
-    losses: tuple[float, ...]
     exit_code: int
 
 
@@ -62,7 +66,9 @@ def run_on_ranks(
     log_folder: Path,
     target: str | None = None,
     seed: int = 0,
+    epoch_samples: int | None = None,
     on_line: Callable[[str], None],
+    on_step: Callable[[StepLine], None],
 ) -> RankRun:
     """Start a process for each rank of a plan, train, and gather what they measured.
 
@@ -72,8 +78,18 @@ def run_on_ranks(
         log_folder: for the log of each rank; it is kept.
         target: needed where the plan names a function of the user's own.
         seed: of every rank.
+        epoch_samples: of an epoch, whose time is extrapolated.
         on_line: hears what rank 0 tells, and why a run ended early.
+        on_step: hears of each step instead.
     """
+
+    def hear(line: str) -> None:
+        step = StepLine.parse(line)
+        if step is None:
+            on_line(line)
+        else:
+            on_step(step)
+
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
         path, records = Path(folder) / "plan.json", Path(folder)
         files.write(path, plan)
@@ -81,14 +97,28 @@ def run_on_ranks(
         arguments += ["--steps", str(num_steps), "--seed", str(seed)]
         arguments += [] if target is None else ["--target", target]
         num_ranks = len(plan.actions)
-        exit_code = launch(arguments, num_ranks=num_ranks, log_folder=log_folder, on_line=on_line)
-        if exit_code:
-            return RankRun(None, (), exit_code)
-        found = [
-            files.read(records / f"rank{rank}.record.json", RunRecord) for rank in range(num_ranks)
-        ]
-        losses = msgspec.json.decode((records / "rank0.losses.json").read_bytes(), type=list[float])
-    return RankRun(_joined(found), tuple(losses), 0)
+        SharedFigures.create(records / "figures", num_ranks=num_ranks)
+        exit_code = launch(
+            arguments,
+            num_ranks=num_ranks,
+            log_folder=log_folder,
+            on_line=hear,
+            signal_seconds=_LONGEST_STEP_SECONDS,
+        )
+        paths = [records / f"rank{rank}.record.json" for rank in range(num_ranks)]
+        is_told = all(path.exists() for path in paths)
+        if not is_told or exit_code not in (0, INTERRUPTED):
+            return RankRun(None, exit_code)
+        found = [files.read(path, RunRecord) for path in paths]
+    predicted = Prediction(
+        step_seconds=plan.predicted_seconds,
+        peak_bytes=plan.predicted_peak_bytes,
+        busy=plan.predicted_busy,
+    )
+    whole = msgspec.structs.replace(
+        _joined(found), epoch_samples=epoch_samples, predicted=predicted
+    )
+    return RankRun(whole, exit_code)
 
 
 def _joined(found: list[RunRecord]) -> RunRecord:

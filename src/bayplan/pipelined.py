@@ -9,6 +9,7 @@ import atexit
 import math
 import os
 from collections import deque
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault, UsageError
+from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Plan
-from bayplan.devices.machine import cache_directory
+from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
 from bayplan.running.exchange.losses import LossSums
@@ -80,6 +82,7 @@ def bind(
         watch.doing = "bind, before the first step"
         check_environment()
         taken = plan if isinstance(plan, Plan) else _read(plan)
+        check_torch_version(taken.torch_version)
         check_rank_plan(taken, has_tags=distributed.get_backend() == "gloo")
         _check_world_size(taken)
         _check_optimizer(model, optimizer)
@@ -172,6 +175,14 @@ class PipelinedStep:
             return 0
         return sum(sums.shared_bytes for sums in self._sums.values())
 
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that this rank has now, with what each is there for."""
+        if self._worker is not None:
+            yield from self._worker.held()
+        states = self._optimizer.state.values()
+        tensors = (one for state in states for one in state.values() if torch.is_tensor(one))
+        yield from ((StorageKind.OPTIMIZER_STATE, tensor) for tensor in tensors)
+
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         atexit.unregister(self._watch.close_at_exit)
@@ -237,7 +248,9 @@ class PipelinedStep:
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
             self._kept = preparation.gradients(self._sums), preparation.versions()
-        return preparation.worker(self._groups, *self._kept, self._optimizer.step)
+        return preparation.worker(
+            self._groups, *self._kept, self.journal.updating(self._optimizer.step)
+        )
 
     @cached_property
     def _meeting(self) -> Meeting:

@@ -4,10 +4,10 @@ Nothing is searched for here. Stages are cut where the shares ask for, by measur
 operators or by parameters, or where modules are named; the rest follows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import msgspec
@@ -15,25 +15,34 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
+from bayplan.capturing.fake import OptimizerSource
+from bayplan.data.actions import Action
 from bayplan.data.errors import UsageError
+from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.scheduling import schedule
-from bayplan.pricing import free_prices, measured_prices
 from bayplan.rank_needs import RankNeeds
+from bayplan.rank_pricing import StagePrices, one_thread_prices, samples_to_price
+from bayplan.rank_seconds import RankSeconds
+from bayplan.rank_updates import UpdateCost, update_cost
 from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
-from bayplan.stage_fits import StageFits, predicted_peak_bytes
+from bayplan.stage_fits import Fit, StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import num_samples_of, trace_whole
 
 __all__ = ["SharesBy", "Wishes", "place"]
 
+Progress = Callable[[str, int, int], None]
+FindLinks = Callable[[], LinkSpeeds | None]
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 
@@ -126,25 +135,39 @@ class Wishes:
                 )
 
 
-def place(step: TrainingStep, wishes: Wishes, *, request: Request | None = None) -> Plan:
+def place(
+    step: TrainingStep,
+    wishes: Wishes,
+    *,
+    request: Request | None = None,
+    optimizer: OptimizerSource = None,
+    find_links: FindLinks = lambda: None,
+    on_progress: Progress = lambda what, done, total: None,
+) -> Plan:
     """Plan a step for many ranks.
 
     Args:
         step: the model, a batch of the size to train with, and the loss; may take no memory.
         wishes: what is given.
         request: how the step can be built again.
+        optimizer: makes one of parameters, for what the update takes; None leaves that out.
+        find_links: finds out how fast ranks talk; None leaves the step's time unpredicted.
+        on_progress: hears what is being done.
 
     Raises:
         UsageError: it cannot be done as wished.
     """
     with explained():
-        return _Placing(step, wishes).plan(request)
+        return _Placing(step, wishes, optimizer, find_links, on_progress).plan(request)
 
 
 @dataclass(frozen=True)
 class _Placing:
     step: TrainingStep
     wishes: Wishes
+    optimizer: OptimizerSource
+    find_links: FindLinks
+    on_progress: Progress
 
     def plan(self, request: Request | None) -> Plan:
         ranks = range(len(self.wishes.placement.places))
@@ -179,9 +202,11 @@ class _Placing:
             buckets=self.buckets,
             lags=self.wishes.lags or (0,) * len(self.stages),
             state_per_parameter=self.wishes.state_per_parameter,
+            price_update=self._price_update,
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
+        times = self._times(needs, actions, fits)
         return msgspec.structs.replace(
             unscheduled,
             actions=tuple(tuple(map(str, own)) for own in actions),
@@ -194,21 +219,53 @@ class _Placing:
             predicted_peak_bytes=tuple(
                 predicted_peak_bytes(pipeline, rank, memory[rank], fits) for rank in pipeline.ranks
             ),
+            predicted_seconds=0.0 if times is None else times.seconds,
+            predicted_busy=() if times is None else times.busy,
         )
+
+    def _times(
+        self, needs: RankNeeds, actions: Sequence[Sequence[Action]], fits: Mapping[Key, Fit]
+    ) -> StepTimes | None:
+        """How long a step takes; unknown between machines, whose links are unknown."""
+        if len({one.node for one in self.wishes.placement.places}) > 1:
+            return None
+        self.on_progress("measuring how fast ranks talk", 0, 1)
+        links = self.find_links()
+        if links is None:
+            return None
+        with one_thread_prices(self.device, cache=cache_directory()) as price:
+            found = RankSeconds(needs=needs, fits=fits, links=links, price=price)
+            return step_times(needs.pipeline, actions, found.costs(), lags=self.wishes.lags)
 
     @cached_property
     def _fits(self) -> StageFits:
-        prices = free_prices
-        if self.wishes.limit_bytes is not None:
-            prices = partial(measured_prices, cache=cache_directory())
-        device = next(self.step.model.parameters()).device
+        prices = StagePrices(
+            staged=self._staged_at,
+            cache=cache_directory(),
+            granularity_bytes=granularity_of(self.device.type),
+            on_stage=lambda stage, size: self.on_progress(
+                f"pricing stage {stage} with {size} samples", stage, len(self.stages)
+            ),
+        )
         return StageFits(
             staged=self._staged_at,
-            prices=prices,
-            granularity_bytes=granularity_of(device.type),
+            around=prices.around,
             cache=cache_directory(),
             time_limit_seconds=self.wishes.time_limit_seconds,
         )
+
+    def _price_update(self, parameters: Sequence[torch.Tensor]) -> UpdateCost:
+        self.on_progress("pricing updates", 0, 1)
+        return update_cost(
+            parameters,
+            self.optimizer,
+            prices=one_thread_prices(self.device, cache=cache_directory()),
+            granularity_bytes=granularity_of(self.device.type),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.step.model.parameters()).device
 
     def _staged_at(self, num_samples: int) -> StagedStep:
         if num_samples not in self._known:
@@ -275,10 +332,13 @@ class _Placing:
         return cuts_by_share(weights, shares, sent_bytes=sent, slack=_SLACK)
 
     def _priced(self) -> JointStep:
-        """The step with the seconds of each operator, measured here."""
-        whole, cache = self.whole.whole, cache_directory()
-        device = next(self.step.model.parameters()).device
-        with partial(measured_prices, cache=cache)(device) as price:
+        """The step with the seconds of each operator, at fewer samples if that takes too long."""
+        whole = self.whole.whole
+        fewer = samples_to_price(whole.nodes, whole.num_samples)
+        if fewer < whole.num_samples:
+            whole = trace_whole(self.step, num_samples=fewer)
+        self.on_progress("pricing operators", 0, 1)
+        with one_thread_prices(self.device, cache=cache_directory()) as price:
             return analyse_joint(
                 whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
             )

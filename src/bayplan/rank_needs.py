@@ -1,24 +1,30 @@
-"""What a rank needs beside its stages' activations: tensors that stay, and messages."""
+"""What ranks need beside their stages' activations: tensors that stay, messages, and updates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.plan import Bucket
 from bayplan.planning.pipelines.checking import Proof
 from bayplan.planning.pipelines.pipeline import Pipeline
+from bayplan.planning.pipelines.rank_memory import RankMemory
 from bayplan.planning.pipelines.routing import Message
+from bayplan.rank_updates import UpdateCost
 from bayplan.running.ranks.worker import RECEIVES_AHEAD
 from bayplan.running.stages.whole import InputKind
-from bayplan.stage_fits import RankMemory
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import batch_tensors, named_tensors
 
 __all__ = ["RankNeeds"]
 
-_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
-_OF_GRADIENTS = (ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD)
+_K = ActionKind
+_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
+_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
+_OF_GRADIENTS = (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,7 @@ class RankNeeds:
         staged: the step at some number of samples.
         lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
+        price_update: what an update of some parameters costs.
     """
 
     step: TrainingStep
@@ -37,69 +44,123 @@ class RankNeeds:
     buckets: Sequence[Bucket]
     lags: Sequence[int]
     state_per_parameter: float
+    price_update: Callable[[Sequence[torch.Tensor]], UpdateCost]
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
-        """What one rank holds, and how much it has in flight.
+        """What one rank holds, and what its actions take.
 
         Args:
             rank: which.
             actions: its list.
             proof: what is known of all lists.
         """
-        tensors = named_tensors(self.step)
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        pieces = {
+            (stage, at): (stage, piece.end - piece.begin)
+            for stage in self.pipeline.stages_of(rank)
+            for at, piece in self.pipeline.routing.pieces_of(stage, rank)
+        }
+        return RankMemory(
+            actions=actions,
+            # Where backward lags, nothing is known to have arrived; see `Worker`.
+            retire=[()] * len(actions) if any(self.lags) else proof.retire[rank],
+            keys=pieces,
+            staying_bytes=self._staying_bytes(rank),
+            room_bytes={
+                at: sum(self.message_bytes(one, is_back=_is_back(action)) for one in messages)
+                for at, action, messages in self._moved(rank, actions)
+                if action.kind in _RECEIVES
+            },
+            packed_bytes={
+                at: sum(
+                    self.message_bytes(one, is_back=_is_back(action))
+                    for one in messages
+                    if len(self._names(one, is_back=_is_back(action))) > 1
+                )
+                for at, action, messages in self._moved(rank, actions)
+            },
+            num_ahead=RECEIVES_AHEAD,
+            gradient_bytes={
+                stage: sum(
+                    self._sizes[name]
+                    for name in self.staged.assignment.gradients[stage]
+                    if name not in self._shared
+                )
+                for stage in self.pipeline.stages_of(rank)
+            },
+            update_bytes=self.update(rank).size_bytes,
+            lags=self.lags,
+        )
+
+    def update(self, rank: int) -> UpdateCost:
+        """What a rank's update costs."""
+        stages = self.pipeline.stages_of(rank)
+        if stages not in self._updates:
+            tensors = named_tensors(self.step)
+            trained = [tensors[name] for name in self._trained(stages)]
+            self._updates[stages] = self.price_update(trained)
+        return self._updates[stages]
+
+    def gradients(self, stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A stage's parameters: those whose gradients other ranks have too, and its own."""
+        tensors, names = named_tensors(self.step), self.staged.assignment.gradients[stage]
+        shared = [tensors[name] for name in names if name in self._shared]
+        return shared, [tensors[name] for name in names if name not in self._shared]
+
+    def message_bytes(self, message: Message, *, is_back: bool) -> int:
+        """The size of a message."""
+        values = (self.staged.values[name] for name in self._names(message, is_back=is_back))
+        whole = sum(value.numel() * value.element_size() for value in values)
+        return whole * (message.end - message.begin) // self.staged.whole.num_samples
+
+    def _staying_bytes(self, rank: int) -> int:
         versions: dict[str, int] = {}
-        trained: set[str] = set()
-        in_flight: dict[int, int] = {}
-        for stage in self.pipeline.stages_of(rank):
-            num_pieces = len(self.pipeline.routing.pieces_of(stage, rank))
-            in_flight[stage] = proof.in_flight[rank][stage] + self.lags[stage] * num_pieces
+        stages = self.pipeline.stages_of(rank)
+        for stage in stages:
             for given in self.staged.graph(stage).inputs:
                 if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                     versions[given.name] = max(versions.get(given.name, 0), 1 + self.lags[stage])
-                if given.needs_gradient:
-                    trained.add(given.name)
+        trained, sizes = self._trained(stages), self._sizes
         staying = sum(t.numel() * t.element_size() for t in batch_tensors(self.step.batch))
         staying += sum(count * sizes[name] for name, count in versions.items())
         staying += int(sum(sizes[name] for name in trained) * self.state_per_parameter)
-        staying += sum(sizes[name] for name in trained if self._is_summed(name, rank))
-        return RankMemory(staying + self._message_bytes(rank, actions, proof), in_flight)
+        return staying + sum(sizes[name] for name in trained if name in self._shared)
 
-    def _is_summed(self, name: str, rank: int) -> bool:
-        """Whether a gradient has memory of its own: summed over pieces or ranks."""
-        ranks = {
-            other
-            for bucket in self.buckets
-            if name in bucket.parameters
-            for stage in bucket.stages
-            for other in self.pipeline.stages[stage].devices
-        }
-        stages = self.pipeline.stages_of(rank)
-        pieces = (self.pipeline.routing.pieces_of(stage, rank) for stage in stages)
-        return len(ranks) > 1 or max(map(len, pieces)) > 1
+    def _trained(self, stages: Sequence[int]) -> tuple[str, ...]:
+        gradients = self.staged.assignment.gradients
+        return tuple(dict.fromkeys(name for stage in stages for name in gradients[stage]))
 
-    def _message_bytes(self, rank: int, actions: Sequence[Action], proof: Proof) -> int:
-        """What is received ahead of need, and what was sent and is not known to have arrived."""
-        sizes = [self._moved_bytes(self.pipeline.moved(rank, one), one) for one in actions]
-        comes = [one.kind in _RECEIVES for one in actions]
-        ahead = sorted(size for size, own in zip(sizes, comes, strict=True) if own)
-        now = most = 0
-        for size, own, retired in zip(sizes, comes, proof.retire[rank], strict=True):
-            now += 0 if own else size
-            most = max(most, now)
-            now -= sum(sizes[at] for at in retired)
-        return sum(ahead[-RECEIVES_AHEAD:]) + most
+    def _moved(
+        self, rank: int, actions: Sequence[Action]
+    ) -> list[tuple[int, Action, tuple[Message, ...]]]:
+        """The sends and receives of a list, with their places and messages."""
+        return [
+            (at, action, self.pipeline.moved(rank, action))
+            for at, action in enumerate(actions)
+            if action.kind in (*_RECEIVES, *_SENDS)
+        ]
 
-    def _moved_bytes(self, messages: Sequence[Message], action: Action) -> int:
-        """The memory of some messages; a single value is sent from where it is kept anyway."""
-        carried, values = self.staged.carried, self.staged.values
-        total = 0
-        for message in messages:
-            early, late = message.source_stage, message.target_stage
-            is_back = action.kind in _OF_GRADIENTS
-            names = carried.backward[late, early] if is_back else carried.forward[early, late]
-            if action.kind is ActionKind.SEND_FORWARD and len(names) == 1:
-                continue
-            per_piece = sum(values[name].numel() * values[name].element_size() for name in names)
-            total += per_piece * (message.end - message.begin) // self.staged.whole.num_samples
-        return total
+    def _names(self, message: Message, *, is_back: bool) -> tuple[str, ...]:
+        """The values in a message."""
+        early, late = message.source_stage, message.target_stage
+        carried = self.staged.carried
+        return carried.backward[late, early] if is_back else carried.forward[early, late]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        tensors = named_tensors(self.step)
+        return {name: one.numel() * one.element_size() for name, one in tensors.items()}
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """Parameters whose gradients several ranks sum up, in memory that stays."""
+        return frozenset(
+            name for number in self.pipeline.members for name in self.buckets[number].parameters
+        )
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, ...], UpdateCost]:
+        return {}
+
+
+def _is_back(action: Action) -> bool:
+    return action.kind in _OF_GRADIENTS

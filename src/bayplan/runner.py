@@ -15,7 +15,7 @@ from bayplan.data.plan import Plan
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
-from bayplan.devices.machine import device_name
+from bayplan.devices.machine import check_torch_version, device_name
 from bayplan.fitted import bind
 from bayplan.planned import carried_out
 from bayplan.planner import Planner
@@ -134,10 +134,7 @@ def check_plan(plan: Plan, question: Question) -> StepGraph:
     """
     if plan.order is None:
         raise ForeignPlan("the plan has no `order`: it is not for one device")
-    if plan.torch_version != str(torch.__version__):
-        raise ForeignPlan(
-            f"the plan is for torch {plan.torch_version}, here is {torch.__version__}; plan anew"
-        )
+    check_torch_version(plan.torch_version)
     here = device_name(torch.device("cpu"))
     if plan.cluster_fingerprint != here:
         raise ForeignPlan(

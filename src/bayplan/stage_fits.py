@@ -1,11 +1,8 @@
 """What each stage takes on a rank, and the fastest orders of it that fit a limit together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from bayplan.choosing import order_of
 from bayplan.data.errors import DoesNotFit
@@ -14,19 +11,23 @@ from bayplan.data.program import Program
 from bayplan.data.units import format_bytes
 from bayplan.planned import Circumstances
 from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.rank_memory import StageMemory, rank_peak_bytes, stage_memory
+from bayplan.planning.pipelines.rank_memory import (
+    Key,
+    RankMemory,
+    StageMemory,
+    rank_peak_bytes,
+    stage_memory,
+)
+from bayplan.planning.pipelines.stage_seconds import StageSeconds, stage_seconds
 from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.search import pareto, smallest_peak
 from bayplan.planning.swaps import Arrangement
-from bayplan.pricing import Price
 from bayplan.staged import StagedStep
 
-__all__ = ["Fit", "RankMemory", "StageFits", "predicted_peak_bytes"]
+__all__ = ["Fit", "StageFits", "predicted_peak_bytes"]
 
 _NUM_LIMITS = 10  # of a stage's own curve, from its plain peak down to its smallest
 _CURVE_SHARE = 0.75  # of the time; the rest is for the smallest peak
-
-Key = tuple[int, int]  # stage, samples
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,7 @@ class Fit:
 
     order: StepOrder
     memory: StageMemory
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """What a rank needs beside its stages' activations.
-
-    Attributes:
-        staying_bytes: through the whole step.
-        in_flight: by stage, its most micro-batches in flight.
-    """
-
-    staying_bytes: int
-    in_flight: dict[int, int]
+    seconds: StageSeconds
 
 
 @dataclass
@@ -56,16 +45,16 @@ class StageFits:
 
     Attributes:
         staged: by number of samples, the step.
-        prices: makes the function that prices operators.
+        around: by stage and number of samples, what it is traced and priced with.
         time_limit_seconds: to plan one stage at one size.
     """
 
     staged: Callable[[int], StagedStep]
-    prices: Callable[[torch.device], AbstractContextManager[Price]]
-    granularity_bytes: int
+    around: Callable[[int, int], Circumstances]
     cache: Path
     time_limit_seconds: float = 10.0
     _programs: dict[Key, Program] = field(default_factory=dict)
+    _made_back: dict[Key, frozenset[int]] = field(default_factory=dict)
     _plain: dict[Key, Fit] = field(default_factory=dict)
     _curves: dict[Key, list[Fit]] = field(default_factory=dict)
 
@@ -139,15 +128,23 @@ class StageFits:
             plain_peak_bytes=plain.peak_bytes,
             plain_seconds=program.plain_seconds,
         )
-        return Fit(order, stage_memory(program, schedule))
+        made_back = self._made_back[key]
+        return Fit(
+            order,
+            stage_memory(program, schedule, made_back=made_back),
+            stage_seconds(program, schedule, made_back=made_back),
+        )
 
     def _program(self, key: Key) -> Program:
         if key not in self._programs:
             stage, size = key
-            around = Circumstances(prices=self.prices, granularity_bytes=self.granularity_bytes)
             staged = self.staged(size)
-            traced = staged.traced(staged.graph(stage), around)
-            self._programs[key] = traced.with_packs().program
+            graph = staged.graph(stage)
+            step = staged.traced(graph, self.around(stage, size)).with_packs()
+            sent = step.backward_outputs[len(graph.parameters) :]
+            buffers = (step.buffers_of[node] for node in sent if node is not None)
+            self._programs[key] = step.program
+            self._made_back[key] = frozenset(b for own in buffers for b in own)
         return self._programs[key]
 
     @staticmethod
@@ -172,13 +169,4 @@ def _keys_of(pipeline: Pipeline, rank: int) -> Iterator[Key]:
 
 
 def _rank_peak(own: RankMemory, fits: dict[Key, Fit]) -> int:
-    """Of a stage's sizes the one that takes most counts."""
-    worst: dict[int, StageMemory] = {}
-    for (stage, _), fit in fits.items():
-        known = worst.get(stage, fit.memory)
-        worst[stage] = StageMemory(
-            max(known.held_bytes, fit.memory.held_bytes),
-            max(known.passing_bytes, fit.memory.passing_bytes),
-        )
-    stages = [(own.in_flight[stage], memory) for stage, memory in worst.items()]
-    return rank_peak_bytes(own.staying_bytes, stages)
+    return rank_peak_bytes(own, {key: fit.memory for key, fit in fits.items()})

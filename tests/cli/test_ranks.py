@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from bayplan.reporting.progress import ProgressBar
 
 PLACED = ("--placement", "0:0.0:1", "--shares-by", "ops")
 
@@ -29,15 +32,23 @@ def test_dry_run_tells_what_ranks_would_do(bayplan, deep_project):
     assert "on ranks 0, 1" in answer.out
 
 
+TABLE = "device  stage  peak MiB  predicted  busy %  predicted"
+
+
 def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
-    options = ("--batch", 64, *PLACED, "--micro-batches", 2, "--steps", 2, "--optimizer", "sgd")
+    options = ("--batch", 8192, *PLACED, "--micro-batches", 2, "--steps", 3, "--optimizer", "sgd")
     answer = bayplan("run", "train:deep", *options, "-o", "two.record.json", "--logs", "kept")
     assert answer.code == 0, answer.err
     losses = [float(word) for word in answer.out.splitlines()[0].split(" ", 1)[1].split(", ")]
-    assert len(losses) == 3
+    assert len(losses) == 4
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
-    assert "device  stage  peak MiB  predicted  busy %" in answer.out
+    assert TABLE in answer.out
+    assert re.search(r"step .+, predicted .+, [0-9.]+ samples/s", answer.out)
+    assert "an epoch of 1,281,167 samples would take" in answer.out
+    assert re.search(
+        r"^step 3 of 3, loss .+ samples/s, peak .+ 0 s left$", answer.err, re.MULTILINE
+    )
     record = json.loads((deep_project / "two.record.json").read_text())
     assert [device["device"] for device in record["devices"]] == [
         "rank 0, stage 0",
@@ -46,6 +57,40 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
     names = [event["name"] for event in record["devices"][1]["events"]]
     assert names[:3] == ["1RECV_F0", "1F0", "1B0"]
     assert (deep_project / "kept" / "rank1.log").exists()
+    assert record["predicted"]["step_seconds"] > 0
+    for device, peak_bytes in zip(
+        record["devices"], record["predicted"]["peak_bytes"], strict=True
+    ):
+        assert device["step_peak_bytes"][-1] == pytest.approx(peak_bytes, rel=0.02)
+        kinds = device["peak_by_kind"]
+        assert sum(kinds.values()) == max(device["step_peak_bytes"][1:])
+        assert kinds["activation"] >= 2 * 4096 * 64 * 4  # of one micro-batch, at the least
+    told = bayplan("report", "two.record.json")
+    assert told.code == 0
+    table = answer.out[answer.out.index(TABLE) : answer.out.index("logs of all ranks")]
+    assert table in told.out
+
+
+def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkeypatch):
+    """A real signal, sent when the first step of thousands is told."""
+
+    def interrupt(bar, line, done, total):
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ProgressBar, "tell", interrupt)
+    options = ("--batch", 64, *PLACED, "--staleness", 1, "--steps", 10_000)
+    answer = bayplan("run", "train:deep", *options, "-o", "cut.json", "--epoch-samples", 640)
+    assert answer.code == 130
+    record = json.loads((deep_project / "cut.json").read_text())
+    assert 1 <= len(record["step_seconds"]) < 10_000
+    assert [len(device["step_peak_bytes"]) for device in record["devices"]] == [
+        len(record["step_seconds"])
+    ] * 2
+    assert max(record["devices"][0]["staleness"]) == 1
+    assert TABLE in answer.out
+    assert "weights up to 1 updates old" in answer.out
+    assert "an epoch of 640 samples" in answer.out
 
 
 @pytest.mark.parametrize(
@@ -70,6 +115,7 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
         (("--placement", "0:0.0:1", "--staleness", "-1"), ("staleness is -1",)),
         (("--placement", "0:0.0:1", "--cut-at", "layer"), ("'layer' to cut at has no operator",)),
         (("--batch", "8"), ("--batch 8 needs --placement",)),
+        (("--placement", "0:0.0:1", "--epoch-samples", "0"), ("--epoch-samples is 0",)),
     ],
 )
 def test_wrong_words_about_ranks_are_refused(bayplan, deep_project, check_refusal, options, words):

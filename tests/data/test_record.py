@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data import files
-from bayplan.data.record import MemoryCurve, RunRecord, Source
+from bayplan.data.record import Event, Lane, MemoryCurve, Prediction, RunRecord, Source
 
 replace = msgspec.structs.replace
 
@@ -120,3 +120,45 @@ def test_only_a_measured_curve_may_fall_below_zero(record, columns, message):
     assert replace(record, devices=devices).source is Source.MEASURED
     with pytest.raises(ValueError, match=message):
         replace(record, devices=devices, source=Source.SIMULATED)
+
+
+def event(lane, start_seconds, seconds):
+    return Event(lane=lane, name="0F0", start_seconds=start_seconds, seconds=seconds)
+
+
+def test_a_device_is_busy_for_its_share_of_the_longest_one_s_step(record):
+    first, second = record.devices
+    first = replace(first, events=(event(Lane.COMPUTE, 0, 1), event(Lane.RECEIVE, 1, 3)))
+    second = replace(second, events=(event(Lane.COMPUTE, 0, 2),))
+    assert replace(record, devices=(first, second)).busy == (0.25, 0.5)
+    assert replace(record, devices=(first, record.devices[1])).busy == (0.25, None)
+
+
+def test_an_epoch_follows_from_the_median_step(record):
+    told = replace(record, num_samples=8, epoch_samples=80)
+    assert told.samples_per_second == 4.0
+    assert told.epoch_seconds == 20.0
+    assert record.samples_per_second is None
+    assert replace(record, num_samples=8).epoch_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"epoch_samples": -1}, "epoch_samples is -1"),
+        ({"predicted": Prediction(step_seconds=1.0, peak_bytes=(1,))}, "of 1 devices"),
+        ({"predicted": Prediction(step_seconds=1.0, peak_bytes=(1, 2), busy=(1,))}, "busy is of 1"),
+    ],
+)
+def test_what_was_promised_is_of_all_devices(record, fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace(record, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"step_seconds": -1.0}, {"busy": (-0.1,)}, {"peak_bytes": (-1,)}]
+)
+def test_a_promise_below_zero_is_refused(fields):
+    with pytest.raises(ValueError, match="must be 0 or more"):
+        Prediction(**{"step_seconds": 1.0, "peak_bytes": (1,), **fields})

@@ -23,6 +23,18 @@ def test_terminal_shows_what_is_done_and_is_clean_after(capsys, monkeypatch):
     assert "25%" in captured.err
 
 
+def test_a_told_line_is_in_the_bar_or_by_itself(capsys, monkeypatch):
+    with ProgressBar() as bar:
+        bar.tell("step 1 of 4, loss 2.5", 1, 4)
+    assert capsys.readouterr().err == "step 1 of 4, loss 2.5\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressBar() as bar:
+        bar.tell("step 1 of 4, loss 2.5", 1, 4)
+    shown = capsys.readouterr().err
+    assert "step 1 of 4, loss 2.5" in shown
+    assert "25%" in shown
+
+
 def test_error_passes_through_and_ends_the_bar(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with pytest.raises(KeyboardInterrupt), ProgressBar() as bar:

@@ -24,6 +24,7 @@ from bayplan.cli.options import (
     swap_space,
 )
 from bayplan.cli.ranks import (
+    IMAGENET_SAMPLES,
     RANKS_HELP,
     RankOptions,
     check_local_run,
@@ -179,6 +180,13 @@ def run(
     many: Annotated[RankOptions, Parameter(name="*", group="Many ranks")] = NO_RANKS,
     logs: Annotated[Path, Parameter(help="The folder for the log of each rank.")] = Path("logs"),
     seed: Annotated[int, Parameter(help="Of the model and of dropout, on many ranks.")] = 0,
+    epoch_samples: Annotated[
+        int | None,
+        Parameter(
+            help="On many ranks, samples of an epoch, whose time is extrapolated from the median"
+            f" step. Default: ImageNet's {IMAGENET_SAMPLES:,}."
+        ),
+    ] = None,
     steps: Annotated[int, Parameter(help="Steps to train and measure.")] = 5,
     target: Annotated[
         str | None, Parameter(help="What to train, where the plan names code of your own.")
@@ -202,6 +210,8 @@ def run(
 
     if steps < 1:
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
+    if epoch_samples is not None and epoch_samples < 1:
+        raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
     check_output(output)
     if many.is_given:
         given = plan_for_ranks(
@@ -221,8 +231,17 @@ def run(
             print(f"would run {steps} steps: {pipeline_text(given)}")
             return ExitCode.DONE
         return run_plan_on_ranks(
-            given, steps=steps, target=target, output=output, logs=logs, seed=seed, json=json
+            given,
+            steps=steps,
+            target=target,
+            output=output,
+            logs=logs,
+            seed=seed,
+            epoch_samples=epoch_samples or IMAGENET_SAMPLES,
+            json=json,
         )
+    if epoch_samples is not None:
+        raise UsageError("--epoch-samples is about many ranks; this plan is for one device")
     from bayplan.runner import check_run, question_of, run_plan
 
     question = question_of(given, target=target)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from bayplan.cli.options import as_json, question_about
-from bayplan.data.errors import ExitCode, UsageError
+from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
     from bayplan.data.placement import Placement
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bayplan.placing import Wishes
 
 __all__ = [
+    "IMAGENET_SAMPLES",
     "RANKS_HELP",
     "RankOptions",
     "check_local_run",
@@ -26,6 +27,8 @@ __all__ = [
 INTERRUPTED = 130  # the exit code of a run that Ctrl-C ended
 # Bytes of an optimizer's state for a byte of parameters.
 _STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+
+IMAGENET_SAMPLES = 1_281_167  # what an epoch is in most published tables
 
 RANKS_HELP = """\
 On many ranks: --placement 0:0-6.0:7 puts the first stage on devices 0 to 6 of node 0 and the
@@ -175,11 +178,21 @@ def plan_for_ranks(
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.data.plan import Request
     from bayplan.placing import place
+    from bayplan.reporting.progress import ProgressBar
+    from bayplan.running.ranks.link_speeds import local_link_speeds
 
     request = Request(
         target=question.target.name, batch=question.batch, optimizer=optimizer, autocast=autocast
     )
-    return place(question.without_memory(), wishes, request=request)
+    with ProgressBar() as bar:
+        return place(
+            question.without_memory(),
+            wishes,
+            request=request,
+            optimizer=question.optimizer_source(),
+            find_links=local_link_speeds,
+            on_progress=bar,
+        )
 
 
 def check_is_local(placement: "Placement") -> None:
@@ -216,11 +229,12 @@ def run_plan_on_ranks(
     output: Path | None,
     logs: Path,
     seed: int,
+    epoch_samples: int,
     json: bool,
 ) -> int:
-    """Carry a plan out on ranks of this machine, and show what each did."""
+    """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
     from bayplan.data import files
-    from bayplan.many_ranks import run_on_ranks
+    from bayplan.many_ranks import INTERRUPTED, run_on_ranks
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import pipeline_text, ranks_text
 
@@ -229,7 +243,14 @@ def run_plan_on_ranks(
             bar.say(line)
         bar.say(f"starting {len(plan.actions)} processes, which trace and compile their stages")
         done = run_on_ranks(
-            plan, num_steps=steps, log_folder=logs, target=target, seed=seed, on_line=bar.say
+            plan,
+            num_steps=steps,
+            log_folder=logs,
+            target=target,
+            seed=seed,
+            epoch_samples=epoch_samples,
+            on_line=bar.say,
+            on_step=lambda step: bar.tell(str(step), step.done, step.total),
         )
     if done.measured is None:
         if done.exit_code == INTERRUPTED:
@@ -240,7 +261,7 @@ def run_plan_on_ranks(
     if json:
         print(as_json(done.measured))
     else:
-        print(f"losses {', '.join(f'{loss:.4f}' for loss in done.losses)}")
-        print(ranks_text(done.measured, plan))
+        print(f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}")
+        print(ranks_text(done.measured))
         print(f"logs of all ranks are in {logs}")
-    return ExitCode.DONE
+    return done.exit_code

@@ -183,6 +183,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
         peak_moment: what sets the predicted peak.
+        predicted_busy: by device, the share of the step that it computes in; empty if unknown.
         gap: at most this share longer than the best schedule takes; None if unknown.
     """
 
@@ -212,6 +213,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     actions: tuple[tuple[str, ...], ...]
     predicted_peak_bytes: tuple[int, ...]
     predicted_seconds: float
+    predicted_busy: tuple[float, ...] = ()
     gap: float | None = None
 
     def __post_init__(self) -> None:
@@ -228,6 +230,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(
                     f"predicted_peak_bytes[{device}] is {peak_bytes}, must be 0 or more"
                 )
+        if self.predicted_busy and len(self.predicted_busy) != len(self.actions):
+            raise ValueError(
+                f"{len(self.predicted_busy)} shares in predicted_busy for {len(self.actions)}"
+                " devices"
+            )
+        for device, share in enumerate(self.predicted_busy):
+            if not 0 <= share <= 1:
+                raise ValueError(f"predicted_busy[{device}] is {share}, must be from 0 to 1")
         if len(self.predicted_peak_bytes) != len(self.actions):
             raise ValueError(
                 f"{len(self.predicted_peak_bytes)} predicted peaks for {len(self.actions)} devices"

@@ -10,15 +10,20 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
 __all__ = [
+    "MESSAGE",
     "DeviceRecord",
     "Event",
     "Lane",
     "LiveStorage",
     "MemoryCurve",
     "MessageClass",
+    "Prediction",
     "RunRecord",
     "Source",
 ]
+
+
+MESSAGE = "message"  # beside the storage kinds: values on their way between ranks
 
 
 class Source(StrEnum):
@@ -106,10 +111,13 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         peak_node: index of the graph node at the peak; None where no graph is known.
         step_peak_bytes: the peak of each recorded step.
         largest: the largest storages alive at the peak.
+        stages: of the plan that it computes; empty where there is one device alone.
+        events: what it did in the last step.
         staleness: for each update, how many updates old the weights were that its gradients are of.
     """
 
     device: str
+    stages: tuple[int, ...] = ()
     peak_bytes: int
     peak_by_kind: dict[str, int] = {}
     peak_node: int | None = None
@@ -130,6 +138,25 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             check_not_negative(peak_node=self.peak_node)
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the plan of a run promised, to be shown next to what came.
+
+    Attributes:
+        step_seconds: 0 if it was not predicted.
+        peak_bytes: by device.
+        busy: by device, the share of the step that it computes in; empty if unknown.
+    """
+
+    step_seconds: float
+    peak_bytes: tuple[int, ...]
+    busy: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_not_negative(step_seconds=self.step_seconds)
+        check_figures("peak_bytes", self.peak_bytes)
+        check_figures("busy", self.busy)
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything known about some steps.
 
@@ -139,6 +166,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         fingerprint: of the step graph; empty where a loop was recorded without one.
         step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
         not_counted: what the peak leaves out, in words.
+        num_samples: of one step; None if unknown.
+        epoch_samples: of an epoch, which is not run: its time follows from the median step.
+        losses: one for each step, and those of steps to warm up before; may be empty.
+        predicted: by the plan that was run.
     """
 
     schema: str = "bayplan/record"
@@ -153,14 +184,38 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices: tuple[DeviceRecord, ...]
     not_counted: tuple[str, ...] = ()
     versions: dict[str, str] = {}
+    num_samples: int | None = None
+    epoch_samples: int | None = None
+    losses: tuple[float, ...] = ()
+    predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
+        for name, number in (
+            ("num_samples", self.num_samples),
+            ("epoch_samples", self.epoch_samples),
+        ):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}, must be at least 1")
+        self._check_predicted()
         check_not_negative(step_spread_seconds=self.step_spread_seconds)
         if self.source is Source.SIMULATED:
             for at, device in enumerate(self.devices):
                 if device.curve is not None:
                     _check_simulated(f"devices[{at}].curve", device.curve)
+
+    def _check_predicted(self) -> None:
+        if self.predicted is None:
+            return
+        for name, column in (
+            ("peak_bytes", self.predicted.peak_bytes),
+            ("busy", self.predicted.busy),
+        ):
+            if len(column) not in {len(self.devices), 0}:
+                raise ValueError(
+                    f"predicted.{name} is of {len(column)} devices, but there are"
+                    f" {len(self.devices)}"
+                )
 
     @property
     def peak_bytes(self) -> int:
@@ -180,6 +235,32 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Median step time, the first step left out where there are others (it warms up)."""
         steady = self.step_seconds[1:] or self.step_seconds
         return statistics.median(steady) if steady else 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """By the median step; None if unknown."""
+        seconds = self.typical_step_seconds
+        return self.num_samples / seconds if self.num_samples and seconds else None
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """What an epoch would take, extrapolated from the median step; None if unknown."""
+        speed = self.samples_per_second
+        return self.epoch_samples / speed if self.epoch_samples and speed else None
+
+    @property
+    def busy(self) -> tuple[float | None, ...]:
+        """By device, the share of the last step that it computed in; None without events."""
+        whole = max(
+            (event.start_seconds + event.seconds for one in self.devices for event in one.events),
+            default=0.0,
+        )
+        return tuple(
+            sum(event.seconds for event in one.events if event.lane is Lane.COMPUTE) / whole
+            if one.events and whole
+            else None
+            for one in self.devices
+        )
 
 
 def _check_simulated(place: str, curve: MemoryCurve) -> None:

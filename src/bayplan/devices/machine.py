@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_memory_bytes", "cache_directory", "describe_machine", "device_name"]
+from bayplan.data.errors import ForeignPlan
+
+__all__ = [
+    "available_memory_bytes",
+    "cache_directory",
+    "check_torch_version",
+    "describe_machine",
+    "device_name",
+]
 
 
 def describe_machine() -> dict[str, str]:
@@ -26,6 +34,18 @@ def describe_machine() -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     """The name under which a profile of this device is kept."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def check_torch_version(planned: str) -> None:
+    """Refuse a plan of another torch, whose operators may be others.
+
+    Raises:
+        ForeignPlan: with both versions.
+    """
+    if planned != str(torch.__version__):
+        raise ForeignPlan(
+            f"the plan is for torch {planned}, here is {torch.__version__}; plan anew"
+        )
 
 
 def available_memory_bytes(device: torch.device) -> int:

@@ -29,6 +29,13 @@ class ProgressBar:
         """Print a line of its own on stderr, above the bar, also where there is no terminal."""
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def tell(self, line: str, done: int, total: int) -> None:
+        """Show a line in the bar, or by itself where there is no terminal."""
+        if self._progress.disable:
+            self.say(line)
+        else:
+            self(line, done, total)
+
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show how far a piece of work has come."""
         self._progress.update(self._task, description=what, completed=done, total=total)

@@ -2,8 +2,9 @@
 
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
-from bayplan.data.record import DeviceRecord, Lane, RunRecord
+from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
+from bayplan.reporting.kinds import kind_lines
 from bayplan.reporting.plans import table_text
 
 __all__ = ["pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
@@ -11,25 +12,46 @@ __all__ = ["pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
 _MOST_ACTIONS = 16
 
 
-def ranks_text(record: RunRecord, plan: Plan) -> str:
-    """Peak and load of each rank, and the step's time."""
-    num_samples = None if plan.request is None else plan.request.batch
-    seconds = record.typical_step_seconds
-    speed = f", {num_samples / seconds:.1f} samples/s" if num_samples and seconds else ""
+def ranks_text(record: RunRecord) -> str:
+    """Peak and load of each rank, predicted next to measured, and the step's time."""
+    predicted = record.predicted
+    peaks = predicted.peak_bytes if predicted else ()
+    busy = predicted.busy if predicted else ()
+    shares = record.busy
     rows = [
         (
             str(rank),
-            _stages(plan, rank),
+            "+".join(map(str, device.stages)),
             f"{_peak_bytes(device) / 2**20:.0f}",
-            f"{plan.predicted_peak_bytes[rank] / 2**20:.0f}",
-            _busy(device),
+            f"{peaks[rank] / 2**20:.0f}" if peaks else "",
+            _percent(shares[rank]),
+            _percent(busy[rank] if busy else None),
         )
         for rank, device in enumerate(record.devices)
     ]
-    table = table_text(("device", "stage", "peak MiB", "predicted", "busy %"), rows)
+    columns = ("device", "stage", "peak MiB", "predicted", "busy %", "predicted")
+    return "\n".join([table_text(columns, rows), *_step_lines(record)])
+
+
+def _step_lines(record: RunRecord) -> list[str]:
+    seconds, predicted = record.typical_step_seconds, record.predicted
+    line = f"step {format_seconds(seconds)}"
+    if predicted is not None and predicted.step_seconds:
+        line += f", predicted {format_seconds(predicted.step_seconds)}"
+    if record.samples_per_second is not None:
+        line += f", {record.samples_per_second:.1f} samples/s"
     oldest = max((max(device.staleness, default=0) for device in record.devices), default=0)
-    stale = f", weights up to {oldest} updates old" if oldest else ""
-    return f"{table}\nstep {format_seconds(seconds)}{speed}{stale}"
+    line += f", weights up to {oldest} updates old" if oldest else ""
+    lines = [line]
+    if record.epoch_seconds is not None:
+        lines.append(
+            f"an epoch of {record.epoch_samples:,} samples would take"
+            f" {record.epoch_seconds / 3600:.3g} h, extrapolated from the median step"
+        )
+    fullest = max(record.devices, key=_peak_bytes, default=None)
+    if fullest is not None and fullest.peak_by_kind:
+        lines += [f"at the peak of {fullest.device}", *kind_lines(fullest.peak_by_kind)]
+    return lines
 
 
 def pipeline_text(plan: Plan) -> str:
@@ -44,6 +66,10 @@ def pipeline_text(plan: Plan) -> str:
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")
+    fullest = max(range(len(plan.actions)), key=lambda rank: plan.predicted_peak_bytes[rank])
+    peak = format_bytes(plan.predicted_peak_bytes[fullest])
+    seconds = format_seconds(plan.predicted_seconds) if plan.predicted_seconds else "unknown"
+    lines.append(f"  predicted: step {seconds}, peak {peak} on rank {fullest}")
     longest = max(range(len(plan.actions)), key=lambda rank: len(plan.actions[rank]))
     more = " …" if len(plan.actions[longest]) > _MOST_ACTIONS else ""
     shown = " ".join(plan.actions[longest][:_MOST_ACTIONS])
@@ -99,10 +125,5 @@ def _peak_bytes(device: DeviceRecord) -> int:
     return max(device.step_peak_bytes[1:], default=device.peak_bytes)
 
 
-def _busy(device: DeviceRecord) -> str:
-    """The part of the last step that a rank computed in."""
-    if not device.events:
-        return ""
-    whole = max(event.start_seconds + event.seconds for event in device.events)
-    computing = sum(event.seconds for event in device.events if event.lane is Lane.COMPUTE)
-    return f"{100 * computing / whole:.0f}" if whole else ""
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}"

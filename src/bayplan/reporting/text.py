@@ -3,11 +3,13 @@
 from collections import defaultdict
 
 from bayplan.data.finding import Finding
-from bayplan.data.graph import StepGraph, StorageKind
+from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Verdict
+from bayplan.reporting.kinds import kind_lines, share_text
+from bayplan.reporting.ranks import ranks_text
 
 __all__ = [
     "comparison_text",
@@ -18,16 +20,6 @@ __all__ = [
     "verdict_text",
 ]
 
-_KIND_WORDS: dict[str, str] = {
-    StorageKind.PARAMETER: "parameters",
-    StorageKind.GRADIENT: "gradients",
-    StorageKind.OPTIMIZER_STATE: "optimizer state",
-    StorageKind.BUFFER: "buffers",
-    StorageKind.INPUT: "batch",
-    StorageKind.ACTIVATION: "activations held for backward",
-    StorageKind.TEMPORARY: "temporaries",
-    "workspace": "workspace inside the kernel",
-}
 _ORIGIN_WORDS = {
     Origin.MEASURED: "time measured on this device",
     Origin.SCALED: "time measured here at another batch size and scaled",
@@ -74,7 +66,7 @@ def verdict_text(verdict: Verdict) -> str:
         f" ({_ORIGIN_WORDS[verdict.time_origin]})",
         "",
         f"at the peak ({verdict.peak_place})",
-        *_kind_lines(verdict.peak_by_kind),
+        *kind_lines(verdict.peak_by_kind),
         "",
         "largest values alive at the peak",
         *map(_value_line, verdict.largest),
@@ -107,15 +99,15 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
         f" ± {format_seconds(profile.step_spread_seconds)} ({how})",
         "",
         *(
-            f"  {phase:<10} {format_seconds(seconds):>8}  {_share(seconds, total)}"
+            f"  {phase:<10} {format_seconds(seconds):>8}  {share_text(seconds, total)}"
             for phase, seconds in by_phase.items()
         ),
         f"  {'overhead':<10} {format_seconds(profile.overhead_seconds):>8}"
-        f"  {_share(profile.overhead_seconds, total)}",
+        f"  {share_text(profile.overhead_seconds, total)}",
         "",
         "by operator",
         *(
-            f"  {format_seconds(seconds):>8}  {_share(seconds, total)}  {count:>5} x {op}"
+            f"  {format_seconds(seconds):>8}  {share_text(seconds, total)}  {count:>5} x {op}"
             for op, (count, seconds) in top_ops
         ),
         "",
@@ -140,9 +132,11 @@ def record_text(record: RunRecord) -> str:
         f"{record.model or 'a training loop'}: {record.source},{what} memory by {record.method}",
         f"  step  {typical} ({record.clock} clock)",
     ]
+    if any(device.stages for device in record.devices):
+        return "\n".join([lines[0], ranks_text(record)])
     for device in record.devices:
         lines.append(f"  peak  {format_bytes(device.peak_bytes)} on {device.device}")
-        lines += _kind_lines(device.peak_by_kind)
+        lines += kind_lines(device.peak_by_kind)
     if record.not_counted:
         lines.append("  not counted: " + "; ".join(record.not_counted))
     return "\n".join(lines)
@@ -183,23 +177,10 @@ def findings_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _kind_lines(by_kind: dict[str, int]) -> list[str]:
-    total = sum(by_kind.values())
-    return [
-        f"  {_KIND_WORDS.get(kind, kind):<30} {format_bytes(size):>10}  {_share(size, total)}"
-        for kind, size in by_kind.items()
-        if size
-    ]
-
-
 def _value_line(value: LiveStorage) -> str:
     kind = value.kind.replace("_", " ")
     line = f"  {format_bytes(value.size_bytes):>10}  {kind:<15}  {value.name}  {value.source}"
     return line.rstrip()
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:5.1f} %" if whole else "    -  "
 
 
 def _error(found: float, reference: float) -> str:

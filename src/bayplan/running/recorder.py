@@ -76,6 +76,16 @@ class Recorder:
             raise UsageError("the recording is still running; leave its `with` block first")
         return self._record
 
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak so far, inside the `with` block or after it."""
+        if self._record is not None:
+            return self._record.peak_bytes
+        if self._meter is None:
+            return 0
+        now = self._start_bytes + self._meter.peak_bytes
+        return max([*self._step_peaks, now, self._earlier_peak_bytes])
+
     def step(self) -> None:
         """Mark the end of a step by hand; from then on optimizers are not listened to."""
         if self._meter is None or self._record is not None:

@@ -1,5 +1,7 @@
 """What a rank says it does."""
 
+import pytest
+
 from bayplan.data.actions import Action
 from bayplan.data.record import Lane
 from bayplan.running.ranks.journal import Journal
@@ -39,6 +41,37 @@ def test_events_are_those_of_the_last_step_in_order():
     do(journal, range(6))
     assert len(journal.events()) == 6
     assert journal.now == (2, 5)
+
+
+def test_an_update_is_a_wait_and_then_computes():
+    journal = journal_of("0F0", "0U0")
+    update = journal.updating(lambda: "done")
+    do(journal, [0])
+    journal.began(1)
+    assert update() == "done"
+    journal.ended(1)
+    _, wait, compute = journal.events()
+    assert (wait.name, wait.lane, compute.name, compute.lane) == (
+        *("0U0", Lane.REDUCE),
+        *("0U0", Lane.COMPUTE),
+    )
+    assert compute.start_seconds == pytest.approx(wait.start_seconds + wait.seconds)
+
+
+def test_a_follower_hears_of_every_action():
+    heard = []
+
+    class Follower:
+        def began(self, position):
+            heard.append(("began", position))
+
+        def ended(self, position):
+            heard.append(("ended", position))
+
+    journal = journal_of("0F0", "0B0")
+    journal.follower = Follower()
+    do(journal, [0, 1])
+    assert heard == [("began", 0), ("ended", 0), ("began", 1), ("ended", 1)]
 
 
 def test_journal_without_a_step_has_no_events():

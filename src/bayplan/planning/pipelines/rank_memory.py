@@ -1,17 +1,28 @@
-"""How much memory a rank needs: what stays, what each micro-batch in flight holds, what passes.
+"""How much memory a rank needs: its list of actions walked, with what each takes and leaves.
 
-what stays          parameters, buffers, gradients so far, optimizer state, the batch
-+ in flight x held  what backward needs of a micro-batch whose forward is done, for each stage
-+ what passes       the highest moment of one forward and backward beyond that
+what stays          parameters, buffers, optimizer state, the batch, sums of gradients
++ in flight         what backward needs of each micro-batch whose forward is done
++ messages          received ahead of need, or sent and not known to have arrived
++ what passes       the highest moment inside the action itself
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from bayplan.data.actions import Action, ActionKind
 from bayplan.data.program import Program
 from bayplan.planning.schedule import replay_schedule
 
-__all__ = ["StageMemory", "rank_peak_bytes", "stage_memory"]
+__all__ = ["RankMemory", "StageMemory", "rank_peak_bytes", "stage_memory"]
+
+_K = ActionKind
+_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
+_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
+_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+Key = tuple[int, int]  # stage, samples
+Piece = tuple[int, int]  # stage, micro-batch
 
 
 @dataclass(frozen=True)
@@ -19,19 +30,53 @@ class StageMemory:
     """What one micro-batch takes in one stage, beside what stays.
 
     Attributes:
+        forward_bytes: the highest moment of its forward, what comes in included.
         held_bytes: between its forward and its backward.
-        passing_bytes: more than that, at the highest moment.
+        made_bytes: what forward makes for others and backward does not need.
+        backward_bytes: the highest moment of its backward, what was held included.
+        made_back_bytes: what backward makes for others.
     """
 
+    forward_bytes: int
     held_bytes: int
-    passing_bytes: int
+    made_bytes: int
+    backward_bytes: int
+    made_back_bytes: int
+
+    @property
+    def passing_bytes(self) -> int:
+        """More than what is held, at the highest moment."""
+        return max(self.forward_bytes, self.backward_bytes) - self.held_bytes
 
 
-def stage_memory(program: Program, schedule: Sequence[int]) -> StageMemory:
-    """What a stage's program takes when it runs in an order."""
-    held = sum(program.buffers[buffer] for buffer in _held(program, schedule))
-    peak_bytes = replay_schedule(program, schedule).peak_bytes
-    return StageMemory(held, max(0, peak_bytes - program.always_bytes - held))
+def stage_memory(
+    program: Program, schedule: Sequence[int], *, made_back: frozenset[int] = frozenset()
+) -> StageMemory:
+    """What a stage's program takes when it runs in an order.
+
+    Args:
+        program: of forward and backward.
+        schedule: the order.
+        made_back: buffers of gradients for other stages.
+    """
+    first, always = program.first_backward, program.always_bytes
+    held = _held(program, schedule)
+    given = {b for b in program.outputs if program.producers[b] < first}
+    made = given - held
+    # Outputs live to the end of the whole program, but a stage's forward hands them on.
+    alone = msgspec.structs.replace(program, outputs=program.outputs - given)
+    loss = program.ops[first - 1]
+    num_forward = first - loss.is_callers
+    forward = replay_schedule(program, schedule).total_bytes[:num_forward]
+    backward = replay_schedule(alone, schedule).total_bytes[first:]
+    sizes = program.buffers
+    return StageMemory(
+        forward_bytes=max(forward, default=always) - always,
+        held_bytes=sum(sizes[buffer] for buffer in held),
+        made_bytes=sum(sizes[buffer] for buffer in made),
+        backward_bytes=max(backward, default=always) - always,
+        made_back_bytes=sum(sizes[buffer] for buffer in made_back),
+    )
 
 
 def _held(program: Program, schedule: Sequence[int]) -> set[int]:
@@ -46,17 +91,147 @@ def _held(program: Program, schedule: Sequence[int]) -> set[int]:
     return held.difference(loss.writes) if loss.is_callers else held
 
 
-def rank_peak_bytes(
-    staying_bytes: int, stages: Iterable[tuple[int, StageMemory]], *, coming_bytes: int = 0
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What is known of a rank beside its stages.
+
+    Attributes:
+        actions: its list.
+        retire: by position, the sends that are known to have arrived after it.
+        keys: by stage and micro-batch, the stage and the samples of the piece.
+        staying_bytes: through the whole step.
+        room_bytes: by position of a receive, the room for what comes.
+        packed_bytes: by position of a message of several values, its copy in one piece; a single
+            value is sent from where it is, and received there.
+        num_ahead: receives that are posted ahead of the one that is waited for.
+        gradient_bytes: by stage, gradients that are there from its first backward on; those that
+            several ranks sum up have memory that stays.
+        update_bytes: what the update takes over parameters, gradients and state.
+        lags: by stage, how many batches its backward is behind its forward.
+    """
+
+    actions: Sequence[Action]
+    retire: Sequence[Sequence[int]]
+    keys: Mapping[Piece, Key]
+    staying_bytes: int
+    room_bytes: Mapping[int, int]
+    packed_bytes: Mapping[int, int]
+    num_ahead: int
+    gradient_bytes: Mapping[int, int]
+    update_bytes: int
+    lags: Sequence[int]
+
+
+def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
     """The most memory that a rank needs.
 
     Args:
-        staying_bytes: through the whole step.
-        stages: of the rank, each with its most micro-batches in flight.
-        coming_bytes: of messages that are received ahead of need.
+        rank: what it does.
+        stages: what each of its stages takes, by samples.
     """
-    known = list(stages)
-    in_flight = sum(count * memory.held_bytes for count, memory in known)
-    passing = max((memory.passing_bytes for _, memory in known), default=0)
-    return staying_bytes + in_flight + passing + coming_bytes
+    return max(_Walk(rank, stages).totals(), default=rank.staying_bytes)
+
+
+class _Walk:
+    """A rank in the middle of its list."""
+
+    def __init__(self, rank: RankMemory, stages: Mapping[Key, StageMemory]) -> None:
+        self.rank, self.stages = rank, stages
+        self.receives = [at for at, one in enumerate(rank.actions) if one.kind in _RECEIVES]
+        self.sends = {(one.stage, one.kind, one.index) for one in rank.actions}
+        self.num_posted = 0
+        self.rooms: dict[tuple[int, ActionKind, int], int] = {}
+        self.graded: set[int] = set()  # stages that have gradients by now
+        self.sent: dict[int, int] = {}  # by position, what is kept until it has arrived
+        self.live = rank.staying_bytes + self._of_earlier_batches()
+
+    def _of_earlier_batches(self) -> int:
+        """What lags: forwards whose backward comes later, and two steps' messages on their way."""
+        held = sum(
+            self.rank.lags[stage] * self.stages[key].held_bytes
+            for (stage, _), key in self.rank.keys.items()
+        )
+        if not any(self.rank.lags):
+            return held
+        sends = (at for at, one in enumerate(self.rank.actions) if one.kind in _SENDS)
+        return held + 2 * sum(self._kept(at) for at in sends)
+
+    def totals(self) -> list[int]:
+        """The highest moment of each action."""
+        for _ in range(self.rank.num_ahead):
+            self._post()
+        found = []
+        for at, action in enumerate(self.rank.actions):
+            found.append(self._do(at, action))
+            for sent in self.rank.retire[at]:
+                self.live -= self.sent.pop(sent, 0)
+        return found
+
+    def _post(self) -> None:
+        """Make room for the next message."""
+        if self.num_posted < len(self.receives):
+            at = self.receives[self.num_posted]
+            action = self.rank.actions[at]
+            self.num_posted += 1
+            room = self.rank.room_bytes[at]
+            self.rooms[action.stage, action.kind, action.index] = room
+            self.live += room + self.rank.packed_bytes.get(at, 0)
+
+    def _do(self, at: int, action: Action) -> int:
+        """Do an action; returns its highest moment."""
+        if action.kind is _K.FORWARD:
+            return self._forward(action)
+        if action.kind in _BACKWARDS:
+            return self._backward(action)
+        if action.kind in _RECEIVES:
+            self._post()
+            highest = self.live
+            self.live -= self.rank.packed_bytes.get(at, 0)
+            return highest
+        if action.kind in _SENDS:
+            self.sent[at] = self._kept(at)
+            packed = self.rank.packed_bytes.get(at, 0)
+            self.live += self.sent[at] - self._made(action)
+            return self.live + (self._made(action) if packed else 0)
+        return self.live + (self.rank.update_bytes if action.kind is _K.UPDATE else 0)
+
+    def _stage(self, action: Action) -> StageMemory:
+        return self.stages[self.rank.keys[action.stage, action.index]]
+
+    def _made(self, action: Action) -> int:
+        """What a send finds, and nobody else needs."""
+        stage = self._stage(action)
+        is_back = action.kind is _K.SEND_BACKWARD
+        return stage.made_back_bytes if is_back else stage.made_bytes
+
+    def _kept(self, at: int) -> int:
+        """What a send keeps until it has arrived: a copy, or what was made."""
+        return self.rank.packed_bytes.get(at) or self._made(self.rank.actions[at])
+
+    def _take(self, action: Action, kind: ActionKind) -> None:
+        """What came is from now on the stage's own."""
+        self.live -= self.rooms.pop((action.stage, kind, action.index), 0)
+
+    def _forward(self, action: Action) -> int:
+        self._take(action, _K.RECEIVE_FORWARD)
+        stage = self._stage(action)
+        highest = self.live + stage.forward_bytes
+        self.live += stage.held_bytes
+        if (action.stage, _K.SEND_FORWARD, action.index) in self.sends:
+            self.live += stage.made_bytes
+        return highest
+
+    def _backward(self, action: Action) -> int:
+        """Of a backward in two parts, each counts as the whole, and what is held stays for both."""
+        self._take(action, _K.RECEIVE_BACKWARD)
+        stage = self._stage(action)
+        highest = self.live - stage.held_bytes + stage.backward_bytes
+        is_sent = (action.stage, _K.SEND_BACKWARD, action.index) in self.sends
+        if action.kind is not _K.BACKWARD_WEIGHT and is_sent:
+            self.live += stage.made_back_bytes
+        if action.kind is not _K.BACKWARD_INPUT:
+            self.live -= stage.held_bytes
+            if action.stage not in self.graded:
+                self.graded.add(action.stage)
+                self.live += self.rank.gradient_bytes[action.stage]
+        return highest

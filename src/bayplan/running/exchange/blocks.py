@@ -70,9 +70,8 @@ class Block:
 
     def __init__(self, file: int, size_bytes: int) -> None:
         self.file, self.size_bytes = file, size_bytes
-        self._memory = mmap.mmap(file, size_bytes)
         # A tensor keeps its memory alive; the mapping ends when the last one is gone.
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._memory = mmap.mmap(file, size_bytes)
 
     @classmethod
     def make(cls, data_bytes: int) -> "Block":
@@ -121,12 +120,13 @@ class Block:
     @property
     def address(self) -> int:
         """Where it begins, in this process."""
-        return self._bytes.data_ptr()
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Some of it; offsets count from the beginning of the data."""
-        begin = HEADER_BYTES + offset
-        return self._bytes[begin : begin + count * dtype.itemsize].view(dtype)
+        return torch.frombuffer(
+            self._memory, dtype=dtype, count=count, offset=HEADER_BYTES + offset
+        )
 
     def close_file(self) -> None:
         """Once nobody has to open it any more; the memory stays."""

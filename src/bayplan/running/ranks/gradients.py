@@ -4,7 +4,7 @@ Every piece's loss is weighted by its samples, so sums are final and nothing is 
 that travel together lie in one flat tensor from the start, and `.grad` is a view of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,11 @@ class Gradients:
             if name not in self._totals:
                 self._views[name].zero_()  # no sample of this rank reaches it
         self._pending.append(bucket.sums.begin(self._flat[number]))
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """All gradients that are there."""
+        yield from self._flat.values()
+        yield from self._totals.values()
 
     def wait(self) -> None:
         """Until all sums are there; then every parameter has its `.grad`."""

@@ -1,12 +1,13 @@
 """What a rank does, action by action: told to its watch as it happens, kept for its record."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.record import Event, Lane
 
-__all__ = ["Journal"]
+__all__ = ["Follower", "Journal"]
 
 _LANES = {
     ActionKind.SEND_FORWARD: Lane.SEND,
@@ -14,10 +15,20 @@ _LANES = {
     ActionKind.RECEIVE_FORWARD: Lane.RECEIVE,
     ActionKind.RECEIVE_BACKWARD: Lane.RECEIVE,
     ActionKind.REDUCE: Lane.REDUCE,
-    ActionKind.UPDATE: Lane.REDUCE,  # mostly a wait for sums
+    ActionKind.UPDATE: Lane.REDUCE,  # until the sums are there and the optimizer begins
     ActionKind.SWAP_OUT: Lane.COPY,
     ActionKind.SWAP_IN: Lane.COPY,
 }
+
+
+class Follower(Protocol):
+    """Who else wants to know what a rank does."""
+
+    def began(self, position: int) -> None:
+        """An action is about to begin."""
+
+    def ended(self, position: int) -> None:
+        """It is done."""
 
 
 class Journal:
@@ -25,13 +36,28 @@ class Journal:
 
     Attributes:
         now: the step and the position in its list, for whoever looks in from another thread.
+        follower: hears of each action as well; what it takes counts for no action.
     """
+
+    follower: Follower | None = None
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
         self._actions = actions
         self._done: list[tuple[int, float, float]] = []  # of this step: position, begin, end
         self._began = 0.0
+        self._updating: tuple[float, float] | None = None  # when the optimizer began and ended
+
+    def updating(self, update: Callable[[], object]) -> Callable[[], object]:
+        """The optimizer's update, timed: of its action the rest is a wait for sums."""
+
+        def timed() -> object:
+            start = time.perf_counter()
+            result = update()
+            self._updating = (start, time.perf_counter())
+            return result
+
+        return timed
 
     def began(self, position: int) -> None:
         """An action begins; one that does not come after the last begins a step."""
@@ -39,12 +65,17 @@ class Journal:
         if self._done and position <= last:
             step += 1
             self._done.clear()
+            self._updating = None
         self.now = (step, position)
+        if self.follower is not None:
+            self.follower.began(position)
         self._began = time.perf_counter()
 
     def ended(self, position: int) -> None:
         """It is done."""
         self._done.append((position, self._began, time.perf_counter()))
+        if self.follower is not None:
+            self.follower.ended(position)
 
     def text(self, now: tuple[int, int]) -> str:
         """Where a rank is, in words."""
@@ -61,10 +92,24 @@ class Journal:
         start = self._done[0][1] if self._done else 0.0
         return tuple(
             Event(
-                lane=_LANES.get(self._actions[position].kind, Lane.COMPUTE),
+                lane=lane,
                 name=str(self._actions[position]),
                 start_seconds=began - start,
                 seconds=ended - began,
             )
-            for position, began, ended in self._done
+            for position, *span in self._done
+            for lane, began, ended in self._parts(position, *span)
         )
+
+    def _parts(
+        self, position: int, began: float, ended: float
+    ) -> Iterator[tuple[Lane, float, float]]:
+        """An action, or the parts of an update: a wait, and what the optimizer computes."""
+        kind = self._actions[position].kind
+        if kind is ActionKind.UPDATE and self._updating is not None:
+            first, last = self._updating
+            if began <= first <= last <= ended:
+                yield Lane.REDUCE, began, first
+                yield Lane.COMPUTE, first, last
+                return
+        yield _LANES.get(kind, Lane.COMPUTE), began, ended

@@ -30,13 +30,14 @@ def launch(
     timeout_seconds: float | None = None,
     on_line: Callable[[str], None] = write_line,
     environment: Mapping[str, str] | None = None,
+    signal_seconds: float | None = None,
 ) -> int:
     """Run this Python with the arguments as `num_ranks` ranks, and return the exit code.
 
     The first rank that fails decides it; one that was killed counts as a bug (1). The others have
     ten seconds to say why they stop, then they are ended. Ctrl-C and SIGTERM are passed on once,
-    with the same grace; a second one ends all at once. Called from the main thread only for that.
-    Rank 0 prints to our stdout; all else goes to `log_folder/rank<n>.log`.
+    with a grace of its own; a second one ends all at once. Called from the main thread only for
+    that. Rank 0 prints to our stdout; all else goes to `log_folder/rank<n>.log`.
 
     Args:
         arguments: what follows `python` on a command line.
@@ -45,6 +46,7 @@ def launch(
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.
         environment: variables beside those of this process.
+        signal_seconds: what the ranks have to end in after a signal; None for ten seconds, too.
     """
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")
@@ -63,7 +65,11 @@ def launch(
                         LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
                     )
                 supervisor = Supervisor(
-                    ranks, signals=signals, timeout_seconds=timeout_seconds, on_line=on_line
+                    ranks,
+                    signals=signals,
+                    timeout_seconds=timeout_seconds,
+                    on_line=on_line,
+                    signal_seconds=signal_seconds,
                 )
                 is_whole = supervisor.wait(is_fatal=_never if is_last else _names_port(port))
             finally:

@@ -23,6 +23,7 @@ class Supervisor:
         signals: those sent to this process, still growing.
         timeout_seconds: how long all of it may take.
         on_line: gets what is to be shown.
+        signal_seconds: what ranks have to end in after a signal was passed on.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Supervisor:
         signals: Sequence[int],
         timeout_seconds: float | None,
         on_line: Callable[[str], None],
+        signal_seconds: float | None = None,
     ) -> None:
         self._ranks = ranks
         self._signals = signals
         self._timeout_seconds = timeout_seconds
         self._on_line = on_line
+        self._signal_seconds = GRACE_SECONDS if signal_seconds is None else signal_seconds
         self._start_seconds = time.monotonic()
         self._end_seconds: float | None = None  # when SIGTERM is due, and after it SIGKILL
         self._is_terminated = False
@@ -89,7 +92,7 @@ class Supervisor:
         for number in self._signals[self._num_passed_on :]:
             self._num_passed_on += 1
             self._send(number if self._num_passed_on == 1 else signal.SIGKILL)
-            self._grant(now_seconds + GRACE_SECONDS)
+            self._grant(now_seconds + self._signal_seconds)
         if self._failed is not None:
             self._grant(now_seconds + GRACE_SECONDS)
         if self._is_late(now_seconds):

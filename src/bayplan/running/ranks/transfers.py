@@ -4,7 +4,7 @@ gloo loses a message whose handle is dropped, and a send is done only once it wa
 handle is kept together with its memory until waiting for it is known to be free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -63,6 +63,10 @@ class Departure:
             assert work is not None, "this rank is a member of the group"
             self._sent.append((work, message))
 
+    def held(self) -> Iterator[torch.Tensor]:
+        """What is on its way."""
+        yield from (message for _, message in self._sent)
+
     def wait(self) -> None:
         """Until everything was received."""
         for work, _ in self._sent:
@@ -110,6 +114,11 @@ class Arrival:
             work = distributed.irecv(landing, route.peer, tag=route.tag)
             assert work is not None, "this rank is a member of the group"
             self._coming.append((work, route, landing, is_packed))
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """What came, and room for what comes."""
+        yield from self._values.values()
+        yield from (landing for _, _, landing, _ in self._coming)
 
     def wait(self) -> None:
         """Until everything is here."""

@@ -15,13 +15,15 @@ more, a part of the list has nothing to do and is passed over.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from bayplan.data.actions import Action, ActionKind
+from bayplan.data.graph import StorageKind
+from bayplan.data.record import MESSAGE
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure
@@ -171,6 +173,23 @@ class Worker:
                 departure.wait()
         self._number = self._num_given = 0
         self.versions.settle()
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that the rank has now, with what each is there for."""
+        for tensor in self.tensors.values():
+            is_trained = isinstance(tensor, torch.nn.Parameter)
+            yield StorageKind.PARAMETER if is_trained else StorageKind.BUFFER, tensor
+        yield from ((StorageKind.INPUT, tensor) for tensor in self._batch)
+        yield from ((StorageKind.GRADIENT, tensor) for tensor in self.gradients.held())
+        for queues in (self._saved, self._handed):
+            values = (value for queue in queues.values() for kept in queue for value in kept)
+            yield from ((StorageKind.ACTIVATION, one) for one in values if torch.is_tensor(one))
+        for queues in (self._made, self._made_back):
+            made = (one for queue in queues.values() for one in queue)
+            yield from ((MESSAGE, one) for kept in made for one in kept.values.values())
+        for part in self.parts.values():
+            ways = (part.arrival, part.departure, part.arrival_back, part.departure_back)
+            yield from ((MESSAGE, tensor) for way in ways for tensor in way.held())
 
     def _is_due(self, action: Action) -> bool:
         """Whether there is a batch for an action in this call; see the note above."""

@@ -1,0 +1,85 @@
+"""What the actions of all ranks cost in seconds, for the clock."""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.link_speeds import LinkSpeeds
+from bayplan.planning.pipelines.clock import StepCosts
+from bayplan.planning.pipelines.rank_memory import Key
+from bayplan.profiling.signatures import OperatorCosts
+from bayplan.rank_needs import RankNeeds
+from bayplan.stage_fits import Fit
+
+__all__ = ["RankSeconds"]
+
+_K = ActionKind
+_ADDS = (_K.BACKWARD, _K.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSeconds:
+    """Puts together what is known of stages, gradients, updates and links.
+
+    Attributes:
+        fits: by stage and samples, how it runs.
+        price: of operators.
+    """
+
+    needs: RankNeeds
+    fits: Mapping[Key, Fit]
+    links: LinkSpeeds
+    price: OperatorCosts
+    _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
+
+    def costs(self) -> StepCosts:
+        """Of all ranks, which share this machine's cores if they have no devices of their own."""
+        pipeline, needs = self.needs.pipeline, self.needs
+        device = next(needs.step.model.parameters()).device
+        return StepCosts(
+            seconds=self._seconds,
+            update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
+            message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
+            bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
+            links=self.links,
+            num_cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else math.inf,
+        )
+
+    def _seconds(self, rank: int, action: Action) -> float:
+        pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
+        first, *_ = (at for at, _ in pieces)
+        (size,) = (piece.end - piece.begin for at, piece in pieces if at == action.index)
+        seconds = self.fits[action.stage, size].seconds
+        own = {
+            _K.FORWARD: seconds.forward,
+            _K.BACKWARD: seconds.backward,
+            _K.BACKWARD_INPUT: seconds.backward_input,
+            _K.BACKWARD_WEIGHT: seconds.backward - seconds.backward_input,
+        }[action.kind]
+        if action.kind in _ADDS:
+            own += self._adding_seconds(action.stage, is_first=action.index == first)
+        return own
+
+    def _adding_seconds(self, stage: int, *, is_first: bool) -> float:
+        """Gradients of a piece are added to those before; the first are copied, or taken."""
+        key = (stage, is_first)
+        if key not in self._adding:
+            shared, own = self.needs.gradients(stage)
+            add, copy = torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default
+            if is_first:
+                self._adding[key] = self._sum(copy, shared)
+            else:
+                self._adding[key] = self._sum(add, shared) + self._sum(add, own)
+        return self._adding[key]
+
+    def _sum(self, operator: Callable[..., object], parameters: list[torch.Tensor]) -> float:
+        found = (self.price.price(operator, (one, one), {}) for one in map(_detached, parameters))
+        return sum(seconds for seconds, _ in found)
+
+
+def _detached(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach()

@@ -1,0 +1,70 @@
+"""What an optimizer's update of some parameters takes: seconds, and memory over what is there."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bayplan.capturing.fake import OptimizerSource, without_memory
+from bayplan.capturing.step import capture_step, follow_step
+from bayplan.data.graph import Phase
+from bayplan.pricing import OutsideWatch
+from bayplan.profiling.signatures import OperatorCosts
+from bayplan.tracing import update_bytes
+from bayplan.training import TrainingStep
+
+__all__ = ["UpdateCost", "update_cost"]
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Of one rank.
+
+    Attributes:
+        size_bytes: over parameters, gradients and state.
+    """
+
+    seconds: float = 0.0
+    size_bytes: int = 0
+
+
+def update_cost(
+    parameters: Sequence[torch.Tensor],
+    optimizer: OptimizerSource,
+    *,
+    prices: AbstractContextManager[OperatorCosts],
+    granularity_bytes: int,
+) -> UpdateCost:
+    """Price an update, operator by operator.
+
+    Args:
+        parameters: what is trained; may take no memory.
+        optimizer: a function from parameters to an optimizer.
+        prices: of operators, to be opened.
+        granularity_bytes: the allocator's rounding.
+    """
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    with without_memory():
+        model = _Parameters([nn.Parameter(torch.empty_like(one)) for one in parameters])
+    step = TrainingStep(model=model, batch=())
+    graph = capture_step(step, optimizer=optimizer)
+    nodes = [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
+    with prices as costs:
+        watch = OutsideWatch(frozenset(nodes), costs)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
+    return UpdateCost(watch.seconds, size_bytes)
+
+
+class _Parameters(nn.Module):
+    """A model of which all but the update takes nothing."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(parameters)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([one.sum() for one in self.all]).sum()

@@ -1,0 +1,80 @@
+"""`python -m bayplan.running.ranks.probing FILE`: two ranks measure how fast they talk.
+
+Run as both ranks of a process group; rank 0 writes what was found. The fastest of several repeats
+counts, for other processes only ever add.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from bayplan.data import files
+from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
+
+__all__ = ["main"]
+
+_SMALL_BYTES = 64
+_LARGE_BYTES = 4 << 20  # as large as messages between stages mostly are
+_NUM_SMALL = 50
+_NUM_LARGE = 8
+
+
+def main(path: Path) -> None:
+    """Measure as one of two ranks."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    speeds = LinkSpeeds(message=_speed(_there_and_back, 2), reduce=_speed(_summed, 1))
+    if distributed.get_rank() == 0:
+        files.write(path, speeds)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _speed(exchange: Callable[[torch.Tensor], None], num_ways: int) -> LinkSpeed:
+    """What one of an exchange's ways costs."""
+    latency, _ = _fastest(exchange, _SMALL_BYTES, _NUM_SMALL)
+    seconds, busy_seconds = _fastest(exchange, _LARGE_BYTES, _NUM_LARGE)
+    return LinkSpeed(
+        latency_seconds=latency / num_ways,
+        bytes_per_second=_LARGE_BYTES * num_ways / max(seconds - latency, 1e-9),
+        cores=busy_seconds / seconds,
+    )
+
+
+def _fastest(
+    exchange: Callable[[torch.Tensor], None], size_bytes: int, repeats: int
+) -> tuple[float, float]:
+    """Seconds of one exchange, and those that the cores of both ranks were busy with it."""
+    data = torch.ones(size_bytes // 4)
+    exchange(data)  # warm: connections are made
+    found: list[tuple[float, float]] = []
+    for _ in range(repeats):
+        distributed.barrier()
+        start, busy = time.perf_counter(), time.process_time()
+        exchange(data)
+        found.append((time.perf_counter() - start, time.process_time() - busy))
+    busy_seconds = torch.tensor([busy for _, busy in found], dtype=torch.float64)
+    distributed.all_reduce(busy_seconds)
+    return min(zip((seconds for seconds, _ in found), busy_seconds.tolist(), strict=True))
+
+
+def _there_and_back(data: torch.Tensor) -> None:
+    peer = 1 - distributed.get_rank()
+    if distributed.get_rank() == 0:
+        distributed.send(data, peer)
+        distributed.recv(data, peer)
+    else:
+        distributed.recv(data, peer)
+        distributed.send(data, peer)
+
+
+def _summed(data: torch.Tensor) -> None:
+    distributed.all_reduce(data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

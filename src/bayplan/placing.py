@@ -20,12 +20,13 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planning.pipelines.checking import check_actions
-from bayplan.planning.pipelines.cuts import cuts_by_share
+from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.pricing import free_prices, measured_prices
 from bayplan.rank_needs import RankNeeds
 from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.stages.counting import operator_counts
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.stage_fits import StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
@@ -263,8 +264,7 @@ class _Placing:
             return self._firsts_by_module()
         shares = self.wishes.shares or (1,) * len(self.wishes.placement.stages)
         if self.wishes.shares_by is SharesBy.OPS:
-            num_ops = self.whole.step.program.first_backward - 1
-            return cuts_by_share([1.0] * num_ops, shares)
+            return cuts_by_count(operator_counts(self.whole.whole, self.whole.step), shares)
         if self.wishes.shares_by is SharesBy.PARAMETERS:
             weights = parameter_bytes(self.whole.whole, self.whole.step)
         else:

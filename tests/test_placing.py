@@ -126,6 +126,18 @@ def test_micro_batches_go_round_when_asked():
     assert "0F1" in plan.actions[1]
 
 
+def test_without_static_order_more_messages_may_be_on_their_way():
+    given = {"num_micro_batches": 4, "cut_at": ("head",)}
+    strict, loose = (place(step_of(), wishes(static_order=one, **given)) for one in (True, False))
+    assert (strict.static_order, loose.static_order) == (True, False)
+    assert strict.actions == loose.actions
+    less, more = strict.predicted_peak_bytes, loose.predicted_peak_bytes
+    assert less[0] <= more[0]
+    assert less[1] < more[1]  # it sends gradients, of which it never hears again
+    with pytest.raises(UsageError, match="needs ranks that wait for others; name several"):
+        wishes("0:0", static_order=False)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -58,6 +58,7 @@ class Wishes:
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        static_order: whether ranks keep the order of their lists, or do what is ready.
         limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
@@ -74,6 +75,7 @@ class Wishes:
     staleness: int = 0
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
+    static_order: bool = True
     limit_bytes: int | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
@@ -109,6 +111,8 @@ class Wishes:
                 f"{len(self.versions)} numbers of versions for {num_stages} stages; give one each"
             )
         self._check_versions()
+        if not self.static_order and len(self.placement.places) < 2:
+            raise UsageError("without static order needs ranks that wait for others; name several")
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -163,6 +167,7 @@ class _Placing:
             gradient_links=self.staged.carried.gradient_links,
             lags=self.wishes.lags,
             vertical_sync=self.wishes.vertical_sync,
+            static_order=self.wishes.static_order,
             buckets=self.buckets,
             actions=tuple(() for _ in ranks),
             predicted_peak_bytes=tuple(0 for _ in ranks),
@@ -178,6 +183,7 @@ class _Placing:
             buckets=self.buckets,
             lags=self.wishes.lags or (0,) * len(self.stages),
             state_per_parameter=self.wishes.state_per_parameter,
+            is_static=self.wishes.static_order,
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)

@@ -29,6 +29,7 @@ class RankNeeds:
         staged: the step at some number of samples.
         lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
+        is_static: whether ranks keep the order of their lists.
     """
 
     step: TrainingStep
@@ -37,6 +38,7 @@ class RankNeeds:
     buckets: Sequence[Bucket]
     lags: Sequence[int]
     state_per_parameter: float
+    is_static: bool = True
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What one rank holds, and how much it has in flight.
@@ -79,9 +81,20 @@ class RankNeeds:
         return len(ranks) > 1 or max(map(len, pieces)) > 1
 
     def _message_bytes(self, rank: int, actions: Sequence[Action], proof: Proof) -> int:
-        """What is received ahead of need, and what was sent and is not known to have arrived."""
+        """What is received ahead of need, and what was sent and is not known to have arrived.
+
+        Without static order a few are received of each direction, and nothing tells how many sends
+        come before the first is known to have arrived.
+        """
         sizes = [self._moved_bytes(self.pipeline.moved(rank, one), one) for one in actions]
         comes = [one.kind in _RECEIVES for one in actions]
+        if not self.is_static:
+            ahead_of = (
+                sorted(size for size, one in zip(sizes, actions, strict=True) if one.kind is kind)
+                for kind in _RECEIVES
+            )
+            sent = sum(size for size, own in zip(sizes, comes, strict=True) if not own)
+            return sent + sum(sum(ahead[-RECEIVES_AHEAD:]) for ahead in ahead_of)
         ahead = sorted(size for size, own in zip(sizes, comes, strict=True) if own)
         now = most = 0
         for size, own, retired in zip(sizes, comes, proof.retire[rank], strict=True):

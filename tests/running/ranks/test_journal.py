@@ -6,6 +6,7 @@ from bayplan.running.ranks.journal import Journal
 
 
 def do(journal, positions):
+    journal.began_step()
     for position in positions:
         journal.began(position)
         journal.ended(position)
@@ -18,6 +19,7 @@ def journal_of(*texts):
 def test_journal_tells_step_stage_and_action():
     journal = journal_of("1RECV_F0", "1F0", "1B0", "1U0")
     do(journal, range(4))
+    journal.began_step()
     journal.began(0)
     assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
     assert journal.is_waiting(journal.now)
@@ -39,6 +41,19 @@ def test_events_are_those_of_the_last_step_in_order():
     do(journal, range(6))
     assert len(journal.events()) == 6
     assert journal.now == (2, 5)
+
+
+def test_a_step_in_another_order_is_one_step():
+    journal = journal_of("0RECV_F0", "0F0", "0RECV_B0", "0B0", "0U0")
+    do(journal, [2, 3, 0, 1, 4])
+    assert journal.now == (0, 4)
+    assert [event.name for event in journal.events()] == [
+        "0RECV_B0",
+        "0B0",
+        "0RECV_F0",
+        "0F0",
+        "0U0",
+    ]
 
 
 def test_journal_without_a_step_has_no_events():

@@ -9,6 +9,7 @@ from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
 from bayplan.models.alexnet import AlexNetOneFlow
+from bayplan.models.vgg import VGG16
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.rank_pricing import samples_to_price
 from bayplan.staged import StagedStep
@@ -61,17 +62,24 @@ def alexnet():
     return TrainingStep(model=model, batch=batch, loss_fn=nn.CrossEntropyLoss())
 
 
-def test_alexnet_3_to_1_by_operators_is_cut_inside_the_linear_layers(alexnet):
-    # Of 22 operators, 16.5 before. OneFlow counts biases, reshapes and parts of the loss as well,
-    # and cuts two operators later, before the second dropout.
+def test_alexnet_3_to_1_by_operators_is_cut_before_the_second_dropout_as_by_oneflow(alexnet):
     plan = place(alexnet, wishes("0:0-6.0:7", shares=(3, 1)))
-    assert first_ops(plan, alexnet) == ["convolution", "addmm_1"]
+    assert first_ops(plan, alexnet) == ["convolution", "native_dropout_1"]
 
 
-def test_alexnet_15_to_1_by_operators_leaves_only_the_loss(alexnet):
+def test_alexnet_15_to_1_by_operators_leaves_only_the_loss_as_by_oneflow(alexnet):
     plan = place(alexnet, wishes("0:0-6.0:7", shares=(15, 1)))
     assert first_ops(plan, alexnet) == ["convolution", "nll_loss_forward"]
     assert all(bucket.stages == (0,) for bucket in plan.buckets)
+
+
+def test_vgg16_11_to_7_by_operators_is_cut_before_the_last_convolution_as_by_oneflow():
+    with torch.device("meta"):
+        model = VGG16()
+        batch = torch.empty(14, 3, 32, 32), torch.empty(14, dtype=torch.long)
+    step = TrainingStep(model=model, batch=batch, loss_fn=nn.CrossEntropyLoss())
+    plan = place(step, wishes("0:0-6.0:7", shares=(11, 7)))
+    assert first_ops(plan, step) == ["convolution", "convolution_12"]
 
 
 def test_by_parameters_each_stage_has_its_share_of_them():
@@ -118,6 +126,18 @@ def test_micro_batches_go_round_when_asked():
     plan = place(step_of(), wishes("0:0-1.0:2", num_micro_batches=4, route=Route.ROUND_ROBIN))
     assert "0F1" not in plan.actions[0]
     assert "0F1" in plan.actions[1]
+
+
+def test_without_static_order_more_messages_may_be_on_their_way():
+    given = {"num_micro_batches": 4, "cut_at": ("head",)}
+    strict, loose = (place(step_of(), wishes(static_order=one, **given)) for one in (True, False))
+    assert (strict.static_order, loose.static_order) == (True, False)
+    assert strict.actions == loose.actions
+    less, more = strict.predicted_peak_bytes, loose.predicted_peak_bytes
+    assert less[0] <= more[0]
+    assert less[1] < more[1]  # it sends gradients, of which it never hears again
+    with pytest.raises(UsageError, match="needs ranks that wait for others; name several"):
+        wishes("0:0", static_order=False)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +206,7 @@ def test_a_stage_of_positions_alone_is_refused():
             return super().forward(inputs + self.table(torch.arange(4)).T)
 
     with pytest.raises(UsageError, match="stage 0 of 2, from arange on, computes nothing"):
-        place(step_of(Placed()), wishes(shares=(1, 9)))
+        place(step_of(Placed()), wishes(shares=(1, 99)))
 
 
 LINKS = LinkSpeeds(

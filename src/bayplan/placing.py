@@ -24,7 +24,7 @@ from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
-from bayplan.planning.pipelines.cuts import cuts_by_share
+from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.scheduling import schedule
@@ -33,6 +33,7 @@ from bayplan.rank_pricing import StagePrices, one_thread_prices, samples_to_pric
 from bayplan.rank_seconds import RankSeconds
 from bayplan.rank_updates import UpdateCost, update_cost
 from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.stages.counting import operator_counts
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.stage_fits import Fit, StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
@@ -66,6 +67,7 @@ class Wishes:
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        static_order: whether ranks keep the order of their lists, or do what is ready.
         limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
@@ -82,6 +84,7 @@ class Wishes:
     staleness: int = 0
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
+    static_order: bool = True
     limit_bytes: int | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
@@ -118,6 +121,8 @@ class Wishes:
                 f"{len(self.versions)} numbers of versions for {num_stages} stages; give one each"
             )
         self._check_versions()
+        if not self.static_order and len(self.placement.places) < 2:
+            raise UsageError("without static order needs ranks that wait for others; name several")
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -187,6 +192,7 @@ class _Placing:
             gradient_links=self.staged.carried.gradient_links,
             lags=self.wishes.lags,
             vertical_sync=self.wishes.vertical_sync,
+            static_order=self.wishes.static_order,
             buckets=self.buckets,
             actions=tuple(() for _ in ranks),
             predicted_peak_bytes=tuple(0 for _ in ranks),
@@ -203,6 +209,7 @@ class _Placing:
             lags=self.wishes.lags or (0,) * len(self.stages),
             state_per_parameter=self.wishes.state_per_parameter,
             price_update=self._price_update,
+            is_static=self.wishes.static_order,
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
@@ -322,8 +329,7 @@ class _Placing:
             return self._firsts_by_module()
         shares = self.wishes.shares or (1,) * len(self.wishes.placement.stages)
         if self.wishes.shares_by is SharesBy.OPS:
-            num_ops = self.whole.step.program.first_backward - 1
-            return cuts_by_share([1.0] * num_ops, shares)
+            return cuts_by_count(operator_counts(self.whole.whole, self.whole.step), shares)
         if self.wishes.shares_by is SharesBy.PARAMETERS:
             weights = parameter_bytes(self.whole.whole, self.whole.step)
         else:

@@ -12,12 +12,14 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.choosing import Within, as_planned
 from bayplan.data.actions import Action
+from bayplan.data.errors import UsageError
 from bayplan.data.limit import Limit
 from bayplan.data.plan import Plan
 from bayplan.devices.machine import cache_directory
 from bayplan.planned import Circumstances, Decide
-from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
@@ -25,10 +27,11 @@ from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.gradients import GradientBucket, Gradients
+from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.ranks.versions import Versions
-from bayplan.running.ranks.worker import Part, Worker
+from bayplan.running.ranks.worker import RECEIVES_AHEAD, Part, Worker
 from bayplan.running.stages.belonging import (
     check_buckets,
     check_cuts,
@@ -83,9 +86,10 @@ class Preparation:
         """
         actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
         proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
+        picker, retire = self._picker(actions[self.rank], proof)
         return Worker(
             actions=actions[self.rank],
-            retire=[()] * len(actions[self.rank]) if any(self.lags) else proof.retire[self.rank],
+            retire=[()] * len(actions[self.rank]) if any(self.lags) else retire,
             parts={
                 (stage, at): self._part(stage, at, piece)
                 for stage in self._stages
@@ -97,7 +101,23 @@ class Preparation:
             shared_buffers=tuple(self._shared_buffers(groups)),
             versions=versions,
             update=update,
+            picker=picker,
         )
+
+    def _picker(
+        self, own: Sequence[Action], proof: Proof
+    ) -> tuple[Picker | None, Sequence[Sequence[int]]]:
+        """Who chooses what comes next, and when sends are known to be received."""
+        if self.plan.static_order:
+            return None, proof.retire[self.rank]
+        if not self.has_tags:
+            raise UsageError(
+                "without static order messages overtake each other, which needs tags to tell them"
+                " apart: gloo has them, this backend has not; use gloo, or plan with static order"
+            )
+        in_flight = proof.in_flight[self.rank]
+        loose = loosen(self.pipeline, self.rank, own, in_flight=in_flight, lags=self.lags)
+        return Picker(loose.needs, loose.takers, RECEIVES_AHEAD), loose.retire
 
     def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
         """Of the parameters that this rank trains.

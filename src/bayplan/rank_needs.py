@@ -36,6 +36,7 @@ class RankNeeds:
         lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         price_update: what an update of some parameters costs.
+        is_static: whether ranks keep the order of their lists.
     """
 
     step: TrainingStep
@@ -45,6 +46,7 @@ class RankNeeds:
     lags: Sequence[int]
     state_per_parameter: float
     price_update: Callable[[Sequence[torch.Tensor]], UpdateCost]
+    is_static: bool = True
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What one rank holds, and what its actions take.
@@ -61,8 +63,7 @@ class RankNeeds:
         }
         return RankMemory(
             actions=actions,
-            # Where backward lags, nothing is known to have arrived; see `Worker`.
-            retire=[()] * len(actions) if any(self.lags) else proof.retire[rank],
+            retire=proof.retire[rank] if self._tells_arrivals else [()] * len(actions),
             keys=pieces,
             staying_bytes=self._staying_bytes(rank),
             room_bytes={
@@ -78,7 +79,8 @@ class RankNeeds:
                 )
                 for at, action, messages in self._moved(rank, actions)
             },
-            num_ahead=RECEIVES_AHEAD,
+            # Without static order, so many of each direction.
+            num_ahead=RECEIVES_AHEAD if self.is_static else 2 * RECEIVES_AHEAD,
             gradient_bytes={
                 stage: sum(
                     self._sizes[name]
@@ -111,6 +113,14 @@ class RankNeeds:
         values = (self.staged.values[name] for name in self._names(message, is_back=is_back))
         whole = sum(value.numel() * value.element_size() for value in values)
         return whole * (message.end - message.begin) // self.staged.whole.num_samples
+
+    @property
+    def _tells_arrivals(self) -> bool:
+        """Whether the lists tell when what was sent has arrived: not where batches overlap.
+
+        Without static order a send counts as on its way to the step's end; see `Picker`.
+        """
+        return self.is_static and not any(self.lags)
 
     def _staying_bytes(self, rank: int) -> int:
         versions: dict[str, int] = {}

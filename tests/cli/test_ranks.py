@@ -30,6 +30,8 @@ def test_dry_run_tells_what_ranks_would_do(bayplan, deep_project):
     assert answer.code == 0
     assert "stage 1: operators 6 to" in answer.out
     assert "on ranks 0, 1" in answer.out
+    assert "static order" not in answer.out
+    assert "no static order" in bayplan("run", "train:deep", *options, "--no-static-order").out
 
 
 TABLE = "device  stage  peak MiB  predicted  busy %  predicted"

@@ -43,6 +43,15 @@ def test_an_impossible_stage_is_refused(fields, message):
     ("fields", "message"),
     [
         ({"num_micro_batches": 0}, "num_micro_batches is 0, must be at least 1"),
+        (
+            {
+                "stages": (Stage(first=0, last=1, devices=(0,), shares=(1,)),),
+                "actions": ((),),
+                "predicted_peak_bytes": (1,),
+                "static_order": False,
+            },
+            "static_order is false for 1 devices, must be true",
+        ),
         ({"predicted_peak_bytes": (1,)}, "1 predicted peaks for 2 devices"),
         (
             {"stages": (Stage(first=0, last=1, devices=(0, 5), shares=(1, 1)),)},

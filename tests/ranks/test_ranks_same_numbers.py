@@ -29,6 +29,20 @@ TWO = {
         "0:0.0:1.0:0.0:1",
         {"batch": 10, "num_micro_batches": 4, "schedule": "interleaved"},
     ),
+    "loose-zero-bubble": (
+        "0:0.0:1.0:0",
+        {
+            "model": "mixed",
+            "batch": 10,
+            "num_micro_batches": 4,
+            "schedule": "zero-bubble",
+            "static_order": False,
+        },
+    ),
+    "loose-stale": (
+        "0:0.0:1",
+        {"batch": 10, "num_micro_batches": 2, "staleness": 1, "static_order": False},
+    ),
 }
 FOUR = {
     "data-parallel-of-four": ("0:0-3", {"batch": 10}),

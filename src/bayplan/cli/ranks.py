@@ -83,6 +83,13 @@ class RankOptions:
     vertical_sync: Annotated[
         bool, Parameter(negative="", help="A batch sees weights of one age in all stages.")
     ] = False
+    static_order: Annotated[
+        bool,
+        Parameter(
+            help="Ranks keep the order that is planned; --no-static-order lets each do whatever is"
+            " ready, within what is planned to be in flight."
+        ),
+    ] = True
 
     memory_per_rank: Annotated[
         str | None,
@@ -120,6 +127,7 @@ class RankOptions:
             staleness=self.staleness,
             versions=_parsed_numbers("--versions", self.versions, "2:1"),
             vertical_sync=self.vertical_sync,
+            static_order=self.static_order,
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
         )

@@ -178,6 +178,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         lags: by stage, how many batches its backward is behind its forward, and so how many updates
             old the weights are that a batch sees there; empty for none.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        static_order: whether every rank keeps the order of its list; else it does what is ready.
         stage_orders: what stages keep and repeat, where memory is limited; else they keep all.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
@@ -204,6 +205,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gradient_links: tuple[tuple[int, int], ...] = ()
     lags: tuple[int, ...] = ()
     vertical_sync: bool = False
+    static_order: bool = True
     stage_orders: tuple[StageOrder, ...] = ()
     request: Request | None = None
     order: StepOrder | None = None
@@ -252,6 +254,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         self._check_placement()
         self._check_stages_named()
         self._check_lags()
+        if not self.static_order and len(self.actions) < 2:
+            raise ValueError(
+                f"static_order is false for {len(self.actions)} devices, must be true: only a rank"
+                " that waits for others may take something else first"
+            )
         for device, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:

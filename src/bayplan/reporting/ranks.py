@@ -63,6 +63,8 @@ def pipeline_text(plan: Plan) -> str:
     if any(plan.lags):
         ages = ":".join(map(str, plan.lags))
         lines.append(f"  weights are {ages} updates old, by stage: not the numbers of one device")
+    if not plan.static_order:
+        lines.append("  no static order: a rank does whatever is ready of its list")
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bayplan.data.errors import FileFault
 from bayplan.data.plan import Stage
 from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.policies import SCHEDULES
 from bayplan.planning.pipelines.routing import resplit, round_robin
@@ -300,12 +301,63 @@ def test_a_retired_send_has_been_received_in_every_order_of_ranks(pipeline, name
         chance.shuffle(left)
         rank = next(r for r in left if ranks.act(r))
         for position in retire[rank][ranks.at[rank]]:
-            send = lists[rank][position]
-            sent = {
-                (str(send.kind)[-1], link, x)
-                for link in ranks.edges(send.stage, str(send.kind)[-1])[1]
-                for x in ranks.samples(rank, send.stage, send.index)
-            }
-            for (sender, _), queue in ranks.mail.items():
-                assert sender != rank or sent.isdisjoint(queue)
+            assert_received(ranks, rank, lists[rank][position])
         ranks.at[rank] += 1
+
+
+def assert_received(ranks, rank, send):
+    """Nothing that an action of a rank has sent is still on its way."""
+    kind = str(send.kind)[-1]
+    sent = {
+        (kind, link, x)
+        for link in ranks.edges(send.stage, kind)[1]
+        for x in ranks.samples(rank, send.stage, send.index)
+    }
+    for (sender, _), queue in ranks.mail.items():
+        assert sender != rank or sent.isdisjoint(queue)
+
+
+@settings(max_examples=200)
+@given(pipelines(), NAMES, DEPTHS, st.integers(0, 10**6))
+def test_without_static_order_whatever_is_ready_may_come_next(pipeline, name, depth, seed):
+    lists = schedule(pipeline, name, depth=depth)
+    proof = check_actions(pipeline, lists, has_tags=True)
+    lags = (0,) * len(pipeline.stages)
+    loose = [
+        loosen(pipeline, rank, own, in_flight=proof.in_flight[rank], lags=lags)
+        for rank, own in enumerate(lists)
+    ]
+    ranks, chance = (
+        Ranks(pipeline, [list(own) for own in lists], has_tags=True),
+        random.Random(seed),
+    )
+    left = [dict.fromkeys(range(len(own))) for own in lists]
+    in_flight = [dict.fromkeys(own, 0) for own in proof.in_flight]
+    while any(left):
+        ready = [
+            (rank, at)
+            for rank, own in enumerate(left)
+            for at in own
+            if own.keys().isdisjoint(loose[rank].needs[at])
+        ]
+        chance.shuffle(ready)
+        rank, at = next((one for one in ready if can_do(ranks, lists, left, *one)), (-1, -1))
+        assert rank >= 0, "stuck"
+        del left[rank][at]
+        ranks.at[rank] += 1
+        action = lists[rank][at]
+        in_flight[rank][action.stage] += {"F": 1, "B": -1, "W": -1}.get(str(action.kind), 0)
+        assert in_flight[rank][action.stage] <= proof.in_flight[rank][action.stage]
+        for position in loose[rank].retire[at]:
+            assert_received(ranks, rank, lists[rank][position])
+    assert all(
+        ("U", r, s) in ranks.done for s, own in enumerate(pipeline.stages) for r in own.devices
+    )
+    assert not any(ranks.mail.values())
+
+
+def can_do(ranks, lists, left, rank, at):
+    """Let a rank do an action of its list instead of the next one; False if it must wait."""
+    rest = [lists[rank][other] for other in left[rank] if other != at]
+    ranks.lists[rank][ranks.at[rank] :] = [lists[rank][at], *rest]
+    return ranks.act(rank)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.errors import UsageError
-from bayplan.planning.pipelines.cuts import cuts_by_share
+from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,39 @@ def test_a_share_below_one_is_refused(shares):
 def test_more_stages_than_operators_are_refused_with_both_numbers():
     with pytest.raises(UsageError, match="3 stages, but the model can be cut into 2 at most"):
         cuts_by_share([1.0, 1.0], (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("counts", "shares", "firsts"),
+    [
+        ([1] * 16, (3, 1), (0, 13)),  # more than 12 are before the thirteenth alone
+        ([1] * 16, (1, 15), (0, 2)),
+        ([1] * 16, (15, 1), (0, 15)),  # there must be one
+        ([1] * 10, (3, 1), (0, 9)),  # buckets of 3, 3, 2, 2
+        ([4, 1, 4, 1, 4, 1], (1, 1), (0, 3)),
+        ([1] * 3, (1, 1, 1), (0, 1, 2)),
+        ([5] * 3, (7,), (0,)),
+    ],
+)
+def test_by_count_a_stage_ends_before_what_has_more_before_it(counts, shares, firsts):
+    assert cuts_by_count(counts, shares) == firsts
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=12),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_by_count_every_stage_has_an_operator(counts, shares):
+    shares = shares[: len(counts)]
+    firsts = cuts_by_count(counts, shares)
+    assert firsts[0] == 0
+    assert len(firsts) == len(shares)
+    assert all(one < other for one, other in combinations(firsts, 2))
+    assert firsts[-1] < len(counts)
+
+
+def test_by_count_wrong_shares_are_refused_as_well():
+    with pytest.raises(UsageError, match=r"shares are 0:1; each must be at least 1"):
+        cuts_by_count([1, 1], (0, 1))
+    with pytest.raises(UsageError, match="3 stages, but the model can be cut into 2 at most"):
+        cuts_by_count([1, 1], (1, 1, 1))

@@ -8,6 +8,7 @@ from bayplan.running.ranks.journal import Journal
 
 
 def do(journal, positions):
+    journal.began_step()
     for position in positions:
         journal.began(position)
         journal.ended(position)
@@ -20,6 +21,7 @@ def journal_of(*texts):
 def test_journal_tells_step_stage_and_action():
     journal = journal_of("1RECV_F0", "1F0", "1B0", "1U0")
     do(journal, range(4))
+    journal.began_step()
     journal.began(0)
     assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
     assert journal.is_waiting(journal.now)
@@ -72,6 +74,19 @@ def test_a_follower_hears_of_every_action():
     journal.follower = Follower()
     do(journal, [0, 1])
     assert heard == [("began", 0), ("ended", 0), ("began", 1), ("ended", 1)]
+
+
+def test_a_step_in_another_order_is_one_step():
+    journal = journal_of("0RECV_F0", "0F0", "0RECV_B0", "0B0", "0U0")
+    do(journal, [2, 3, 0, 1, 4])
+    assert journal.now == (0, 4)
+    assert [event.name for event in journal.events()] == [
+        "0RECV_B0",
+        "0B0",
+        "0RECV_F0",
+        "0F0",
+        "0U0",
+    ]
 
 
 def test_journal_without_a_step_has_no_events():

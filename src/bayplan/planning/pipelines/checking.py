@@ -13,10 +13,10 @@ from bayplan.planning.pipelines.executing import execute
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.queueing import check_collectives, check_queues
 
-__all__ = ["Proof", "check_actions"]
+__all__ = ["BACKWARDS", "Proof", "check_actions", "orders"]
 
 _K = ActionKind
-_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 _Actions = Sequence[Sequence[Action]]
 
 
@@ -49,7 +49,7 @@ def check_actions(pipeline: Pipeline, actions: _Actions, *, has_tags: bool = Fal
         raise FileFault(f"{len(actions)} lists of actions for {len(pipeline.ranks)} ranks")
     for rank, own in enumerate(actions):
         positions = _check_complete(pipeline, rank, own)
-        for first, then in _orders(pipeline, rank, positions):
+        for first, then in orders(pipeline, rank, positions):
             if positions[first] > positions[then]:
                 raise FileFault(
                     f"{_at(rank, positions[then], then)}: comes before {first} (position"
@@ -111,12 +111,12 @@ def _needed(pipeline: Pipeline, rank: int, found: dict[Action, int]) -> Iterator
 
 def _backward(found: dict[Action, int], stage: int, at: int) -> tuple[Action, ...]:
     """The one part of a backward, or its two; one, unless a part of two is found alone."""
-    whole, *parts = (Action(stage, kind, at) for kind in _BACKWARDS)
+    whole, *parts = (Action(stage, kind, at) for kind in BACKWARDS)
     is_split = whole not in found and any(part in found for part in parts)
     return tuple(parts) if is_split else (whole,)
 
 
-def _orders(
+def orders(
     pipeline: Pipeline, rank: int, found: dict[Action, int]
 ) -> Iterator[tuple[Action, Action]]:
     """Pairs of a rank's actions, of which the first must come before the second."""
@@ -127,7 +127,7 @@ def _orders(
             yield from _orders_of_piece(pipeline, rank, found, stage, at)
     for bucket, stages in pipeline.holders(rank).items():
         for action in found:
-            if action.kind in _BACKWARDS and action.stage in stages:
+            if action.kind in BACKWARDS and action.stage in stages:
                 yield action, Action(stages[0], _K.REDUCE, bucket)
 
 

@@ -3,7 +3,7 @@
 A weight is whatever shares are of: seconds, operators, or bytes of parameters. The place that a
 share asks for is often inside a block, where much would have to be sent; a little off it there is
 mostly one where little is. So cuts by a measured weight may move by a small part of the whole to
-where least is sent. Cuts by operator count are exact, as in OneFlow's staged pipeline.
+where least is sent. Cuts by operator count are where OneFlow's staged pipeline makes them.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["cuts_by_share"]
+__all__ = ["cuts_by_count", "cuts_by_share"]
 
 
 def cuts_by_share(
@@ -33,23 +33,57 @@ def cuts_by_share(
         >>> cuts_by_share([1, 1, 1, 1, 4], (1, 1))
         (0, 4)
     """
-    if min(shares, default=0) < 1:
-        raise UsageError(f"shares are {':'.join(map(str, shares))}; each must be at least 1")
-    if len(shares) > len(weights):
-        raise UsageError(
-            f"{len(shares)} stages, but the model can be cut into {len(weights)} at most; name"
-            " fewer stages"
-        )
+    _check(shares, len(weights))
     before = list(accumulate(weights, initial=0.0))
     total = before[-1] or 1.0
     firsts = [0]
     for at, share_before in enumerate(accumulate(shares[:-1]), start=1):
         wanted = total * share_before / sum(shares)
-        # Every stage has an operator, those that follow too.
-        possible = range(firsts[-1] + 1, len(weights) - (len(shares) - at) + 1)
+        possible = _possible(firsts[-1], at, len(weights), len(shares))
         nearest = min(possible, key=lambda cut: abs(before[cut] - wanted))
         if sent_bytes is not None:
             near = [cut for cut in possible if abs(before[cut] - wanted) <= slack * total]
             nearest = min(near or [nearest], key=sent_bytes.__getitem__)
         firsts.append(nearest)
     return tuple(firsts)
+
+
+def cuts_by_count(counts: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
+    """The first operator of each stage, found as OneFlow does.
+
+    It deals the whole count out to as many buckets as all shares together, the first ones getting
+    one more where it does not come out even. A stage's buckets are as many as its share, and it
+    ends before the first operator that has more before it than all buckets up to there hold.
+
+    Args:
+        counts: what each forward operator counts; see `operator_counts`.
+        shares: of each stage.
+
+    Example:
+        >>> cuts_by_count([4, 1, 1, 4, 1, 3], (2, 1))
+        (0, 4)
+    """
+    _check(shares, len(counts))
+    before = list(accumulate(counts, initial=0))
+    size, num_larger = divmod(before[-1], sum(shares))
+    firsts = [0]
+    for at, num_buckets in enumerate(accumulate(shares[:-1]), start=1):
+        held = size * num_buckets + min(num_buckets, num_larger)
+        possible = _possible(firsts[-1], at, len(counts), len(shares))
+        firsts.append(next((cut for cut in possible if before[cut] > held), possible[-1]))
+    return tuple(firsts)
+
+
+def _check(shares: Sequence[int], num_ops: int) -> None:
+    if min(shares, default=0) < 1:
+        raise UsageError(f"shares are {':'.join(map(str, shares))}; each must be at least 1")
+    if len(shares) > num_ops:
+        raise UsageError(
+            f"{len(shares)} stages, but the model can be cut into {num_ops} at most; name fewer"
+            " stages"
+        )
+
+
+def _possible(last: int, at: int, num_ops: int, num_stages: int) -> range:
+    """Where stage `at` may begin: every stage has an operator, those that follow too."""
+    return range(last + 1, num_ops - (num_stages - at) + 1)

@@ -43,6 +43,7 @@ class Journal:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
+        self._num_steps = 0  # begun
         self._actions = actions
         self._done: list[tuple[int, float, float]] = []  # of this step: position, begin, end
         self._began = 0.0
@@ -59,14 +60,15 @@ class Journal:
 
         return timed
 
+    def began_step(self) -> None:
+        """A step begins; it may do a part of the list, and in another order."""
+        self._num_steps += 1
+        self._done.clear()
+        self._updating = None
+
     def began(self, position: int) -> None:
-        """An action begins; one that does not come after the last begins a step."""
-        step, last = self.now
-        if self._done and position <= last:
-            step += 1
-            self._done.clear()
-            self._updating = None
-        self.now = (step, position)
+        """An action begins, if only to wait."""
+        self.now = (max(0, self._num_steps - 1), position)
         if self.follower is not None:
             self.follower.began(position)
         self._began = time.perf_counter()

@@ -1,7 +1,8 @@
 """One rank's part of a step: its action list, carried out action by action.
 
-The list decides everything; nothing here does. For each batch size the list is turned once into
-calls with all their routes and rooms at hand, so that a step is a walk over a list.
+The list decides everything; nothing here does. Its order is kept, unless the plan allows another.
+For each batch size the list is turned once into calls with all their routes and rooms at hand, so
+that a step is a walk over a list.
 
 NOTE [ Backward that lags ]
 With stale weights allowed, a stage's backward is some batches behind its forward. One list still
@@ -15,7 +16,7 @@ more, a part of the list has nothing to do and is passed over.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import MESSAGE
 from bayplan.running.ranks.gradients import Gradients
+from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure
 from bayplan.running.ranks.versions import Versions
@@ -38,11 +40,15 @@ Key = tuple[int, int]  # stage, micro-batch
 
 # Receives that are posted ahead of the one that is waited for next.
 RECEIVES_AHEAD = 2
+_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
 
 
 class Listener(Protocol):
     """Who wants to know what a rank does."""
+
+    def began_step(self) -> None:
+        """A step begins."""
 
     def began(self, position: int) -> None:
         """An action begins."""
@@ -92,6 +98,7 @@ class Worker:
         tensors: the parameters and buffers that the rank's stages read, by name.
         shared_buffers: that replicas of a stage average after a step.
         update: runs the optimizer, once all gradients are there.
+        picker: chooses what comes next; None where that is the next of the list.
     """
 
     actions: Sequence[Action]
@@ -103,6 +110,7 @@ class Worker:
     shared_buffers: Sequence[SharedBuffers]
     versions: Versions
     update: Callable[[], object]
+    picker: Picker | None = None
     _batch: list[torch.Tensor] = field(default_factory=list)
     _losses: list[torch.Tensor] = field(default_factory=list)
 
@@ -138,12 +146,9 @@ class Worker:
             self._num_given = self._number + 1
         self.gradients.clear()
         self.versions.refresh()
-        positions = self._due_positions()
-        for arrival in self._receives[:RECEIVES_AHEAD]:
-            arrival.post()
-        self._next = RECEIVES_AHEAD
+        listener.began_step()
         self._sent.append([])
-        for position in positions:
+        for position in self._walk(self._due_positions(), listener):
             listener.began(position)
             self._calls[position](position)
             for sent in self.retire[position]:
@@ -153,6 +158,19 @@ class Worker:
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
+    def _walk(self, positions: Sequence[int], listener: Listener) -> Iterable[int]:
+        """The positions in the order they are done, with receives posted ahead."""
+        if self.picker is None:
+            for arrival in self._receives[:RECEIVES_AHEAD]:
+                arrival.post()
+            self._next = RECEIVES_AHEAD
+            return positions
+        receives = [
+            {at: one for at in positions for one in self._arrivals_of(self.actions[at], kind)}
+            for kind in _RECEIVES
+        ]
+        return self.picker.walk(positions, receives, listener)
+
     def _due_positions(self) -> Sequence[int]:
         """What this call does of the list; most often the same as the last call."""
         due = tuple(self._is_due(one) for one in self.actions)
@@ -160,7 +178,12 @@ class Worker:
             self._due = due
             self._positions = [at for at, is_due in enumerate(due) if is_due]
             found = (self.actions[at] for at in self._positions)
-            self._receives = [one for action in found for one in self._arrivals_of(action)]
+            self._receives = [
+                one
+                for action in found
+                for kind in _RECEIVES
+                for one in self._arrivals_of(action, kind)
+            ]
             self._updates = [
                 at for at in self._positions if self.actions[at].kind is ActionKind.UPDATE
             ]
@@ -224,12 +247,12 @@ class Worker:
         function = kinds[action.kind]
         return lambda position: function(key)
 
-    def _arrivals_of(self, action: Action) -> tuple[Arrival, ...]:
-        if action.kind is ActionKind.RECEIVE_FORWARD:
-            return (self.parts[action.stage, action.index].arrival,)
-        if action.kind is ActionKind.RECEIVE_BACKWARD:
-            return (self.parts[action.stage, action.index].arrival_back,)
-        return ()
+    def _arrivals_of(self, action: Action, kind: ActionKind) -> tuple[Arrival, ...]:
+        """What an action receives, if it is of a kind."""
+        if action.kind is not kind:
+            return ()
+        part = self.parts[action.stage, action.index]
+        return (part.arrival if kind is ActionKind.RECEIVE_FORWARD else part.arrival_back,)
 
     def _departure_of(self, action: Action) -> Departure:
         part = self.parts[action.stage, action.index]
@@ -306,6 +329,8 @@ class Worker:
             self._made_back[key].append(_Made(values, self._takers_back[key]))
 
     def _receive(self, arrival: Arrival) -> None:
+        if self.picker is not None:
+            return  # it waited before it came to this
         if self._next < len(self._receives):
             self._receives[self._next].post()
             self._next += 1

@@ -8,7 +8,7 @@ from bayplan.running.joint import JointStep
 from bayplan.running.stages.numbering import Numbering
 from bayplan.running.stages.whole import WholeStep
 
-__all__ = ["parameter_bytes", "seconds_with_backward", "sent_bytes"]
+__all__ = ["first_reader", "parameter_bytes", "seconds_with_backward", "sent_bytes"]
 
 
 def seconds_with_backward(step: JointStep) -> list[float]:
@@ -39,16 +39,16 @@ def parameter_bytes(whole: WholeStep, step: JointStep) -> list[float]:
     for node, given in zip(whole.primals, whole.inputs, strict=True):
         if given.needs_gradient:
             value: torch.Tensor = node.meta["val"]
-            reader = _first_reader(node, at_node)
+            reader = first_reader(node, at_node)
             if reader is not None:
                 weights[reader] += value.numel() * value.element_size()
     return weights
 
 
-def _first_reader(node: fx.Node, at_node: dict[fx.Node | None, int]) -> int | None:
+def first_reader(node: fx.Node, at_node: dict[fx.Node | None, int]) -> int | None:
     """The first operator that reads a node, itself or through views."""
     found = [
-        at_node[user] if user in at_node else _first_reader(user, at_node) for user in node.users
+        at_node[user] if user in at_node else first_reader(user, at_node) for user in node.users
     ]
     return min((at for at in found if at is not None), default=None)
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import training
+import training  # pyrefly: ignore[missing-import] - beside this script
 from torch import distributed
 
 from bayplan.data.errors import BayplanError

@@ -149,3 +149,14 @@ def test_a_rank_that_has_not_spoken_yet_is_waited_for_until_it_is_overdue():
     for beat in range(2, 5):
         judge.hear({0: entry(beat, is_done=True)}, elapsed_seconds=1.0)
     assert judge.num_to_leave == 1
+
+
+def test_a_batch_of_another_form_is_blamed_at_the_same_number_only():
+    judge = judge_of()
+    first, second = entry(1, batch=(4, "8x3 float32")), entry(1, batch=(3, "4x3 float32"))
+    judge.hear({0: first, 1: second}, elapsed_seconds=0.1)
+    assert judge.verdict() is None  # a last batch may be smaller, and ranks are not in step
+    judge.hear({0: first, 1: entry(2, batch=(4, "4x3 float32"))}, elapsed_seconds=0.1)
+    found = judge.verdict()
+    assert (found.rank, found.exit_code) == (1, 2)
+    assert "its batch 4 is 4x3 float32, there it is 8x3 float32" in found.text

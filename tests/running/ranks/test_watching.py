@@ -215,3 +215,45 @@ def test_the_store_of_torchrun_is_hosted_by_no_rank():
     assert host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "True"}) is None
     assert host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "False"}) == 0
     assert host_of_store({}) == 0
+
+
+def test_the_same_mistake_of_all_ranks_is_told_once_and_keeps_its_kind(ends, capfd):
+    watches = open_watches(3, ends)
+    caught = []
+
+    def fail(watch):
+        try:
+            with watch.telling():
+                raise DoesNotFit("needs 9")
+        except DoesNotFit as fault:
+            caught.append(fault)
+
+    threads = [threading.Thread(target=fail, args=(watch,)) for watch in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert [(type(one).__name__, one.code, str(one)) for one in caught] == [
+        ("ToldDoesNotFit", 3, "needs 9")
+    ] * 3
+    assert all(isinstance(one, SystemExit) for one in caught)  # quiet where nobody catches it
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("failed at [start]: DoesNotFit: needs 9")
+    assert ends.codes == {}
+
+
+def test_a_rank_alone_tells_of_its_mistake(capfd):
+    watch = Watch(dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(DoesNotFit), watch.telling():
+        raise DoesNotFit("needs 9")
+    assert capfd.readouterr().err == "bayplan: rank 0: needs 9\n"
+
+
+def test_telling_leaves_the_watch_open_without_an_exception(ends):
+    watches = open_watches(2, ends)
+    with watches[0].telling():
+        pass
+    time.sleep(2 * SILENCE_SECONDS)
+    assert ends.codes == {}
+    for watch in watches:
+        watch.close()

@@ -16,7 +16,7 @@ from torch import distributed
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["BatchMark", "form_of"]
+__all__ = ["BatchMark", "are_alike", "form_of"]
 
 _BITS = 20  # so that squares of all ranks' numbers add up in a float64 without rounding
 _NUM_VALUES = 8  # of the first sample and of the last
@@ -52,8 +52,7 @@ class BatchMark:
 
     def check(self, sums: torch.Tensor) -> None:
         """Raise UsageError on all ranks if the sums over them show that marks differ."""
-        total, squares = sums[1:].tolist()
-        if total * total == squares * distributed.get_world_size():
+        if are_alike(sums, distributed.get_world_size()):
             return
         own = torch.tensor([self.number, zlib.crc32(self.form.encode())], device=sums.device)
         found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
@@ -68,6 +67,12 @@ class BatchMark:
             " give every rank the whole batch, the same everywhere (a loader without"
             " DistributedSampler, with the same seed)"
         )
+
+
+def are_alike(sums: torch.Tensor, num_ranks: int) -> bool:
+    """Whether numbers that add up so, with their squares, are all the same (Cauchy and Schwarz)."""
+    total, squares = (int(one) for one in sums[1:].tolist())  # whole, so that nothing is rounded
+    return total * total == squares * num_ranks
 
 
 def form_of(tensors: Sequence[torch.Tensor]) -> str:

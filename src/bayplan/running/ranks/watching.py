@@ -165,7 +165,7 @@ class Watch:
         """What `with watch:` would have done, for a process that is about to end."""
         fault = getattr(sys, "last_value", None)  # what Python has just shown as uncaught
         with contextlib.suppress(ToldFailure):  # too late to raise anything
-            self.__exit__(type(fault), fault, None)
+            self.__exit__(None if fault is None else type(fault), fault, None)
 
     def explain(self, fault: BaseException) -> RankFailure:
         """Find the cause behind a symptom, waiting for it to show for a while.

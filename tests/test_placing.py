@@ -129,7 +129,7 @@ def test_micro_batches_go_round_when_asked():
 
 
 def test_without_static_order_more_messages_may_be_on_their_way():
-    given = {"num_micro_batches": 4, "cut_at": ("head",)}
+    given = {"num_micro_batches": 8, "cut_at": ("head",)}
     strict, loose = (place(step_of(), wishes(static_order=one, **given)) for one in (True, False))
     assert (strict.static_order, loose.static_order) == (True, False)
     assert strict.actions == loose.actions

@@ -17,6 +17,7 @@ from bayplan.data.plan import Plan
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.running.ranks.launching import launch
 
+collect_ignore = ["mistakes.py"]  # a script that imports its neighbour, as scripts can
 SCRIPT = Path(__file__).parent / "training.py"
 TIMEOUT_SECONDS = 250.0
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from bayplan.data import files
 from bayplan.data.errors import FileFault
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.devices.machine import cache_directory, describe_machine
+from bayplan.running.exchange.meeting import shares_memory
 from bayplan.running.ranks.launching import launch
 from bayplan.running.ranks.reports import INTERRUPTED
 
@@ -49,5 +51,6 @@ def local_link_speeds(cache: Path | None = None) -> LinkSpeeds | None:
 def _path(cache: Path) -> Path:
     # The number of threads is that of a rank, whatever it is here.
     machine = [item for item in sorted(describe_machine().items()) if item[0] != "threads"]
-    name = hashlib.sha256(repr(machine).encode()).hexdigest()[:24]
+    way = (shares_memory(os.environ), machine)
+    name = hashlib.sha256(repr(way).encode()).hexdigest()[:24]
     return cache / "links" / f"{name}.json"

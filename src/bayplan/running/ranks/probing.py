@@ -4,6 +4,7 @@ Run as both ranks of a process group; rank 0 writes what was found. The fastest 
 counts, for other processes only ever add.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,8 +13,12 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
+from bayplan.devices.machine import cache_directory
+from bayplan.running.exchange.meeting import Meeting, shares_memory
+from bayplan.running.exchange.sums import Sums, room_bytes
 
 __all__ = ["main"]
 
@@ -27,17 +32,46 @@ def main(path: Path) -> None:
     """Measure as one of two ranks."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    speeds = LinkSpeeds(message=_speed(_there_and_back, 2), reduce=_speed(_summed, 1))
+    sums = _sums()
+    speeds = LinkSpeeds(
+        message=_speed(_there_and_back, torch.ones, 2),
+        reduce=_speed(
+            lambda data: sums.begin(data).wait(),
+            lambda count: sums.room(count, torch.float32, torch.device("cpu")),
+            1,
+        ),
+    )
     if distributed.get_rank() == 0:
         files.write(path, speeds)
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def _speed(exchange: Callable[[torch.Tensor], None], num_ways: int) -> LinkSpeed:
+def _sums() -> Sums:
+    """As gradients are summed."""
+    meeting = Meeting(
+        store=distributed.PrefixStore("bayplan/probing", torch_private.default_store()),
+        rank=distributed.get_rank(),
+        world_size=distributed.get_world_size(),
+        cache=cache_directory(),
+        is_willing=shares_memory(os.environ),
+    )
+    needed_bytes = sum(
+        room_bytes(size // 4, torch.float32) for size in (_SMALL_BYTES, _LARGE_BYTES)
+    )
+    sums = meeting.sums(range(meeting.world_size), needed_bytes)
+    assert sums is not None, "all ranks take part"
+    return sums
+
+
+def _speed(
+    exchange: Callable[[torch.Tensor], object],
+    room: Callable[[int], torch.Tensor],
+    num_ways: int,
+) -> LinkSpeed:
     """What one of an exchange's ways costs."""
-    latency, _ = _fastest(exchange, _SMALL_BYTES, _NUM_SMALL)
-    seconds, busy_seconds = _fastest(exchange, _LARGE_BYTES, _NUM_LARGE)
+    latency, _ = _fastest(exchange, room(_SMALL_BYTES // 4), _NUM_SMALL)
+    seconds, busy_seconds = _fastest(exchange, room(_LARGE_BYTES // 4), _NUM_LARGE)
     return LinkSpeed(
         latency_seconds=latency / num_ways,
         bytes_per_second=_LARGE_BYTES * num_ways / max(seconds - latency, 1e-9),
@@ -46,10 +80,9 @@ def _speed(exchange: Callable[[torch.Tensor], None], num_ways: int) -> LinkSpeed
 
 
 def _fastest(
-    exchange: Callable[[torch.Tensor], None], size_bytes: int, repeats: int
+    exchange: Callable[[torch.Tensor], object], data: torch.Tensor, repeats: int
 ) -> tuple[float, float]:
     """Seconds of one exchange, and those that the cores of both ranks were busy with it."""
-    data = torch.ones(size_bytes // 4)
     exchange(data)  # warm: connections are made
     found: list[tuple[float, float]] = []
     for _ in range(repeats):
@@ -70,10 +103,6 @@ def _there_and_back(data: torch.Tensor) -> None:
     else:
         distributed.recv(data, peer)
         distributed.send(data, peer)
-
-
-def _summed(data: torch.Tensor) -> None:
-    distributed.all_reduce(data)
 
 
 if __name__ == "__main__":

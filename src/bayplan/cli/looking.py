@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from bayplan.cli.app import app
 from bayplan.data import files
-from bayplan.data.errors import ExitCode
+from bayplan.data.errors import ExitCode, FileFault
 
 __all__ = ["doctor", "explain", "report"]
 
@@ -61,6 +61,8 @@ def explain(plan: Annotated[Path, Parameter(help="A plan file by `bayplan plan`.
     if given.order is not None:
         print(explanation_text(given))
         return ExitCode.DONE
+    if len(given.actions) < 2:
+        raise FileFault(f"{plan}: the plan has no `order`, which plans of one device have")
     from bayplan.planning.pipelines.whole_plan import check_rank_plan
 
     check_rank_plan(given)

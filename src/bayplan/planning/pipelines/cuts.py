@@ -61,7 +61,7 @@ def cuts_by_count(counts: Sequence[int], shares: Sequence[int]) -> tuple[int, ..
 
     Example:
         >>> cuts_by_count([4, 1, 1, 4, 1, 3], (2, 1))
-        (0, 4)
+        (0, 5)
     """
     _check(shares, len(counts))
     before = list(accumulate(counts, initial=0))

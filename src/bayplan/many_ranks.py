@@ -11,6 +11,7 @@ from bayplan.data import files
 from bayplan.data.errors import PlanBroken
 from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord
+from bayplan.rank_swap import check_room, planned_swap_bytes
 from bayplan.running.ranks.launching import launch
 
 __all__ = ["RankRun", "run_on_ranks"]
@@ -38,6 +39,8 @@ def run_on_ranks(
     log_folder: Path,
     target: str | None = None,
     seed: int = 0,
+    swap: Path | None = None,
+    swap_bytes: int | None = None,
     on_line: Callable[[str], None],
 ) -> RankRun:
     """Start a process for each rank of a plan, train, and gather what they measured.
@@ -48,14 +51,19 @@ def run_on_ranks(
         log_folder: for the log of each rank; it is kept.
         target: needed where the plan names a function of the user's own.
         seed: of every rank.
+        swap: a directory for what the plan swaps.
+        swap_bytes: the most that each rank may take there; None for what the plan needs.
         on_line: hears what rank 0 tells, and why a run ended early.
     """
+    check_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
         path, records = Path(folder) / "plan.json", Path(folder)
         files.write(path, plan)
         arguments = ["-m", "bayplan.rank", str(path), "--records", str(records)]
         arguments += ["--steps", str(num_steps), "--seed", str(seed)]
         arguments += [] if target is None else ["--target", target]
+        arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
+        arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]
         num_ranks = len(plan.actions)
         exit_code = launch(arguments, num_ranks=num_ranks, log_folder=log_folder, on_line=on_line)
         if exit_code:

@@ -24,6 +24,7 @@ from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
 from bayplan.preparing import Preparation
+from bayplan.rank_swap import RankSwap
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
@@ -43,6 +44,8 @@ def bind(
     *,
     loss_fn: LossFunction = None,
     autocast: torch.dtype | None = None,
+    swap: Path | str | None = None,
+    swap_bytes: int | None = None,
 ) -> "PipelinedStep":
     """Make this rank's part of a planned training step.
 
@@ -58,6 +61,8 @@ def bind(
         loss_fn: of the model's output and the targets, a mean over samples; None if the model
             returns its loss.
         autocast: dtype of mixed precision.
+        swap: a directory for what the plan swaps on this rank; ranks may share it.
+        swap_bytes: the most that this rank may take there; None for what the plan needs.
 
     On every rank of a script that torchrun has started::
 
@@ -78,7 +83,8 @@ def bind(
             " plan for these"
         )
     _check_same_plan(plan)
-    return PipelinedStep(model, optimizer, plan, loss_fn, autocast)
+    place = RankSwap(distributed.get_rank(), None if swap is None else Path(swap), swap_bytes)
+    return PipelinedStep(model, optimizer, plan, loss_fn, autocast, swap=place)
 
 
 def _read(path: Path | str | None) -> Plan:
@@ -131,7 +137,10 @@ class PipelinedStep:
         plan: Plan,
         loss_fn: LossFunction = None,
         autocast: torch.dtype | None = None,
+        *,
+        swap: RankSwap,
     ) -> None:
+        self._swap = swap
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._loss_fn, self._autocast = loss_fn, autocast
         self._rank = distributed.get_rank()
@@ -175,6 +184,7 @@ class PipelinedStep:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         atexit.unregister(self._watch.close)
         self._watch.close()
+        self._swap.close()
 
     def _run(self, batch: Batch) -> torch.Tensor:
         num_samples = self.num_samples = num_samples_of(batch)
@@ -232,6 +242,7 @@ class PipelinedStep:
             rank=self._rank,
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
+            swap=self._swap,
         )
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)

@@ -4,8 +4,9 @@ Nothing is searched for here. Stages are cut where the shares ask for, by measur
 operators or by parameters, or where modules are named; the rest follows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import pairwise
@@ -17,18 +18,21 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.data.errors import UsageError
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
+from bayplan.data.plan import Bucket, Plan, Request, Route, Stage
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.cuts import cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.planning.swaps import Tier
 from bayplan.pricing import free_prices, measured_prices
 from bayplan.rank_needs import RankNeeds
 from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.stage_fits import StageFits, predicted_peak_bytes
+from bayplan.stage_orders import StageSearch
 from bayplan.staged import StagedStep
+from bayplan.swap_space import SwapSpace
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import num_samples_of, trace_whole
 
@@ -57,7 +61,9 @@ class Wishes:
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
-        limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
+        limit_bytes: for each rank; what does not fit as it is gets recomputed, packed or swapped.
+        may_pack: whether activations may be packed.
+        space: where each rank's activations may be swapped to; None repeats and packs only.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
     """
@@ -74,6 +80,8 @@ class Wishes:
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
     limit_bytes: int | None = None
+    may_pack: bool = True
+    space: SwapSpace | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
 
@@ -108,6 +116,11 @@ class Wishes:
                 f"{len(self.versions)} numbers of versions for {num_stages} stages; give one each"
             )
         self._check_versions()
+        if self.space is not None and self.limit_bytes is None:
+            raise UsageError(
+                "a place to swap to needs a limit to swap for; give one for each rank with"
+                " --memory-per-rank"
+            )
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -184,11 +197,7 @@ class _Placing:
             unscheduled,
             actions=tuple(tuple(map(str, own)) for own in actions),
             limit_bytes=self.wishes.limit_bytes,
-            stage_orders=tuple(
-                StageOrder(stage=stage, num_samples=size, order=fit.order)
-                for (stage, size), fit in fits.items()
-                if self.wishes.limit_bytes is not None
-            ),
+            stage_orders=() if self.wishes.limit_bytes is None else self._fits.orders(fits, memory),
             predicted_peak_bytes=tuple(
                 predicted_peak_bytes(pipeline, rank, memory[rank], fits) for rank in pipeline.ranks
             ),
@@ -204,8 +213,26 @@ class _Placing:
             staged=self._staged_at,
             prices=prices,
             granularity_bytes=granularity_of(device.type),
-            cache=cache_directory(),
-            time_limit_seconds=self.wishes.time_limit_seconds,
+            search=StageSearch(
+                cache=cache_directory(),
+                tier=self._tier,
+                may_pack=self.wishes.may_pack,
+                time_limit_seconds=self.wishes.time_limit_seconds,
+            ),
+            max_swap_bytes=None if self.wishes.space is None else self.wishes.space.max_bytes,
+        )
+
+    @property
+    def _tier(self) -> Tier | None:
+        """The speed of swapping for one rank: those of a node may all swap at once."""
+        if self.wishes.space is None:
+            return None
+        tier = self.wishes.space.tier
+        most = max(Counter(place.node for place in self.wishes.placement.places).values())
+        return replace(
+            tier,
+            out_bytes_per_second=tier.out_bytes_per_second / most,
+            in_bytes_per_second=tier.in_bytes_per_second / most,
         )
 
     def _staged_at(self, num_samples: int) -> StagedStep:

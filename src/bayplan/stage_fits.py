@@ -1,53 +1,27 @@
-"""What each stage takes on a rank, and the fastest orders of it that fit a limit together."""
+"""What each stage takes on a rank, and the fastest orders of all that fit a limit together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from bayplan.choosing import order_of
+from bayplan.choosing import limit_for, planned_bytes
 from bayplan.data.errors import DoesNotFit
-from bayplan.data.order import StepOrder
-from bayplan.data.program import Program
+from bayplan.data.plan import StageOrder
 from bayplan.data.units import format_bytes
-from bayplan.planned import Circumstances
+from bayplan.fit_choice import FitChoice, Key, RankMemory, peak_bytes
+from bayplan.planned import Circumstances, TracedStep
 from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.rank_memory import StageMemory, rank_peak_bytes, stage_memory
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.search import pareto, smallest_peak
-from bayplan.planning.swaps import Arrangement
 from bayplan.pricing import Price
+from bayplan.stage_orders import Fit, StageSearch, described
 from bayplan.staged import StagedStep
 
 __all__ = ["Fit", "RankMemory", "StageFits", "predicted_peak_bytes"]
 
-_NUM_LIMITS = 10  # of a stage's own curve, from its plain peak down to its smallest
-_CURVE_SHARE = 0.75  # of the time; the rest is for the smallest peak
-
-Key = tuple[int, int]  # stage, samples
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One order of a stage, and what it takes."""
-
-    order: StepOrder
-    memory: StageMemory
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """What a rank needs beside its stages' activations.
-
-    Attributes:
-        staying_bytes: through the whole step.
-        in_flight: by stage, its most micro-batches in flight.
-    """
-
-    staying_bytes: int
-    in_flight: dict[int, int]
+# Of a rank with several stages, each is also planned for less than its part of the memory, so that
+# others may have more of it.
+_PARTS = (1.0, 0.8, 0.6, 0.4)
 
 
 @dataclass
@@ -57,24 +31,47 @@ class StageFits:
     Attributes:
         staged: by number of samples, the step.
         prices: makes the function that prices operators.
-        time_limit_seconds: to plan one stage at one size.
+        search: how orders are looked for.
+        max_swap_bytes: the most that a rank may have in its swap files; None for what it needs.
     """
 
     staged: Callable[[int], StagedStep]
     prices: Callable[[torch.device], AbstractContextManager[Price]]
     granularity_bytes: int
-    cache: Path
-    time_limit_seconds: float = 10.0
-    _programs: dict[Key, Program] = field(default_factory=dict)
+    search: StageSearch
+    max_swap_bytes: int | None = None
+    _traced: dict[Key, TracedStep] = field(default_factory=dict)
     _plain: dict[Key, Fit] = field(default_factory=dict)
-    _curves: dict[Key, list[Fit]] = field(default_factory=dict)
 
     def plain(self, key: Key) -> Fit:
         """The stage as it runs with everything kept."""
         if key not in self._plain:
-            program = self._program(key)
-            self._plain[key] = self._fit(key, plain_schedule(program))
+            self._plain[key] = self.search.plain(self.traced(key))
         return self._plain[key]
+
+    def traced(self, key: Key) -> TracedStep:
+        """The stage as planners see it."""
+        if key not in self._traced:
+            stage, size = key
+            around = Circumstances(prices=self.prices, granularity_bytes=self.granularity_bytes)
+            staged = self.staged(size)
+            self._traced[key] = staged.traced(staged.graph(stage), around)
+        return self._traced[key]
+
+    def orders(
+        self, fits: Mapping[Key, Fit], ranks: Sequence[RankMemory]
+    ) -> tuple[StageOrder, ...]:
+        """Some fits as a plan keeps them."""
+        return tuple(
+            described(
+                self.traced((stage, size)),
+                fit,
+                stage=stage,
+                num_samples=size,
+                in_flight=max(own.in_flight.get(stage, 1) for own in ranks),
+            )
+            for (stage, size), fit in fits.items()
+        )
 
     def chosen(
         self, pipeline: Pipeline, ranks: Sequence[RankMemory], limit_bytes: int | None
@@ -85,84 +82,88 @@ class StageFits:
             DoesNotFit: names the rank that needs most, and what it needs at the least.
         """
         keys = {rank: list(_keys_of(pipeline, rank)) for rank in pipeline.ranks}
-        level: dict[Key, int] = dict.fromkeys((key for own in keys.values() for key in own), 0)
-        for rank, own in keys.items():
-            while limit_bytes is not None and self._peak(ranks[rank], own, level) > limit_bytes:
-                lower = [key for key in own if level[key] < len(self._curve(key))]
-                if not lower:
-                    raise self._refusal(rank, self._peak(ranks[rank], own, level), limit_bytes)
-                # The stage that passes most is the one that sets the peak.
-                most = max(lower, key=lambda key: self._at(key, level[key]).memory.passing_bytes)
-                level[most] += 1
-        return {key: self._at(key, at) for key, at in level.items()}
-
-    def _peak(self, own: RankMemory, keys: Sequence[Key], level: dict[Key, int]) -> int:
-        return _rank_peak(own, {key: self._at(key, level[key]) for key in keys})
-
-    def _at(self, key: Key, level: int) -> Fit:
-        return self.plain(key) if level == 0 else self._curve(key)[level - 1]
-
-    def _curve(self, key: Key) -> list[Fit]:
-        """Smaller and smaller, slower and slower."""
-        if key not in self._curves:
-            self._curves[key] = list(self._planned(key))
-        return self._curves[key]
-
-    def _planned(self, key: Key) -> Iterator[Fit]:
-        program = self._program(key)
-        seconds = self.time_limit_seconds
-        floor = smallest_peak(
-            program, time_limit_seconds=(1 - _CURVE_SHARE) * seconds, cache_dir=self.cache
+        fits = {key: self.plain(key) for own in keys.values() for key in own}
+        if limit_bytes is None:
+            return fits
+        over = [
+            rank for rank, own in keys.items() if peak_bytes(ranks[rank], own, fits) > limit_bytes
+        ]
+        if not over:
+            return fits
+        choice = FitChoice(
+            keys=keys,
+            ranks=ranks,
+            weights={key: _num_pieces(pipeline, key) for key in fits},
+            max_swap_bytes=self.max_swap_bytes,
         )
-        plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
-        step = (plain_bytes - floor.peak_bytes) / _NUM_LIMITS
-        limits = [int(plain_bytes - step * at) for at in range(1, _NUM_LIMITS)]
-        found = dict(
-            pareto(
-                program,
-                [*limits, floor.peak_bytes],
-                starts=[floor.schedule],
-                time_limit_seconds=_CURVE_SHARE * seconds,
-                cache_dir=self.cache,
-            )
+        pools = {key: [fit] for key, fit in fits.items()}
+        for key in dict.fromkeys(key for rank in over for key in keys[rank]):
+            pools[key] += self._found(key, choice, fits, planned_bytes(limit_bytes))
+        best = choice.fastest(pools, planned_bytes(limit_bytes))
+        if best is None:
+            for key in dict.fromkeys(key for rank in over for key in keys[rank]):
+                pools[key] += self._smallest(key, choice, fits, limit_bytes)
+            best = choice.fastest(pools, limit_bytes)
+        if best is None:
+            raise self._refusal(choice, pools, limit_bytes)
+        return best
+
+    def _found(
+        self, key: Key, choice: FitChoice, fits: Mapping[Key, Fit], limit_bytes: int
+    ) -> Iterator[Fit]:
+        in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
+        parts = _PARTS if choice.shares_a_rank(key) else _PARTS[:1]
+        for part in parts:
+            if budget_bytes > 0:
+                yield from self.search.within(
+                    self.traced(key), in_flight=in_flight, budget_bytes=int(part * budget_bytes)
+                )
+
+    def _smallest(
+        self, key: Key, choice: FitChoice, fits: Mapping[Key, Fit], limit_bytes: int
+    ) -> list[Fit]:
+        in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
+        return self.search.smallest(
+            self.traced(key), in_flight=in_flight, budget_bytes=max(0, budget_bytes)
         )
-        for limit_bytes in sorted(found, reverse=True):
-            yield self._fit(key, found[limit_bytes].schedule)
 
-    def _fit(self, key: Key, schedule: Sequence[int]) -> Fit:
-        program = self._program(key)
-        plain = replay_schedule(program, plain_schedule(program))
-        order = order_of(
-            program,
-            Arrangement(tuple(schedule)),
-            strategy="auto",
-            plain_peak_bytes=plain.peak_bytes,
-            plain_seconds=program.plain_seconds,
-        )
-        return Fit(order, stage_memory(program, schedule))
-
-    def _program(self, key: Key) -> Program:
-        if key not in self._programs:
-            stage, size = key
-            around = Circumstances(prices=self.prices, granularity_bytes=self.granularity_bytes)
-            staged = self.staged(size)
-            traced = staged.traced(staged.graph(stage), around)
-            self._programs[key] = traced.with_packs().program
-        return self._programs[key]
-
-    @staticmethod
-    def _refusal(rank: int, needed_bytes: int, limit_bytes: int) -> DoesNotFit:
+    def _refusal(
+        self, choice: FitChoice, pools: Mapping[Key, Sequence[Fit]], limit_bytes: int
+    ) -> DoesNotFit:
+        fits = choice.smallest(pools)
+        keys = choice.keys.items()
+        peaks = {rank: peak_bytes(choice.ranks[rank], own, fits) for rank, own in keys}
+        rank = max(peaks, key=peaks.__getitem__)
+        staying_bytes = choice.ranks[rank].staying_bytes
+        needed_bytes = limit_for(peaks[rank])
+        helps = ["more micro-batches", "a smaller share for its stages"]
+        if self.search.tier is None:
+            helps.insert(0, "--swap-dir DIR")
+        elif self.max_swap_bytes is not None:
+            helps.insert(0, f"a --swap-size above {format_bytes(self.max_swap_bytes)}")
         return DoesNotFit(
-            f"rank {rank} needs {format_bytes(needed_bytes)} at the least, the limit is"
-            f" {format_bytes(limit_bytes)}; give it a smaller share, or use more micro-batches"
+            f"rank {rank} needs {format_bytes(peaks[rank])} at the least, the limit is"
+            f" {format_bytes(limit_bytes)}; {format_bytes(staying_bytes)} of it are parameters,"
+            " gradients, optimizer state, batch and messages. Fits with --memory-per-rank"
+            f" {_rounded_up(needed_bytes)}; {' or '.join(helps)} may help too",
+            smallest_bytes=needed_bytes,
         )
 
 
 def predicted_peak_bytes(
-    pipeline: Pipeline, rank: int, own: RankMemory, fits: dict[Key, Fit]
+    pipeline: Pipeline, rank: int, own: RankMemory, fits: Mapping[Key, Fit]
 ) -> int:
     """What a rank needs with some fits."""
-    return _rank_peak(own, {key: fits[key] for key in _keys_of(pipeline, rank)})
+    return peak_bytes(own, list(_keys_of(pipeline, rank)), fits)
+
+
+def _num_pieces(pipeline: Pipeline, key: Key) -> int:
+    stage, size = key
+    return sum(
+        piece.end - piece.begin == size
+        for rank in pipeline.stages[stage].devices
+        for _, piece in pipeline.routing.pieces_of(stage, rank)
+    )
 
 
 def _keys_of(pipeline: Pipeline, rank: int) -> Iterator[Key]:
@@ -171,14 +172,7 @@ def _keys_of(pipeline: Pipeline, rank: int) -> Iterator[Key]:
         yield from ((stage, size) for size in sorted(sizes))
 
 
-def _rank_peak(own: RankMemory, fits: dict[Key, Fit]) -> int:
-    """Of a stage's sizes the one that takes most counts."""
-    worst: dict[int, StageMemory] = {}
-    for (stage, _), fit in fits.items():
-        known = worst.get(stage, fit.memory)
-        worst[stage] = StageMemory(
-            max(known.held_bytes, fit.memory.held_bytes),
-            max(known.passing_bytes, fit.memory.passing_bytes),
-        )
-    stages = [(own.in_flight[stage], memory) for stage, memory in worst.items()]
-    return rank_peak_bytes(own.staying_bytes, stages)
+def _rounded_up(size_bytes: int) -> str:
+    """A limit to type that is no smaller than the size."""
+    unit, name = (2**20, "MiB") if size_bytes >= 2**26 else (2**10, "KiB")
+    return f"{-(-size_bytes // unit)}{name}"

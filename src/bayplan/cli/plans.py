@@ -95,11 +95,19 @@ def plan(
             strategy=strategy != "auto",
             device=device,
             update_in_backward=update_in_backward,
-            swap_dir=swap_dir,
-            swap_size=swap_size,
         )
         check_output(output)
-        made = plan_for_ranks(target, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        made = plan_for_ranks(
+            target,
+            many,
+            batch=batch,
+            optimizer=optimizer,
+            autocast=autocast,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+            pack=pack,
+            time_limit=time_limit,
+        )
         files.write(output, made)
         from bayplan.reporting.ranks import pipeline_text
 
@@ -202,21 +210,36 @@ def run(
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
     check_output(output)
     if many.is_given:
-        given = plan_for_ranks(plan, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        given = plan_for_ranks(
+            plan,
+            many,
+            batch=batch,
+            optimizer=optimizer,
+            autocast=autocast,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+        )
         target = plan if target is None and ":" in plan else target
     elif batch is not None:
         raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")
     else:
         given = files.read(Path(plan), Plan)
     if len(given.actions) > 1:
-        refuse_beside_placement(swap_dir=swap_dir, swap_size=swap_size)
         if dry_run:
             from bayplan.reporting.ranks import pipeline_text
 
             print(f"would run {steps} steps: {pipeline_text(given)}")
             return ExitCode.DONE
         return run_plan_on_ranks(
-            given, steps=steps, target=target, output=output, logs=logs, seed=seed, json=json
+            given,
+            steps=steps,
+            target=target,
+            output=output,
+            logs=logs,
+            seed=seed,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+            json=json,
         )
     from bayplan.runner import check_run, question_of, run_plan
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from bayplan.cli.options import as_json, question_about
+from bayplan.cli.options import as_json, question_about, swap_space
 from bayplan.data.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from bayplan.data.plan import Plan
     from bayplan.placing import Wishes
+    from bayplan.swap_space import SwapSpace
 
 __all__ = [
     "RANKS_HELP",
@@ -80,7 +81,10 @@ class RankOptions:
 
     memory_per_rank: Annotated[
         str | None,
-        Parameter(help="A limit for each rank, like 2GiB: what does not fit is recomputed."),
+        Parameter(
+            help="A limit for each rank, like 2GiB. What does not fit is recomputed, packed, or with"
+            " --swap-dir swapped."
+        ),
     ] = None
 
     @property
@@ -94,8 +98,15 @@ class RankOptions:
             raise UsageError("these options are about many ranks; say where, with --placement")
         return self.placement is not None
 
-    def wishes(self, optimizer: str) -> "Wishes":
-        """The same, understood."""
+    def wishes(
+        self,
+        optimizer: str,
+        *,
+        pack: bool = True,
+        space: "SwapSpace | None" = None,
+        time_limit: float = 10.0,
+    ) -> "Wishes":
+        """The same, understood, with what one device's plans may be told as well."""
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
         from bayplan.data.units import parse_bytes
@@ -115,7 +126,10 @@ class RankOptions:
             versions=_parsed_numbers("--versions", self.versions, "2:1"),
             vertical_sync=self.vertical_sync,
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
+            may_pack=pack,
+            space=space,
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
+            time_limit_seconds=time_limit,
         )
 
     def _num_devices(self) -> int | None:
@@ -157,10 +171,27 @@ def _one_of(option: str, word: str, known: list[str]) -> str:
 
 
 def plan_for_ranks(
-    target: str, options: RankOptions, *, batch: int | None, optimizer: str, autocast: str
+    target: str,
+    options: RankOptions,
+    *,
+    batch: int | None,
+    optimizer: str,
+    autocast: str,
+    swap_dir: Path | None = None,
+    swap_size: str | None = None,
+    pack: bool = True,
+    time_limit: float = 10.0,
 ) -> "Plan":
     """Plan a target for many ranks."""
-    wishes = options.wishes(optimizer)
+    if options.memory_per_rank is None:
+        for name, is_given in (
+            ("--swap-dir", swap_dir is not None or swap_size is not None),
+            ("--no-pack", not pack),
+        ):
+            if is_given:
+                raise UsageError(f"{name} is about a limit; give one with --memory-per-rank")
+    space = swap_space(swap_dir, swap_size)
+    wishes = options.wishes(optimizer, pack=pack, space=space, time_limit=time_limit)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.data.plan import Request
     from bayplan.placing import place
@@ -179,17 +210,27 @@ def run_plan_on_ranks(
     output: Path | None,
     logs: Path,
     seed: int,
+    swap_dir: Path | None = None,
+    swap_size: str | None = None,
     json: bool,
 ) -> int:
     """Carry a plan out on ranks of this machine, and show what each did."""
     from bayplan.data import files
+    from bayplan.data.units import parse_bytes
     from bayplan.many_ranks import run_on_ranks
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import ranks_text
 
     with ProgressBar() as bar:
         done = run_on_ranks(
-            plan, num_steps=steps, log_folder=logs, target=target, seed=seed, on_line=bar.say
+            plan,
+            num_steps=steps,
+            log_folder=logs,
+            target=target,
+            seed=seed,
+            swap=swap_dir,
+            swap_bytes=None if swap_size is None else parse_bytes(swap_size),
+            on_line=bar.say,
         )
     if done.measured is None:
         return done.exit_code

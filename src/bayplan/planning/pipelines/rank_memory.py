@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bayplan.data.program import Program
 from bayplan.planning.schedule import replay_schedule
 
-__all__ = ["StageMemory", "rank_peak_bytes", "stage_memory"]
+__all__ = ["StageMemory", "held_buffers", "rank_peak_bytes", "stage_memory"]
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,29 @@ class StageMemory:
     held_bytes: int
     passing_bytes: int
 
+    def needed_bytes(self, in_flight: int) -> int:
+        """What the stage takes with so many micro-batches past their forward."""
+        return in_flight * self.held_bytes + self.passing_bytes
+
 
 def stage_memory(program: Program, schedule: Sequence[int]) -> StageMemory:
     """What a stage's program takes when it runs in an order."""
-    held = sum(program.buffers[buffer] for buffer in _held(program, schedule))
+    held = sum(program.buffers[buffer] for buffer in held_buffers(program, schedule))
     peak_bytes = replay_schedule(program, schedule).peak_bytes
     return StageMemory(held, max(0, peak_bytes - program.always_bytes - held))
 
 
-def _held(program: Program, schedule: Sequence[int]) -> set[int]:
+def held_buffers(program: Program, schedule: Sequence[int]) -> set[int]:
     """What backward reads of forward: not made again before."""
     here: set[int] = {b for op in program.ops[: program.first_backward] for b in op.writes}
     held: set[int] = set()
     for op in list(program.executions(schedule))[program.first_backward :]:
         held |= here.intersection(op.reads)
         here.difference_update(op.writes)
-    # What the loss makes is a gradient, and comes when backward does.
-    loss = program.ops[program.first_backward - 1]
-    return held.difference(loss.writes) if loss.is_callers else held
+    # What the loss makes is a gradient, and comes when backward does. Waits for swaps may be behind
+    # it, and the caller's only other op, the arrival of values, is the first of all.
+    callers = [op for op in program.ops[1 : program.first_backward] if op.is_callers]
+    return held.difference(*(op.writes for op in callers[-1:]))
 
 
 def rank_peak_bytes(

@@ -121,6 +121,11 @@ class Wishes:
                 "a place to swap to needs a limit to swap for; give one for each rank with"
                 " --memory-per-rank"
             )
+        if self.space is not None and self.schedule == "zero-bubble":
+            raise UsageError(
+                "the two halves of a zero-bubble backward hand on what was brought back, so that"
+                " swapping saves little there; leave out --swap-dir, or use --schedule 1f1b"
+            )
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -190,6 +195,7 @@ class _Placing:
             buckets=self.buckets,
             lags=self.wishes.lags or (0,) * len(self.stages),
             state_per_parameter=self.wishes.state_per_parameter,
+            holds=lambda stage, name: self._fits.holds((stage, self.piece_samples), name),
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
@@ -211,6 +217,7 @@ class _Placing:
         device = next(self.step.model.parameters()).device
         return StageFits(
             staged=self._staged_at,
+            num_samples=self.num_samples,
             prices=prices,
             granularity_bytes=granularity_of(device.type),
             search=StageSearch(

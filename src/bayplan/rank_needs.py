@@ -1,6 +1,6 @@
 """What a rank needs beside its stages' activations: tensors that stay, and messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bayplan.data.actions import Action, ActionKind
@@ -29,6 +29,7 @@ class RankNeeds:
         staged: the step at some number of samples.
         lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
+        holds: whether a stage keeps a value, by name, for its own backward.
     """
 
     step: TrainingStep
@@ -37,6 +38,7 @@ class RankNeeds:
     buckets: Sequence[Bucket]
     lags: Sequence[int]
     state_per_parameter: float
+    holds: Callable[[int, str], bool]
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What one rank holds, and how much it has in flight.
@@ -91,14 +93,15 @@ class RankNeeds:
         return sum(ahead[-RECEIVES_AHEAD:]) + most
 
     def _moved_bytes(self, messages: Sequence[Message], action: Action) -> int:
-        """The memory of some messages; a single value is sent from where it is kept anyway."""
+        """The memory of some messages; a single value that is kept anyway is sent as it is."""
         carried, values = self.staged.carried, self.staged.values
         total = 0
         for message in messages:
             early, late = message.source_stage, message.target_stage
             is_back = action.kind in _OF_GRADIENTS
             names = carried.backward[late, early] if is_back else carried.forward[early, late]
-            if action.kind is ActionKind.SEND_FORWARD and len(names) == 1:
+            is_sent = action.kind is ActionKind.SEND_FORWARD
+            if is_sent and len(names) == 1 and self.holds(early, names[0]):
                 continue
             per_piece = sum(values[name].numel() * values[name].element_size() for name in names)
             total += per_piece * (message.end - message.begin) // self.staged.whole.num_samples

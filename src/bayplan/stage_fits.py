@@ -1,10 +1,12 @@
 """What each stage takes on a rank, and the fastest orders of all that fit a limit together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import fx
 
 from bayplan.choosing import limit_for, planned_bytes
 from bayplan.data.errors import DoesNotFit
@@ -14,7 +16,8 @@ from bayplan.fit_choice import FitChoice, Key, RankMemory, peak_bytes
 from bayplan.planned import Circumstances, TracedStep
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.pricing import Price
-from bayplan.stage_orders import Fit, StageSearch, described
+from bayplan.running.stages.drawing import whole_mask_bytes
+from bayplan.stage_orders import Fit, StageSearch, described, held_outputs
 from bayplan.staged import StagedStep
 
 __all__ = ["Fit", "RankMemory", "StageFits", "predicted_peak_bytes"]
@@ -30,18 +33,21 @@ class StageFits:
 
     Attributes:
         staged: by number of samples, the step.
+        num_samples: of the whole batch.
         prices: makes the function that prices operators.
         search: how orders are looked for.
         max_swap_bytes: the most that a rank may have in its swap files; None for what it needs.
     """
 
     staged: Callable[[int], StagedStep]
+    num_samples: int
     prices: Callable[[torch.device], AbstractContextManager[Price]]
     granularity_bytes: int
     search: StageSearch
     max_swap_bytes: int | None = None
     _traced: dict[Key, TracedStep] = field(default_factory=dict)
     _plain: dict[Key, Fit] = field(default_factory=dict)
+    _held: dict[Key, set[str]] = field(default_factory=dict)
 
     def plain(self, key: Key) -> Fit:
         """The stage as it runs with everything kept."""
@@ -53,10 +59,22 @@ class StageFits:
         """The stage as planners see it."""
         if key not in self._traced:
             stage, size = key
-            around = Circumstances(prices=self.prices, granularity_bytes=self.granularity_bytes)
+            around = Circumstances(
+                prices=partial(_with_whole_masks, self.prices, self.num_samples / size),
+                granularity_bytes=self.granularity_bytes,
+            )
             staged = self.staged(size)
             self._traced[key] = staged.traced(staged.graph(stage), around)
         return self._traced[key]
+
+    def holds(self, key: Key, name: str) -> bool:
+        """Whether a value that a stage sends is in memory for its own backward anyway."""
+        if key not in self._held:
+            graph = self.staged(key[1]).graph(key[0])
+            places = held_outputs(self.traced(key))
+            outputs = (*graph.new_buffers, *graph.sent)
+            self._held[key] = {outputs[place] for place in places if place < len(outputs)}
+        return name in self._held[key]
 
     def orders(
         self, fits: Mapping[Key, Fit], ranks: Sequence[RankMemory]
@@ -148,6 +166,22 @@ class StageFits:
             f" {_rounded_up(needed_bytes)}; {' or '.join(helps)} may help too",
             smallest_bytes=needed_bytes,
         )
+
+
+@contextmanager
+def _with_whole_masks(
+    prices: Callable[[torch.device], AbstractContextManager[Price]],
+    num_pieces: float,
+    device: torch.device,
+) -> Iterator[Price]:
+    """Prices of a stage, whose dropout draws for the whole batch and uses its own rows."""
+    with prices(device) as price:
+
+        def with_mask(node: fx.Node) -> tuple[float, int]:
+            seconds, workspace_bytes = price(node)
+            return seconds, max(workspace_bytes, whole_mask_bytes(node, num_pieces))
+
+        yield with_mask
 
 
 def predicted_peak_bytes(

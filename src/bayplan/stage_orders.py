@@ -24,7 +24,7 @@ from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.search import smallest_peak
 from bayplan.planning.swaps import Arrangement, Tier
 
-__all__ = ["Fit", "StageSearch", "described"]
+__all__ = ["Fit", "StageSearch", "described", "held_outputs"]
 
 # What is held, as shares of what could be held if nothing passed.
 _CAPS = (0.95, 0.8, 0.65, 0.5, 0.35)
@@ -169,7 +169,11 @@ class StageSearch:
     ) -> Fit | None:
         program = traced.with_packs(packs).program
         capped = cap_held(
-            program, cap_bytes=cap_bytes, in_flight=in_flight, budget_bytes=budget_bytes
+            program,
+            cap_bytes=cap_bytes,
+            in_flight=in_flight,
+            budget_bytes=budget_bytes,
+            also_held=_shared(traced, packs),
         )
         bound_bytes = least_peak(capped.program).peak_bytes
         if self.tier is None and bound_bytes > capped.limit_bytes:
@@ -203,7 +207,9 @@ class StageSearch:
             plain_seconds=unpacked.plain_seconds,
         )
         swapped = arrangement.apply(program)
-        memory = stage_memory(swapped.program, plain_schedule(swapped.program))
+        memory = stage_memory(
+            swapped.program, plain_schedule(swapped.program), also_held=_shared(traced, packs)
+        )
         return Fit(order, memory, swapped.size_bytes)
 
     def _variants(self, traced: TracedStep) -> list[tuple[str, ...]]:
@@ -217,6 +223,29 @@ def _caps(plain: Fit, in_flight: int, budget_bytes: int) -> list[int]:
     most = budget_bytes / in_flight
     caps = (min(plain.memory.held_bytes, int(share * most)) for share in _CAPS)
     return list(dict.fromkeys(caps))
+
+
+def held_outputs(traced: TracedStep) -> list[int]:
+    """The places among forward's outputs of values that its own backward reads as well.
+
+    They are in memory for backward, so that a message of one takes no more.
+    """
+    step = traced.with_packs()
+    held = held_buffers(step.program, plain_schedule(step.program))
+    return [
+        place
+        for place, output in enumerate(step.forward_outputs)
+        if not held.isdisjoint(step.buffers_of.get(output, ()))
+    ]
+
+
+def _shared(traced: TracedStep, packs: tuple[str, ...]) -> set[int]:
+    """The buffers of those outputs; a plan that does without them has to send them all the same."""
+    step = traced.with_packs(packs)
+    outputs = (step.forward_outputs[place] for place in held_outputs(traced))
+    return {buffer for output in outputs for buffer in step.buffers_of[output]}.difference(
+        step.program.inputs
+    )
 
 
 def described(

@@ -53,10 +53,14 @@ def explain(plan: Annotated[Path, Parameter(help="A plan file by `bayplan plan`.
     from bayplan.data.errors import FileFault
     from bayplan.data.plan import Plan
     from bayplan.reporting.plans import explanation_text
+    from bayplan.reporting.ranks import ranks_explanation
 
     given = files.read(plan, Plan)
+    if len(given.actions) > 1:
+        print(ranks_explanation(given))
+        return ExitCode.DONE
     if given.order is None:
-        raise FileFault(f"{plan}: the plan has no `order`; only plans of one device are explained")
+        raise FileFault(f"{plan}: the plan has no `order`, which plans of one device have")
     print(explanation_text(given))
     return ExitCode.DONE
 

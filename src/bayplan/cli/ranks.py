@@ -82,8 +82,8 @@ class RankOptions:
     memory_per_rank: Annotated[
         str | None,
         Parameter(
-            help="A limit for each rank, like 2GiB. What does not fit is recomputed, packed, or with"
-            " --swap-dir swapped."
+            help="A limit for each rank, like 2GiB. What does not fit is recomputed or packed, or"
+            " swapped to --swap-dir."
         ),
     ] = None
 

@@ -1,11 +1,13 @@
-"""Runs on many ranks as plain text: a line for each rank, as the reference reports have it."""
+"""Plans for many ranks and their runs as plain text: a line for each rank, and for each stage."""
 
-from bayplan.data.plan import Plan
+from bayplan.data.plan import Plan, StageOrder
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
-from bayplan.data.units import format_seconds
-from bayplan.reporting.plans import table_text
+from bayplan.data.units import format_bytes, format_seconds
+from bayplan.reporting.plans import choice_counts, choice_lines, table_text
 
-__all__ = ["pipeline_text", "ranks_text"]
+__all__ = ["pipeline_text", "ranks_explanation", "ranks_text"]
+
+_MOST_KEPT = 5
 
 
 def ranks_text(record: RunRecord, plan: Plan) -> str:
@@ -41,9 +43,53 @@ def pipeline_text(plan: Plan) -> str:
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")
+        own = [one for one in plan.stage_orders if one.stage == at]
+        lines += [f"    {_order_line(one)}" for one in own]
     longest = max(range(len(plan.actions)), key=lambda rank: len(plan.actions[rank]))
     lines.append(f"  rank {longest} does: {' '.join(plan.actions[longest][:16])} …")
     return "\n".join(lines)
+
+
+def ranks_explanation(plan: Plan) -> str:
+    """Every rank's list, and what its stages keep, recompute, pack and swap inside."""
+    limit = "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
+    first, *others = pipeline_text(plan).splitlines()
+    lines = [f"{first}, {limit} for each rank", *others[:-1], ""]
+    for rank, actions in enumerate(plan.actions):
+        peak = format_bytes(plan.predicted_peak_bytes[rank])
+        lines.append(f"rank {rank}, stage {_stages(plan, rank)}, peak {peak}: {' '.join(actions)}")
+    if not plan.stage_orders:
+        lines += ["", "every activation is kept"]
+    for one in plan.stage_orders:
+        lines += ["", f"stage {one.stage}, {_order_line(one)}", *_inside(one)]
+    return "\n".join(lines)
+
+
+def _order_line(one: StageOrder) -> str:
+    """What a stage does at one size, and what that costs."""
+    return (
+        f"{one.num_samples} samples at a time, {one.in_flight} in flight:"
+        f" {format_bytes(one.held_bytes)} kept of each, {format_bytes(one.passing_bytes)} more in"
+        f" passing; {one.order.time_ratio:.3f} x plain; {choice_counts(one.decisions)}"
+    )
+
+
+def _inside(one: StageOrder) -> list[str]:
+    """What every forward and backward of a stage does that no action of a list tells."""
+    lines: list[str] = []
+    if one.swap_bytes:
+        away = format_bytes(one.swap_bytes)
+        lines.append(f"every F sends {away} out, which its B brings back")
+    if one.kept:
+        largest = [
+            " ".join(
+                filter(None, (value.value, value.place, f"({format_bytes(value.size_bytes)})"))
+            )
+            for value in one.kept[:_MOST_KEPT]
+        ]
+        more = len(one.kept) - len(largest)
+        lines.append(f"kept, the largest first: {', '.join(largest)}{', ...' if more else ''}")
+    return [*lines, *choice_lines(one.decisions)]
 
 
 def _stages(plan: Plan, rank: int) -> str:

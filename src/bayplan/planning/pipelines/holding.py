@@ -12,6 +12,7 @@ Whatever cap is right is for the caller to find: a small one costs repeats, swap
 one leaves little for what passes.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -41,7 +42,14 @@ class Capped:
         return without_op_between(self.program, arrangement)
 
 
-def cap_held(program: Program, *, cap_bytes: int, in_flight: int, budget_bytes: int) -> Capped:
+def cap_held(
+    program: Program,
+    *,
+    cap_bytes: int,
+    in_flight: int,
+    budget_bytes: int,
+    also_held: Collection[int] = (),
+) -> Capped:
     """Ask for at most so much to be held, and to pass beside what others hold.
 
     Args:
@@ -49,12 +57,13 @@ def cap_held(program: Program, *, cap_bytes: int, in_flight: int, budget_bytes: 
         cap_bytes: what a micro-batch may hold between its forward and its backward.
         in_flight: how many do at once.
         budget_bytes: for all of them and for what passes, beside what is always there.
+        also_held: see `stage_memory`.
     """
     empty = with_op_between(program, workspace_bytes=0)
     totals = replay_schedule(empty, plain_schedule(empty)).total_bytes
-    held = stage_memory(program, plain_schedule(program)).held_bytes
+    plain = stage_memory(program, plain_schedule(program), also_held=also_held)
     # Gradients that came in and values on their way out are there as well, but are not held.
-    beside = totals[empty.first_backward] - program.always_bytes - held
+    beside = totals[empty.first_backward] - program.always_bytes - plain.held_bytes
     workspace_bytes = max(0, budget_bytes - in_flight * cap_bytes - beside)
     return Capped(
         program=with_op_between(program, workspace_bytes=workspace_bytes),

@@ -5,7 +5,7 @@ what stays          parameters, buffers, gradients so far, optimizer state, the 
 + what passes       the highest moment of one forward and backward beyond that
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from bayplan.data.program import Program
@@ -31,9 +31,18 @@ class StageMemory:
         return in_flight * self.held_bytes + self.passing_bytes
 
 
-def stage_memory(program: Program, schedule: Sequence[int]) -> StageMemory:
-    """What a stage's program takes when it runs in an order."""
-    held = sum(program.buffers[buffer] for buffer in held_buffers(program, schedule))
+def stage_memory(
+    program: Program, schedule: Sequence[int], *, also_held: Collection[int] = ()
+) -> StageMemory:
+    """What a stage's program takes when it runs in an order.
+
+    Args:
+        program: of the stage.
+        schedule: the order.
+        also_held: buffers that others hold on to, such as messages on their way.
+    """
+    buffers = held_buffers(program, schedule).union(also_held)
+    held = sum(program.buffers[buffer] for buffer in buffers)
     peak_bytes = replay_schedule(program, schedule).peak_bytes
     return StageMemory(held, max(0, peak_bytes - program.always_bytes - held))
 

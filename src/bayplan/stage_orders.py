@@ -26,13 +26,13 @@ from bayplan.planning.swaps import Arrangement, Tier
 
 __all__ = ["Fit", "StageSearch", "described", "held_outputs"]
 
-# What is held, as shares of what could be held if nothing passed.
-_CAPS = (0.95, 0.8, 0.65, 0.5, 0.35)
+# What is held: from what it is at the least, shares of the way to where nothing may pass.
+_CAPS = (0.9, 0.7, 0.5, 0.35, 0.2, 0.0)
 _CLOSER = (1.07, 0.93)  # times the best cap, with the second half of the time
 # Scratch memory between forward and backward, as shares of what passes plainly: from an order whose
 # highest moment is smallest to one that holds least.
 _SQUEEZES = (0.0, 0.5, 1.0)
-_HALVINGS = 4  # of the stretch in which the smallest budget with swaps is looked for
+_HALVINGS = 4  # of the stretch in which the smallest budget lies
 _MOST_NAMED = 20
 
 
@@ -107,14 +107,12 @@ class StageSearch:
                 )
                 arrangement = squeezed.settle(Arrangement(planned.schedule))
                 found.append(self._fit(traced, packs, arrangement))
-        if self.tier is None:
-            return found
-        return [*found, *self._smallest_with_swaps(traced, in_flight, budget_bytes, found)]
+        return [*found, *self._smaller(traced, in_flight, budget_bytes, found)]
 
-    def _smallest_with_swaps(
+    def _smaller(
         self, traced: TracedStep, in_flight: int, low_bytes: int, known: list[Fit]
     ) -> Iterator[Fit]:
-        """What swaps find between a budget that is too small and one that works without them."""
+        """What is found between a budget that is too small and one that works, swaps included."""
         high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in known)
         for _ in range(_HALVINGS):
             budget_bytes = (low_bytes + high_bytes) // 2
@@ -139,7 +137,7 @@ class StageSearch:
             (packs, cap_bytes)
             for packs, kept in zip(variants, plain, strict=True)
             if kept not in found
-            for cap_bytes in _caps(kept, in_flight, budget_bytes)
+            for cap_bytes in _caps(kept, self._least_held(traced, packs), in_flight, budget_bytes)
         ]
         tried: list[tuple[Fit, int]] = []
         for packs, cap_bytes in tries:
@@ -212,17 +210,35 @@ class StageSearch:
         )
         return Fit(order, memory, swapped.size_bytes)
 
+    def _least_held(self, traced: TracedStep, packs: tuple[str, ...]) -> int:
+        """What no order gives up: it can neither be made again nor moved, or others hold it."""
+        program = traced.with_packs(packs).program
+        free = set(program.renewable)
+        if self.tier is not None:
+            free.update(program.movable)
+        kept = held_buffers(program, plain_schedule(program)) - free
+        return sum(program.buffers[buffer] for buffer in kept | _shared(traced, packs))
+
     def _variants(self, traced: TracedStep) -> list[tuple[str, ...]]:
         return pack_variants(traced) if self.may_pack else [()]
 
 
-def _caps(plain: Fit, in_flight: int, budget_bytes: int) -> list[int]:
-    """Caps worth trying, of one way to pack; with a single micro-batch in flight none binds."""
+def _caps(plain: Fit, least_bytes: int, in_flight: int, budget_bytes: int) -> list[int]:
+    """Caps worth trying, of one way to pack; with a single micro-batch in flight none binds.
+
+    Args:
+        plain: what keeps all.
+        least_bytes: what every order holds.
+        in_flight: see `StageSearch.within`.
+        budget_bytes: see there.
+    """
     if in_flight == 1:
         return [budget_bytes]
-    most = budget_bytes / in_flight
-    caps = (min(plain.memory.held_bytes, int(share * most)) for share in _CAPS)
-    return list(dict.fromkeys(caps))
+    most = budget_bytes // in_flight
+    if least_bytes > most:
+        return []
+    caps = (least_bytes + int(share * (most - least_bytes)) for share in _CAPS)
+    return list(dict.fromkeys(min(plain.memory.held_bytes, cap) for cap in caps))
 
 
 def held_outputs(traced: TracedStep) -> list[int]:

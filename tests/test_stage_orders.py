@@ -48,7 +48,7 @@ def steady_prices():
 
 @pytest.fixture
 def search(own_planner_cache):
-    return StageSearch(cache=own_planner_cache, time_limit_seconds=2.0)
+    return StageSearch(cache=own_planner_cache, time_limit_seconds=0.8)
 
 
 def needs(fit, in_flight=3):
@@ -83,7 +83,7 @@ def test_masks_and_signs_are_packed_where_that_is_cheapest(search, steady_prices
     budget_bytes = int(0.6 * needs(search.plain(traced)))
     best = search.within(traced, in_flight=3, budget_bytes=budget_bytes)[0]
     assert Choice.PACK in choices(traced, best)
-    no_packs = StageSearch(cache=search.cache, may_pack=False, time_limit_seconds=2.0)
+    no_packs = StageSearch(cache=search.cache, may_pack=False, time_limit_seconds=0.8)
     for fit in no_packs.within(traced, in_flight=3, budget_bytes=budget_bytes):
         assert Choice.PACK not in choices(traced, fit)
         assert fit.order.seconds >= best.order.seconds
@@ -94,7 +94,7 @@ def test_swaps_that_hide_are_faster_than_repeats(search, steady_prices):
     budget_bytes = int(0.5 * needs(search.plain(traced)))
     repeating = search.within(traced, in_flight=3, budget_bytes=budget_bytes)[0]
     assert repeating.swap_bytes == 0
-    swapping = StageSearch(cache=search.cache, tier=FAST, time_limit_seconds=4.0)
+    swapping = StageSearch(cache=search.cache, tier=FAST, time_limit_seconds=1.5)
     best = swapping.within(traced, in_flight=3, budget_bytes=budget_bytes)[0]
     assert needs(best) <= budget_bytes
     assert best.order.seconds < repeating.order.seconds

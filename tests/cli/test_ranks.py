@@ -166,7 +166,8 @@ def test_ranks_stay_within_their_limit_by_swapping_and_repeating(
     chosen = {one["choice"] for stage in plan["stage_orders"] for one in stage["decisions"]}
     assert chosen
     told = bayplan("explain", "two.json").out
-    assert "rank 1, stage 1" in told
+    assert "inside stages:" in told
+    assert "stage 1, 4096 samples at a time" in told
     for stage in plan["stage_orders"]:
         assert all(one["value"] in told for one in stage["decisions"][:5])
     where = (

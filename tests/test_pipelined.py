@@ -11,6 +11,7 @@ from bayplan.data.errors import ExitCode, FileFault, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.preparing import Preparation
+from bayplan.rank_swap import RankSwap
 from bayplan.training import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("own_planner_cache")
@@ -123,6 +124,6 @@ def test_a_plan_of_another_model_is_refused(step, alone):
 
 def test_without_static_order_a_transport_without_tags_is_refused(step):
     plan = plan_for(step, "0:0.0:1", num_micro_batches=2, static_order=False)
-    one = Preparation(plan=plan, step=step, rank=0, num_samples=6, has_tags=False)
+    one = Preparation(plan=plan, step=step, rank=0, num_samples=6, has_tags=False, swap=RankSwap(0))
     with pytest.raises(UsageError, match=r"needs tags .*; use gloo, or plan with static order"):
         one.worker({}, None, None, lambda: None)

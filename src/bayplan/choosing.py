@@ -26,6 +26,7 @@ from bayplan.planning.swaps import Arrangement, Tier, choose_swaps, lane_seconds
 
 __all__ = [
     "Within",
+    "arrange",
     "as_planned",
     "by_strategy",
     "limit_for",
@@ -101,7 +102,14 @@ class Within:
             smallest = _Kept(self.cache, f"smallest-{program.fingerprint}")
             seconds = self.time_limit_seconds / len(variants)
             try:
-                arrangement = self._arrange(program, limit_bytes, seconds, tell)
+                arrangement = arrange(
+                    program,
+                    limit_bytes,
+                    tier=self.tier,
+                    cache=self.cache,
+                    time_limit_seconds=seconds,
+                    on_progress=tell,
+                )
             except DoesNotFit as refusal:
                 # Whoever comes back with the limit that a refusal named finds its plan.
                 known_small = smallest.read(traced, limit_bytes)
@@ -117,34 +125,42 @@ class Within:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes or math.inf)
         return min(found, key=lambda order: order.seconds)
 
-    def _arrange(
-        self,
-        program: Program,
-        limit_bytes: int,
-        seconds: float,
-        tell: Callable[[float, float], None],
-    ) -> Arrangement:
-        if self.tier is not None:
-            return choose_swaps(
-                program,
-                limit_bytes,
-                self.tier,
-                plan=partial(plan_schedule, cache_dir=self.cache),
-                time_limit_seconds=seconds,
-            ).arrangement
-        planned = plan_schedule(
-            program,
-            limit_bytes,
-            time_limit_seconds=seconds,
-            cache_dir=self.cache,
-            on_progress=tell,
-        )
-        return Arrangement(planned.schedule)
-
     def _key(self, program: Program, limit_bytes: int) -> str:
         settings = (limit_bytes, self.time_limit_seconds, self.may_pack, self.tier)
         parts = (program.fingerprint, *settings, *sorted(describe_machine().items()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def arrange(
+    program: Program,
+    limit_bytes: int,
+    *,
+    tier: Tier | None,
+    cache: Path,
+    time_limit_seconds: float,
+    on_progress: Callable[[float, float], None] | None = None,
+) -> Arrangement:
+    """The fastest repeats found within a limit, and swaps where there is a tier.
+
+    Raises:
+        DoesNotFit: says what binds and the smallest limit that works.
+    """
+    if tier is not None:
+        return choose_swaps(
+            program,
+            limit_bytes,
+            tier,
+            plan=partial(plan_schedule, cache_dir=cache),
+            time_limit_seconds=time_limit_seconds,
+        ).arrangement
+    planned = plan_schedule(
+        program,
+        limit_bytes,
+        time_limit_seconds=time_limit_seconds,
+        cache_dir=cache,
+        on_progress=on_progress,
+    )
+    return Arrangement(planned.schedule)
 
 
 def planned_bytes(limit_bytes: int) -> int:

@@ -14,6 +14,7 @@ from bayplan.data.plan import Plan
 from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import available_memory_bytes
+from bayplan.rank_swap import check_swap_room, planned_swap_bytes
 from bayplan.running.ranks.figures import SharedFigures
 from bayplan.running.ranks.launching import launch
 from bayplan.running.ranks.reports import INTERRUPTED
@@ -66,6 +67,8 @@ def run_on_ranks(
     log_folder: Path,
     target: str | None = None,
     seed: int = 0,
+    swap: Path | None = None,
+    swap_bytes: int | None = None,
     epoch_samples: int | None = None,
     on_line: Callable[[str], None],
     on_step: Callable[[StepLine], None],
@@ -78,10 +81,13 @@ def run_on_ranks(
         log_folder: for the log of each rank; it is kept.
         target: needed where the plan names a function of the user's own.
         seed: of every rank.
+        swap: a directory for what the plan swaps.
+        swap_bytes: the most that each rank may take there; None for what the plan needs.
         epoch_samples: of an epoch, whose time is extrapolated.
         on_line: hears what rank 0 tells, and why a run ended early.
         on_step: hears of each step instead.
     """
+    check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
 
     def hear(line: str) -> None:
         step = StepLine.parse(line)
@@ -96,6 +102,8 @@ def run_on_ranks(
         arguments = ["-m", "bayplan.rank", str(path), "--records", str(records)]
         arguments += ["--steps", str(num_steps), "--seed", str(seed)]
         arguments += [] if target is None else ["--target", target]
+        arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
+        arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]
         num_ranks = len(plan.actions)
         SharedFigures.create(records / "figures", num_ranks=num_ranks)
         exit_code = launch(

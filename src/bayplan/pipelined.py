@@ -26,6 +26,7 @@ from bayplan.data.plan import Plan
 from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
+from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.losses import LossSums
 from bayplan.running.exchange.meeting import Meeting, shares_memory
 from bayplan.running.exchange.sums import Sums, room_bytes
@@ -51,6 +52,8 @@ def bind(
     *,
     loss_fn: LossFunction = None,
     autocast: torch.dtype | None = None,
+    swap: Path | str | None = None,
+    swap_bytes: int | None = None,
 ) -> "PipelinedStep":
     """Make this rank's part of a planned training step.
 
@@ -66,6 +69,8 @@ def bind(
         loss_fn: of the model's output and the targets, a mean over samples; None if the model
             returns its loss.
         autocast: dtype of mixed precision.
+        swap: a directory for what the plan swaps on this rank; ranks may share it.
+        swap_bytes: the most that this rank may take there; None for what the plan needs.
 
     On every rank of a script that torchrun has started::
 
@@ -88,7 +93,8 @@ def bind(
         _check_optimizer(model, optimizer)
         tensors = own_tensors(TrainingStep(model=model, batch=(), loss_fn=loss_fn))
         start_alike(taken, tensors, optimizer)
-        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch)
+        place = RankSwap(distributed.get_rank(), None if swap is None else Path(swap), swap_bytes)
+        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch, place)
 
 
 def _read(path: Path | str | None) -> Plan:
@@ -141,7 +147,9 @@ class PipelinedStep:
         loss_fn: LossFunction,
         autocast: torch.dtype | None,
         watch: Watch,
+        swap: RankSwap,
     ) -> None:
+        self._swap = swap
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
         self._rank = distributed.get_rank()
@@ -187,6 +195,7 @@ class PipelinedStep:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         atexit.unregister(self._watch.close_at_exit)
         self._watch.close()
+        self._swap.close()
 
     def _run(self, batch: Batch) -> torch.Tensor:
         self.num_samples = num_samples_of(batch)
@@ -243,6 +252,7 @@ class PipelinedStep:
             rank=self._rank,
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
+            swap=self._swap,
         )
         preparation.check()
         if self._kept is None:

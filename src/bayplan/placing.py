@@ -4,8 +4,9 @@ Nothing is searched for here. Stages are cut where the shares ask for, by measur
 operators or by parameters, or where modules are named; the rest follows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -20,14 +21,16 @@ from bayplan.data.actions import Action
 from bayplan.data.errors import UsageError
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
+from bayplan.data.plan import Bucket, Plan, Request, Route, Stage
 from bayplan.devices.machine import cache_directory, device_name
+from bayplan.fit_choice import peak_bytes
 from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.planning.swaps import Tier
 from bayplan.rank_needs import RankNeeds
 from bayplan.rank_pricing import StagePrices, one_thread_prices, samples_to_price
 from bayplan.rank_seconds import RankSeconds
@@ -35,8 +38,10 @@ from bayplan.rank_updates import UpdateCost, update_cost
 from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.stages.counting import operator_counts
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
-from bayplan.stage_fits import Fit, StageFits, predicted_peak_bytes
+from bayplan.stage_fits import StageFits
+from bayplan.stage_orders import Fit, StageSearch
 from bayplan.staged import StagedStep
+from bayplan.swap_space import SwapSpace
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import num_samples_of, trace_whole
 
@@ -68,7 +73,9 @@ class Wishes:
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
         static_order: whether ranks keep the order of their lists, or do what is ready.
-        limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
+        limit_bytes: for each rank; what does not fit as it is gets recomputed, packed or swapped.
+        may_pack: whether activations may be packed.
+        space: where each rank's activations may be swapped to; None repeats and packs only.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
     """
@@ -86,6 +93,8 @@ class Wishes:
     vertical_sync: bool = False
     static_order: bool = True
     limit_bytes: int | None = None
+    may_pack: bool = True
+    space: SwapSpace | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
 
@@ -123,6 +132,16 @@ class Wishes:
         self._check_versions()
         if not self.static_order and len(self.placement.places) < 2:
             raise UsageError("without static order needs ranks that wait for others; name several")
+        if self.space is not None and self.limit_bytes is None:
+            raise UsageError(
+                "a place to swap to needs a limit to swap for; give one for each rank with"
+                " --memory-per-rank"
+            )
+        if self.space is not None and self.schedule == "zero-bubble":
+            raise UsageError(
+                "the two halves of a zero-bubble backward hand on what was brought back, so that"
+                " swapping saves little there; leave out --swap-dir, or use --schedule 1f1b"
+            )
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -212,20 +231,14 @@ class _Placing:
             is_static=self.wishes.static_order,
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
-        fits = self._fits.chosen(pipeline, memory, self.wishes.limit_bytes)
+        fits = self._fits.chosen(memory, self.wishes.limit_bytes)
         times = self._times(needs, actions, fits)
         return msgspec.structs.replace(
             unscheduled,
             actions=tuple(tuple(map(str, own)) for own in actions),
             limit_bytes=self.wishes.limit_bytes,
-            stage_orders=tuple(
-                StageOrder(stage=stage, num_samples=size, order=fit.order)
-                for (stage, size), fit in fits.items()
-                if self.wishes.limit_bytes is not None
-            ),
-            predicted_peak_bytes=tuple(
-                predicted_peak_bytes(pipeline, rank, memory[rank], fits) for rank in pipeline.ranks
-            ),
+            stage_orders=() if self.wishes.limit_bytes is None else self._fits.orders(fits, memory),
+            predicted_peak_bytes=tuple(peak_bytes(own, fits) for own in memory),
             predicted_seconds=0.0 if times is None else times.seconds,
             predicted_busy=() if times is None else times.busy,
         )
@@ -248,6 +261,7 @@ class _Placing:
     def _fits(self) -> StageFits:
         prices = StagePrices(
             staged=self._staged_at,
+            num_samples=self.num_samples,
             cache=cache_directory(),
             granularity_bytes=granularity_of(self.device.type),
             on_stage=lambda stage, size: self.on_progress(
@@ -257,8 +271,26 @@ class _Placing:
         return StageFits(
             staged=self._staged_at,
             around=prices.around,
-            cache=cache_directory(),
-            time_limit_seconds=self.wishes.time_limit_seconds,
+            search=StageSearch(
+                cache=cache_directory(),
+                tier=self._tier,
+                may_pack=self.wishes.may_pack,
+                time_limit_seconds=self.wishes.time_limit_seconds,
+            ),
+            max_swap_bytes=None if self.wishes.space is None else self.wishes.space.max_bytes,
+        )
+
+    @property
+    def _tier(self) -> Tier | None:
+        """The speed of swapping for one rank: those of a node may all swap at once."""
+        if self.wishes.space is None:
+            return None
+        tier = self.wishes.space.tier
+        most = max(Counter(place.node for place in self.wishes.placement.places).values())
+        return replace(
+            tier,
+            out_bytes_per_second=tier.out_bytes_per_second / most,
+            in_bytes_per_second=tier.in_bytes_per_second / most,
         )
 
     def _price_update(self, parameters: Sequence[torch.Tensor]) -> UpdateCost:

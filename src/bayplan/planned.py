@@ -17,7 +17,7 @@ from torch import fx
 from bayplan import torch_private
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.order import StepOrder
-from bayplan.data.units import format_bytes, round_up
+from bayplan.data.units import format_bytes
 from bayplan.devices.tiers import SwapStore
 from bayplan.planning.schedule import plain_schedule, replay_schedule
 from bayplan.planning.swaps import Arrangement, Swap, Swapped
@@ -147,8 +147,6 @@ class TracedStep:
 
 Decide = Callable[[TracedStep], StepOrder]
 
-_PAGE_BYTES = 4096
-
 
 def _no_store(size_bytes: int) -> SwapStore:
     raise UsageError(
@@ -212,8 +210,7 @@ class PlannedBackend:
         """Opened for the first plan that swaps, and large enough for all that are away at once."""
         if not swapped.swap_ops:
             return None
-        size_bytes = sum(round_up(swap.size_bytes, _PAGE_BYTES) for swap in swapped.swap_ops)
-        return Swapper(self.open_store(size_bytes))
+        return Swapper(self.open_store(swapped.size_bytes))
 
 
 def carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:

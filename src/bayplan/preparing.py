@@ -3,17 +3,16 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import distributed, nn
 
 from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
-from bayplan.choosing import Within, as_planned
+from bayplan.choosing import as_planned
 from bayplan.data.actions import Action
 from bayplan.data.errors import UsageError
-from bayplan.data.limit import Limit
 from bayplan.data.plan import Plan
 from bayplan.devices.machine import cache_directory
 from bayplan.planned import Circumstances, Decide
@@ -23,6 +22,7 @@ from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
+from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
@@ -42,6 +42,8 @@ from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
 from bayplan.running.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
+from bayplan.running.swapping import Swapper
+from bayplan.stage_orders import StageSearch
 from bayplan.staged import KEEP_ALL, StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import batch_tensors, named_tensors, trace_whole
@@ -61,6 +63,7 @@ class Preparation:
         plan: for all ranks.
         step: the model and its loss, with a batch of this size.
         has_tags: whether the transport tells messages between two ranks apart.
+        swap: where this rank swaps to.
     """
 
     plan: Plan
@@ -68,6 +71,7 @@ class Preparation:
     rank: int
     num_samples: int
     has_tags: bool
+    swap: RankSwap
 
     def worker(
         self,
@@ -84,12 +88,11 @@ class Preparation:
             versions: by `versions`, of any batch size.
             update: runs the optimizer.
         """
-        actions = [[Action.parse(text) for text in texts] for texts in self.plan.actions]
-        proof = check_actions(self.pipeline, actions, has_tags=self.has_tags)
-        picker, retire = self._picker(actions[self.rank], proof)
+        actions = self._actions[self.rank]
+        picker, retire = self._picker(actions, self._proof)
         return Worker(
-            actions=actions[self.rank],
-            retire=[()] * len(actions[self.rank]) if any(self.lags) else retire,
+            actions=actions,
+            retire=[()] * len(actions) if any(self.lags) else retire,
             parts={
                 (stage, at): self._part(stage, at, piece)
                 for stage in self._stages
@@ -173,6 +176,14 @@ class Preparation:
         """Who computes what."""
         return pipeline_of(self.plan, num_samples=self.num_samples)
 
+    @cached_property
+    def _actions(self) -> list[list[Action]]:
+        return [[Action.parse(text) for text in texts] for texts in self.plan.actions]
+
+    @cached_property
+    def _proof(self) -> Proof:
+        return check_actions(self.pipeline, self._actions, has_tags=self.has_tags)
+
     @property
     def _stages(self) -> tuple[int, ...]:
         return self.pipeline.stages_of(self.rank)
@@ -252,7 +263,11 @@ class Preparation:
         )
         return {
             (stage, size): staged.compiled(
-                stage, around, streams=self._streams, decide=self._decide(stage, size)
+                stage,
+                around,
+                streams=self._streams,
+                decide=self._decide(stage, staged),
+                swapper=partial(self._swapper, stage),
             )
             for size, staged in self._staged.items()
             for stage in self._stages
@@ -262,16 +277,29 @@ class Preparation:
             )
         }
 
-    def _decide(self, stage: int, num_samples: int) -> Decide:
+    def _decide(self, stage: int, staged: StagedStep) -> Decide:
         """What the plan says of a stage; of a size that it does not know, what fits as well."""
         own = [one for one in self.plan.stage_orders if one.stage == stage]
         if not own:
             return KEEP_ALL
         for one in own:
-            if one.num_samples == num_samples:
+            if one.num_samples == staged.whole.num_samples:
                 return as_planned(one.order)
-        limit = Limit(size_bytes=max(one.order.peak_bytes for one in own))
-        return Within(limit, cache=cache_directory())
+        most = max(own, key=lambda one: one.needed_bytes)
+        search = StageSearch(cache=cache_directory())
+        return search.decide(
+            num_gradients=len(staged.graph(stage).parameters),
+            in_flight=self._in_flight[stage],
+            budget_bytes=most.needed_bytes,
+        )
+
+    @cached_property
+    def _in_flight(self) -> dict[int, int]:
+        return self._proof.most_in_flight(self.pipeline, self.rank, self.lags)
+
+    def _swapper(self, stage: int, size_bytes: int) -> Swapper:
+        """Room for all in flight of what one micro-batch swaps."""
+        return self.swap.swapper(self._device, self._in_flight[stage] * size_bytes)
 
     def _part(self, stage: int, micro_batch: int, piece: Piece) -> Part:
         size = piece.end - piece.begin

@@ -54,6 +54,8 @@ def train(
     steps: int = 5,
     target: str | None = None,
     seed: int = 0,
+    swap_dir: Path | None = None,
+    swap_bytes: int | None = None,
 ) -> None:
     """Train as one rank of a plan."""
     given = files.read(plan, Plan)
@@ -66,7 +68,15 @@ def train(
         step = question_of(given, target=target).build()
         if step.optimizer is None:
             raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
-    bound = bind(step.model, step.optimizer, given, loss_fn=step.loss_fn, autocast=step.autocast)
+    bound = bind(
+        step.model,
+        step.optimizer,
+        given,
+        loss_fn=step.loss_fn,
+        autocast=step.autocast,
+        swap=swap_dir,
+        swap_bytes=swap_bytes,
+    )
     rank = distributed.get_rank()
     with SharedFigures(records / "figures") as figures:
         training = _Training(bound, step, figures, lag=max(given.lags, default=0))

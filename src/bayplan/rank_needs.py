@@ -91,6 +91,7 @@ class RankNeeds:
             },
             update_bytes=self.update(rank).size_bytes,
             lags=self.lags,
+            in_flight=proof.most_in_flight(self.pipeline, rank, self.lags),
         )
 
     def update(self, rank: int) -> UpdateCost:

@@ -11,6 +11,7 @@ device is, and its prices lie on the line through them.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from bayplan.planned import Circumstances
 from bayplan.pricing import Price, measured_prices, scaled_prices
 from bayplan.profiling.signatures import OperatorCosts, arguments_of
 from bayplan.running.joint import name_of_repeat
+from bayplan.running.stages.drawing import whole_mask_bytes
 from bayplan.staged import StagedStep
 
 __all__ = ["StagePrices", "one_thread_prices", "samples_to_price"]
@@ -58,16 +60,34 @@ def _flops_of(node: fx.Node) -> int:
     return count_flops(node.target, *arguments_of(node), node.meta["val"])
 
 
+@contextmanager
+def _with_whole_masks(
+    prices: Callable[[torch.device], AbstractContextManager[Price]],
+    num_pieces: float,
+    device: torch.device,
+) -> Iterator[Price]:
+    """Prices of a stage, whose dropout draws for the whole batch and uses its own rows."""
+    with prices(device) as price:
+
+        def with_mask(node: fx.Node) -> tuple[float, int]:
+            seconds, workspace_bytes = price(node)
+            return seconds, max(workspace_bytes, whole_mask_bytes(node, num_pieces))
+
+        yield with_mask
+
+
 @dataclass
 class StagePrices:
     """Makes the function that prices a stage's operators.
 
     Attributes:
         staged: by number of samples, the step.
+        num_samples: of the whole batch.
         on_stage: hears of each stage before it is priced, and of its samples.
     """
 
     staged: Callable[[int], StagedStep]
+    num_samples: int
     cache: Path
     granularity_bytes: int
     on_stage: Callable[[int, int], None] = lambda stage, num_samples: None
@@ -88,7 +108,8 @@ class StagePrices:
             both = self._at(stage, small), self._at(stage, large)
             return scaled_prices(*both, share, otherwise=here)
 
-        return Circumstances(prices=prices, granularity_bytes=self.granularity_bytes)
+        masked = partial(_with_whole_masks, prices, self.num_samples / num_samples)
+        return Circumstances(prices=masked, granularity_bytes=self.granularity_bytes)
 
     def _at(self, stage: int, num_samples: int) -> _Prices:
         key = (stage, num_samples)

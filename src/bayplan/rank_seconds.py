@@ -13,7 +13,7 @@ from bayplan.planning.pipelines.clock import StepCosts
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.profiling.signatures import OperatorCosts
 from bayplan.rank_needs import RankNeeds
-from bayplan.stage_fits import Fit
+from bayplan.stage_orders import Fit
 
 __all__ = ["RankSeconds"]
 

@@ -1,42 +1,27 @@
-"""What each stage takes on a rank, and the fastest orders of it that fit a limit together."""
+"""What each stage takes on a rank, and the fastest orders of all that fit a limit together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from bayplan.choosing import order_of
+from bayplan.choosing import limit_for, planned_bytes
 from bayplan.data.errors import DoesNotFit
-from bayplan.data.order import StepOrder
-from bayplan.data.program import Program
+from bayplan.data.plan import StageOrder
 from bayplan.data.units import format_bytes
+from bayplan.fit_choice import FitChoice, keys_of, peak_bytes
 from bayplan.planned import Circumstances
-from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.rank_memory import (
-    Key,
-    RankMemory,
-    StageMemory,
-    rank_peak_bytes,
-    stage_memory,
-)
-from bayplan.planning.pipelines.stage_seconds import StageSeconds, stage_seconds
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.search import pareto, smallest_peak
-from bayplan.planning.swaps import Arrangement
+from bayplan.planning.pipelines.rank_memory import Key, RankMemory, StageMemory, rank_peak_bytes
+from bayplan.stage_orders import Fit, StageSearch, TracedStage, described
 from bayplan.staged import StagedStep
 
-__all__ = ["Fit", "StageFits", "predicted_peak_bytes"]
+__all__ = ["StageFits"]
 
-_NUM_LIMITS = 10  # of a stage's own curve, from its plain peak down to its smallest
-_CURVE_SHARE = 0.75  # of the time; the rest is for the smallest peak
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One order of a stage, and what it takes."""
-
-    order: StepOrder
-    memory: StageMemory
-    seconds: StageSeconds
+# Of a rank with several stages, each is also planned for less than its part of the memory, so that
+# others may have more of it.
+_PARTS = (1.0, 0.8, 0.6, 0.4)
+# With other orders a rank's peak may move to where more messages are, which is known afterwards.
+_ROUNDS = 3
+_NO_ACTIVATIONS = StageMemory(0, 0, 0, 0, 0)
 
 
 @dataclass
@@ -46,127 +31,138 @@ class StageFits:
     Attributes:
         staged: by number of samples, the step.
         around: by stage and number of samples, what it is traced and priced with.
-        time_limit_seconds: to plan one stage at one size.
+        search: how orders are looked for.
+        max_swap_bytes: the most that a rank may have in its swap files; None for what it needs.
     """
 
     staged: Callable[[int], StagedStep]
     around: Callable[[int, int], Circumstances]
-    cache: Path
-    time_limit_seconds: float = 10.0
-    _programs: dict[Key, Program] = field(default_factory=dict)
-    _made_back: dict[Key, frozenset[int]] = field(default_factory=dict)
+    search: StageSearch
+    max_swap_bytes: int | None = None
+    _traced: dict[Key, TracedStage] = field(default_factory=dict)
     _plain: dict[Key, Fit] = field(default_factory=dict)
-    _curves: dict[Key, list[Fit]] = field(default_factory=dict)
 
     def plain(self, key: Key) -> Fit:
         """The stage as it runs with everything kept."""
         if key not in self._plain:
-            program = self._program(key)
-            self._plain[key] = self._fit(key, plain_schedule(program))
+            self._plain[key] = self.search.plain(self.traced(key))
         return self._plain[key]
 
-    def chosen(
-        self, pipeline: Pipeline, ranks: Sequence[RankMemory], limit_bytes: int | None
-    ) -> dict[Key, Fit]:
+    def traced(self, key: Key) -> TracedStage:
+        """The stage as planners see it."""
+        if key not in self._traced:
+            stage, size = key
+            staged = self.staged(size)
+            graph = staged.graph(stage)
+            traced = staged.traced(graph, self.around(stage, size))
+            self._traced[key] = TracedStage(traced, num_gradients=len(graph.parameters))
+        return self._traced[key]
+
+    def orders(
+        self, fits: Mapping[Key, Fit], ranks: Sequence[RankMemory]
+    ) -> tuple[StageOrder, ...]:
+        """Some fits as a plan keeps them."""
+        return tuple(
+            described(
+                self.traced((stage, size)),
+                fit,
+                stage=stage,
+                num_samples=size,
+                in_flight=max(own.in_flight.get(stage, 1) for own in ranks),
+            )
+            for (stage, size), fit in fits.items()
+        )
+
+    def chosen(self, ranks: Sequence[RankMemory], limit_bytes: int | None) -> dict[Key, Fit]:
         """The fastest fits with which every rank is within the limit.
 
         Raises:
             DoesNotFit: names the rank that needs most, and what it needs at the least.
         """
-        keys = {rank: list(_keys_of(pipeline, rank)) for rank in pipeline.ranks}
-        level: dict[Key, int] = dict.fromkeys((key for own in keys.values() for key in own), 0)
-        for rank, own in keys.items():
-            while limit_bytes is not None and self._peak(ranks[rank], own, level) > limit_bytes:
-                lower = [key for key in own if level[key] < len(self._curve(key))]
-                if not lower:
-                    raise self._refusal(rank, self._peak(ranks[rank], own, level), limit_bytes)
-                # The stage that passes most is the one that sets the peak.
-                most = max(lower, key=lambda key: self._at(key, level[key]).memory.passing_bytes)
-                level[most] += 1
-        return {key: self._at(key, at) for key, at in level.items()}
-
-    def _peak(self, own: RankMemory, keys: Sequence[Key], level: dict[Key, int]) -> int:
-        return _rank_peak(own, {key: self._at(key, level[key]) for key in keys})
-
-    def _at(self, key: Key, level: int) -> Fit:
-        return self.plain(key) if level == 0 else self._curve(key)[level - 1]
-
-    def _curve(self, key: Key) -> list[Fit]:
-        """Smaller and smaller, slower and slower."""
-        if key not in self._curves:
-            self._curves[key] = list(self._planned(key))
-        return self._curves[key]
-
-    def _planned(self, key: Key) -> Iterator[Fit]:
-        program = self._program(key)
-        seconds = self.time_limit_seconds
-        floor = smallest_peak(
-            program, time_limit_seconds=(1 - _CURVE_SHARE) * seconds, cache_dir=self.cache
+        fits = {key: self.plain(key) for own in ranks for key in keys_of(own)}
+        if limit_bytes is None:
+            return fits
+        over = [own for own in ranks if peak_bytes(own, fits) > limit_bytes]
+        if not over:
+            return fits
+        choice = FitChoice(
+            ranks=ranks,
+            weights=Counter(key for own in ranks for key in own.keys.values()),
+            max_swap_bytes=self.max_swap_bytes,
         )
-        plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
-        step = (plain_bytes - floor.peak_bytes) / _NUM_LIMITS
-        limits = [int(plain_bytes - step * at) for at in range(1, _NUM_LIMITS)]
-        found = dict(
-            pareto(
-                program,
-                [*limits, floor.peak_bytes],
-                starts=[floor.schedule],
-                time_limit_seconds=_CURVE_SHARE * seconds,
-                cache_dir=self.cache,
+        pools = {key: [fit] for key, fit in fits.items()}
+        hard = dict.fromkeys(key for own in over for key in keys_of(own))
+        best = self._within(choice, pools, hard, planned_bytes(limit_bytes))
+        if best is None:
+            for key in hard:
+                pools[key] += self._smallest(key, choice, fits, limit_bytes)
+            best = choice.fastest(pools, limit_bytes)
+        if best is None:
+            raise self._refusal(choice, pools, limit_bytes)
+        return best
+
+    def _within(
+        self,
+        choice: FitChoice,
+        pools: dict[Key, list[Fit]],
+        hard: Iterable[Key],
+        limit_bytes: int,
+    ) -> dict[Key, Fit] | None:
+        """Look for orders of some stages, and choose from all that were found."""
+        fits = {key: pool[0] for key, pool in pools.items()}
+        least: dict[Key, int] = {}
+        for _ in range(_ROUNDS):
+            for key in hard:
+                in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
+                if 0 < budget_bytes < least.get(key, budget_bytes + 1):
+                    least[key] = budget_bytes
+                    pools[key] += self._found(key, choice, in_flight, budget_bytes)
+            best = choice.fastest(pools, limit_bytes)
+            if best is not None:
+                return best
+            fits = choice.smallest(pools)
+        return None
+
+    def _found(
+        self, key: Key, choice: FitChoice, in_flight: int, budget_bytes: int
+    ) -> Iterable[Fit]:
+        for part in _PARTS if choice.shares_a_rank(key) else _PARTS[:1]:
+            yield from self.search.within(
+                self.traced(key), in_flight=in_flight, budget_bytes=int(part * budget_bytes)
             )
-        )
-        for limit_bytes in sorted(found, reverse=True):
-            yield self._fit(key, found[limit_bytes].schedule)
 
-    def _fit(self, key: Key, schedule: Sequence[int]) -> Fit:
-        program = self._program(key)
-        plain = replay_schedule(program, plain_schedule(program))
-        order = order_of(
-            program,
-            Arrangement(tuple(schedule)),
-            strategy="auto",
-            plain_peak_bytes=plain.peak_bytes,
-            plain_seconds=program.plain_seconds,
-        )
-        made_back = self._made_back[key]
-        return Fit(
-            order,
-            stage_memory(program, schedule, made_back=made_back),
-            stage_seconds(program, schedule, made_back=made_back),
+    def _smallest(
+        self, key: Key, choice: FitChoice, fits: Mapping[Key, Fit], limit_bytes: int
+    ) -> list[Fit]:
+        in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
+        return self.search.smallest(
+            self.traced(key), in_flight=in_flight, budget_bytes=max(0, budget_bytes)
         )
 
-    def _program(self, key: Key) -> Program:
-        if key not in self._programs:
-            stage, size = key
-            staged = self.staged(size)
-            graph = staged.graph(stage)
-            step = staged.traced(graph, self.around(stage, size)).with_packs()
-            sent = step.backward_outputs[len(graph.parameters) :]
-            buffers = (step.buffers_of[node] for node in sent if node is not None)
-            self._programs[key] = step.program
-            self._made_back[key] = frozenset(b for own in buffers for b in own)
-        return self._programs[key]
-
-    @staticmethod
-    def _refusal(rank: int, needed_bytes: int, limit_bytes: int) -> DoesNotFit:
+    def _refusal(
+        self, choice: FitChoice, pools: Mapping[Key, Sequence[Fit]], limit_bytes: int
+    ) -> DoesNotFit:
+        fits = choice.smallest(pools)
+        peaks = [peak_bytes(own, fits) for own in choice.ranks]
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        own = choice.ranks[rank]
+        beside_bytes = rank_peak_bytes(own, dict.fromkeys(keys_of(own), _NO_ACTIVATIONS))
+        needed_bytes = limit_for(peaks[rank])
+        helps = ["more micro-batches", "a smaller share for its stages"]
+        if self.search.tier is None:
+            helps.insert(0, "--swap-dir DIR")
+        elif self.max_swap_bytes is not None:
+            helps.insert(0, f"a --swap-size above {format_bytes(self.max_swap_bytes)}")
         return DoesNotFit(
-            f"rank {rank} needs {format_bytes(needed_bytes)} at the least, the limit is"
-            f" {format_bytes(limit_bytes)}; give it a smaller share, or use more micro-batches"
+            f"rank {rank} needs {format_bytes(peaks[rank])} at the least, the limit is"
+            f" {format_bytes(limit_bytes)}; {format_bytes(beside_bytes)} of it are parameters,"
+            " gradients, optimizer state, batch and messages. Fits with --memory-per-rank"
+            f" {_rounded_up(needed_bytes)}; {' or '.join(helps)} may help too",
+            smallest_bytes=needed_bytes,
         )
 
 
-def predicted_peak_bytes(
-    pipeline: Pipeline, rank: int, own: RankMemory, fits: dict[Key, Fit]
-) -> int:
-    """What a rank needs with some fits."""
-    return _rank_peak(own, {key: fits[key] for key in _keys_of(pipeline, rank)})
-
-
-def _keys_of(pipeline: Pipeline, rank: int) -> Iterator[Key]:
-    for stage in pipeline.stages_of(rank):
-        sizes = {piece.end - piece.begin for _, piece in pipeline.routing.pieces_of(stage, rank)}
-        yield from ((stage, size) for size in sorted(sizes))
-
-
-def _rank_peak(own: RankMemory, fits: dict[Key, Fit]) -> int:
-    return rank_peak_bytes(own, {key: fit.memory for key, fit in fits.items()})
+def _rounded_up(size_bytes: int) -> str:
+    """A limit to type that is no smaller than the size."""
+    unit, name = (2**20, "MiB") if size_bytes >= 2**26 else (2**10, "KiB")
+    return f"{-(-size_bytes // unit)}{name}"

@@ -1,5 +1,6 @@
 """The stages of a step, compiled: each as a forward and a backward that a rank can call."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import Carried, StageGraph, carried_values, cut_stage
 from bayplan.running.stages.drawing import Streams, draw_for_pieces, mark_draws
 from bayplan.running.stages.whole import WholeStep
+from bayplan.running.swapping import Swapper
 
 __all__ = ["KEEP_ALL", "StagedStep"]
 
@@ -72,7 +74,13 @@ class StagedStep:
         return TracedStep.of(graph.joint, graph.num_forward_outputs, around)
 
     def compiled(
-        self, stage: int, around: Circumstances, *, streams: Streams, decide: Decide = KEEP_ALL
+        self,
+        stage: int,
+        around: Circumstances,
+        *,
+        streams: Streams,
+        decide: Decide = KEEP_ALL,
+        swapper: Callable[[int], Swapper] | None = None,
     ) -> CompiledStage:
         """One stage, ready to be called.
 
@@ -80,14 +88,22 @@ class StagedStep:
             stage: which.
             around: what counts in memory beside it.
             streams: its random numbers.
-            decide: finds what is kept and what is repeated.
+            decide: finds what is kept, repeated, packed and swapped.
+            swapper: opens the place that one micro-batch swaps so many bytes to. All of those in
+                flight use it: what is away goes from forward to backward as a token of its own.
         """
         graph = self.graph(stage)
         traced = self.traced(graph, around)
         order = decide(traced)
         step, swapped = carried_out(order, traced)
         num_forward = swapped.program.first_backward
-        halves = cut(step, steps_of(swapped), num_forward=num_forward, owner=traced.joint)
+        opened = None
+        if swapped.swap_ops:
+            assert swapper is not None, "whoever decides on swaps has a place for them"
+            opened = swapper(swapped.size_bytes)
+        halves = cut(
+            step, steps_of(swapped), num_forward=num_forward, owner=traced.joint, swapper=opened
+        )
         for half in halves:
             draw_for_pieces(half, streams)
         forward, backward = map(compile_graph, halves)

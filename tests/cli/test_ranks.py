@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from bayplan.devices.file_lane import lies_in_memory
 from bayplan.reporting.progress import ProgressBar
 
 PLACED = ("--placement", "0:0.0:1", "--shares-by", "ops")
@@ -131,7 +132,12 @@ def test_wrong_words_about_ranks_are_refused(bayplan, deep_project, check_refusa
         (("--memory", "1GiB"), ("--memory is about one device", "--memory-per-rank")),
         (("--pareto",), ("--pareto is about one device",)),
         (("--strategy", "keep"), ("--strategy is about one device",)),
-        (("--swap-dir", "."), ("--swap-dir is about one device",)),
+        (("--swap-dir", "."), ("--swap-dir is about a limit", "--memory-per-rank")),
+        (("--no-pack",), ("--no-pack is about a limit", "--memory-per-rank")),
+        (
+            ("--swap-dir", ".", "--schedule", "zero-bubble", "--memory-per-rank", "1GiB"),
+            ("zero-bubble", "leave out --swap-dir, or use --schedule 1f1b"),
+        ),
     ],
 )
 def test_what_is_about_one_device_is_not_passed_over(
@@ -139,6 +145,52 @@ def test_what_is_about_one_device_is_not_passed_over(
 ):
     given = ("plan", "train:deep", "--batch", 64, *PLACED, "-o", "two.json", *options)
     check_refusal(bayplan(*given), 2, *words)
+
+
+def test_ranks_stay_within_their_limit_by_swapping_and_repeating(
+    bayplan, deep_project, check_refusal
+):
+    if lies_in_memory(deep_project):
+        pytest.skip("the tests' folder lies in memory")
+    three = ("--micro-batches", 3, "--schedule", "gpipe", "--optimizer", "sgd")
+    given = ("plan", "train:deep", "--batch", 12288, *PLACED, *three, "-o", "two.json")
+    assert bayplan(*given).code == 0
+    plain = json.loads((deep_project / "two.json").read_text())["predicted_peak_bytes"]
+    limit_bytes = int(0.75 * max(plain))
+    tight = ("--memory-per-rank", limit_bytes, "--time-limit", 1)
+    answer = bayplan(*given, *tight, "--swap-dir", ".")
+    assert answer.code == 0, answer.err
+    assert "4096 samples at a time, 3 in flight" in answer.out
+    plan = json.loads((deep_project / "two.json").read_text())
+    assert max(plan["predicted_peak_bytes"]) <= limit_bytes
+    chosen = {one["choice"] for stage in plan["stage_orders"] for one in stage["decisions"]}
+    assert chosen
+    told = bayplan("explain", "two.json").out
+    assert "inside stages:" in told
+    assert "stage 1, 4096 samples at a time" in told
+    for stage in plan["stage_orders"]:
+        assert all(one["value"] in told for one in stage["decisions"][:5])
+    where = (
+        ("--swap-dir", ".") if any(stage["swap_bytes"] for stage in plan["stage_orders"]) else ()
+    )
+    ran = ("run", "two.json", "--target", "train:deep", "--steps", 2)
+    answer = bayplan(*ran, *where, "-o", "two.record.json")
+    assert answer.code == 0, answer.err
+    record = json.loads((deep_project / "two.record.json").read_text())
+    assert max(max(one["step_peak_bytes"]) for one in record["devices"]) <= limit_bytes
+    if where:
+        check_refusal(bayplan(*ran), 2, "say where to, with --swap-dir")
+        check_refusal(bayplan(*ran, *where, "--swap-size", 4096), 2, "--swap-size allows 4.0 KiB")
+
+
+def test_a_limit_that_no_rank_can_keep_is_refused_with_what_is_needed(
+    bayplan, deep_project, check_refusal
+):
+    given = ("plan", "train:deep", "--batch", 64, *PLACED, "-o", "two.json", "--time-limit", 0.5)
+    answer = bayplan(*given, "--memory-per-rank", "1KiB")
+    check_refusal(answer, 3, "rank ", "at the least, the limit is 1.0 KiB", "--swap-dir DIR")
+    (enough,) = re.findall(r"--memory-per-rank (\w+);", answer.err)
+    assert bayplan(*given, "--memory-per-rank", enough).code == 0
 
 
 def test_what_is_about_ranks_needs_a_placement(bayplan, deep_project, check_refusal):

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from bayplan.data import files
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.plan import Choice, Decision, Plan, Stage
+from bayplan.data.order import StepOrder
+from bayplan.data.plan import Choice, Decision, Plan, Stage, StageOrder
 
 replace = msgspec.structs.replace
 NUMBERS = st.integers(0, 10**6)
@@ -34,6 +35,47 @@ def test_a_replicated_stage_has_a_share_for_each_device():
 def test_an_impossible_stage_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Stage(**({"first": 0, "last": 4, "devices": (0,), "shares": (8,)} | fields))
+
+
+# Orders of stages.
+
+ORDER = StepOrder(
+    program_fingerprint="",
+    schedule=(0,),
+    strategy="auto",
+    peak_bytes=1,
+    plain_peak_bytes=1,
+    seconds=1.0,
+    plain_seconds=1.0,
+)
+
+
+def test_a_stage_needs_what_is_held_by_all_in_flight_and_what_passes():
+    order = StageOrder(
+        stage=0, num_samples=4, order=ORDER, in_flight=3, held_bytes=10, passing_bytes=5
+    )
+    assert order.needed_bytes == 35
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stage": -1}, "stage is -1, must be at least 0"),
+        ({"num_samples": 0}, "num_samples is 0, must be at least 1"),
+        ({"in_flight": 0}, "in_flight is 0, must be at least 1"),
+        ({"held_bytes": -1}, "held_bytes is -1, must be 0 or more"),
+        ({"swap_bytes": -1}, "swap_bytes is -1, must be 0 or more"),
+    ],
+)
+def test_an_impossible_order_of_a_stage_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        StageOrder(**({"stage": 0, "num_samples": 4, "order": ORDER} | fields))
+
+
+def test_an_order_of_a_stage_that_is_not_there_is_refused(plan):
+    order = StageOrder(stage=2, num_samples=4, order=ORDER)
+    with pytest.raises(ValueError, match=r"stage_orders\[0\] is of stage 2, but there are only 2"):
+        replace(plan, stage_orders=(order,))
 
 
 # Plans.

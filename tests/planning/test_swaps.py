@@ -211,7 +211,7 @@ def test_lane_as_drawn(make_chain, back_before, seconds, stall_seconds):
     """
     swapped = insert_swaps(make_chain(3), [Swap(1, 2, (back_before,))])
     time = time_of(swapped, Tier(5.0, 10.0, slowdown=2.0))
-    assert time == LaneTime(seconds, stall_seconds, 3.0)
+    assert time == LaneTime(seconds, 4.0, stall_seconds, 3.0)
 
 
 def test_copies_queue(make_chain):

@@ -16,6 +16,7 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.running.ranks.launching import launch
+from bayplan.training import TrainingStep
 
 collect_ignore = ["mistakes.py"]  # a script that imports its neighbour, as scripts can
 SCRIPT = Path(__file__).parent / "training.py"
@@ -41,13 +42,15 @@ class Case:
     model: str = "plain"
     batch: int = 8
     wishes: dict[str, Any] = field(default_factory=dict)
+    swap: str | None = None
+    edit: Callable[[Plan, TrainingStep], Plan] = lambda plan, step: plan
 
     def plan(self) -> Plan:
         step = load_script().build(self.model, self.batch)
         wishes = Wishes(
             placement=Placement.parse(self.placement), shares_by=SharesBy.OPS, **self.wishes
         )
-        return place(step, wishes)
+        return self.edit(place(step, wishes), step)
 
 
 @dataclass
@@ -75,7 +78,13 @@ class Ranks:
 
     def run_all(self, cases: Sequence[Case], *, num_ranks: int) -> None:
         given = [
-            {"name": case.name, "model": case.model, "batch": case.batch, "plan": self.write(case)}
+            {
+                "name": case.name,
+                "model": case.model,
+                "batch": case.batch,
+                "plan": self.write(case),
+                "swap": case.swap,
+            }
             for case in cases
         ]
         torch.compiler.reset()

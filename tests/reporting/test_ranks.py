@@ -3,8 +3,10 @@
 import msgspec
 import pytest
 
+from bayplan.data.order import StepOrder
+from bayplan.data.plan import Choice, Decision, LiveValue, Plan, Stage, StageOrder
 from bayplan.data.record import DeviceRecord, Event, Lane, Prediction, RunRecord, Source
-from bayplan.reporting.ranks import ranks_text
+from bayplan.reporting.ranks import ranks_text, whole_pipeline_text
 from bayplan.reporting.text import record_text
 
 replace = msgspec.structs.replace
@@ -67,3 +69,59 @@ def test_what_was_not_predicted_is_left_out(record):
     bare = ranks_text(replace(record, predicted=None, num_samples=None))
     assert bare.splitlines()[1].split() == ["0", "0", "100", "75"]
     assert "epoch" not in bare
+
+
+@pytest.fixture
+def plan():
+    order = StepOrder(
+        program_fingerprint="",
+        schedule=(0,),
+        strategy="auto",
+        peak_bytes=MIB,
+        plain_peak_bytes=2 * MIB,
+        seconds=1.5,
+        plain_seconds=1.0,
+    )
+    within = StageOrder(
+        stage=0,
+        num_samples=4,
+        order=order,
+        in_flight=2,
+        held_bytes=3 * MIB,
+        passing_bytes=MIB,
+        swap_bytes=5 * MIB,
+        kept=(LiveValue(value="relu", place="layer1", size_bytes=3 * MIB),),
+        decisions=(Decision(value="addmm", choice=Choice.SWAP, size_bytes=5 * MIB),),
+    )
+    return Plan(
+        model="deep",
+        graph_fingerprint="",
+        cluster_fingerprint="",
+        torch_version="",
+        stages=(
+            Stage(first=0, last=3, devices=(0,), shares=(1,)),
+            Stage(first=4, last=7, devices=(1,), shares=(1,)),
+        ),
+        num_micro_batches=2,
+        limit_bytes=20 * MIB,
+        stage_orders=(within,),
+        actions=(("0F0", "0B0"), ("1F0", "1B0")),
+        predicted_peak_bytes=(10 * MIB, 8 * MIB),
+        predicted_seconds=0.0,
+    )
+
+
+def test_one_text_tells_the_lists_of_ranks_and_what_stages_do_inside(plan):
+    text = whole_pipeline_text(plan)
+    assert "4 samples at a time, 2 in flight: 3.0 MiB kept of each, 1.0 MiB more" in text
+    assert "1.500 x plain; 1 swapped" in text
+    inside = text.split("inside stages:\n")[1].splitlines()
+    assert inside[:3] == [
+        "  stage 0, 4 samples at a time",
+        "    every F sends 5.0 MiB out, which its B brings back",
+        "    kept, the largest first: relu layer1 (3.0 MiB)",
+    ]
+    assert "addmm" in text.split("what each rank does")[0]
+    assert "  rank 1: 1F0 1B0" in text
+    kept = whole_pipeline_text(replace(plan, stage_orders=()))
+    assert "inside stages every activation is kept" in kept

@@ -97,11 +97,19 @@ def plan(
             strategy=strategy != "auto",
             device=device,
             update_in_backward=update_in_backward,
-            swap_dir=swap_dir,
-            swap_size=swap_size,
         )
         check_output(output)
-        made = plan_for_ranks(target, many, batch=batch, optimizer=optimizer, autocast=autocast)
+        made = plan_for_ranks(
+            target,
+            many,
+            batch=batch,
+            optimizer=optimizer,
+            autocast=autocast,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+            pack=pack,
+            time_limit=time_limit,
+        )
         files.write(output, made)
         from bayplan.reporting.ranks import pipeline_text, start_text
 
@@ -215,7 +223,14 @@ def run(
     check_output(output)
     if many.is_given:
         given = plan_for_ranks(
-            plan, many, batch=batch, optimizer=optimizer, autocast=autocast, is_local=True
+            plan,
+            many,
+            batch=batch,
+            optimizer=optimizer,
+            autocast=autocast,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
+            is_local=True,
         )
         target = plan if target is None and ":" in plan else target
     elif batch is not None:
@@ -223,7 +238,6 @@ def run(
     else:
         given = files.read(Path(plan), Plan)
     if len(given.actions) > 1:
-        refuse_beside_placement(swap_dir=swap_dir, swap_size=swap_size)
         check_local_run(given, target)
         if dry_run:
             from bayplan.reporting.ranks import pipeline_text
@@ -237,6 +251,8 @@ def run(
             output=output,
             logs=logs,
             seed=seed,
+            swap_dir=swap_dir,
+            swap_size=swap_size,
             epoch_samples=epoch_samples or IMAGENET_SAMPLES,
             json=json,
         )

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from bayplan.cli.options import as_json, question_about
+from bayplan.cli.options import as_json, question_about, swap_space
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
     from bayplan.data.placement import Placement
     from bayplan.data.plan import Plan
     from bayplan.placing import Wishes
+    from bayplan.swap_space import SwapSpace
 
 __all__ = [
     "IMAGENET_SAMPLES",
@@ -93,7 +94,10 @@ class RankOptions:
 
     memory_per_rank: Annotated[
         str | None,
-        Parameter(help="A limit for each rank, like 2GiB: what does not fit is recomputed."),
+        Parameter(
+            help="A limit for each rank, like 2GiB. What does not fit is recomputed or packed, or"
+            " swapped to --swap-dir."
+        ),
     ] = None
 
     @property
@@ -107,8 +111,15 @@ class RankOptions:
             raise UsageError("these options are about many ranks; say where, with --placement")
         return self.placement is not None
 
-    def wishes(self, optimizer: str) -> "Wishes":
-        """The same, understood."""
+    def wishes(
+        self,
+        optimizer: str,
+        *,
+        pack: bool = True,
+        space: "SwapSpace | None" = None,
+        time_limit: float = 10.0,
+    ) -> "Wishes":
+        """The same, understood, with what one device's plans may be told as well."""
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
         from bayplan.data.units import parse_bytes
@@ -129,7 +140,10 @@ class RankOptions:
             vertical_sync=self.vertical_sync,
             static_order=self.static_order,
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
+            may_pack=pack,
+            space=space,
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
+            time_limit_seconds=time_limit,
         )
 
     def _num_devices(self) -> int | None:
@@ -177,10 +191,22 @@ def plan_for_ranks(
     batch: int | None,
     optimizer: str,
     autocast: str,
+    swap_dir: Path | None = None,
+    swap_size: str | None = None,
+    pack: bool = True,
+    time_limit: float = 10.0,
     is_local: bool = False,
 ) -> "Plan":
     """Plan a target for many ranks, of this machine only where that is asked for."""
-    wishes = options.wishes(optimizer)
+    if options.memory_per_rank is None:
+        for name, is_given in (
+            ("--swap-dir", swap_dir is not None or swap_size is not None),
+            ("--no-pack", not pack),
+        ):
+            if is_given:
+                raise UsageError(f"{name} is about a limit; give one with --memory-per-rank")
+    space = swap_space(swap_dir, swap_size)
+    wishes = options.wishes(optimizer, pack=pack, space=space, time_limit=time_limit)
     if is_local:
         check_is_local(wishes.placement)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
@@ -237,11 +263,14 @@ def run_plan_on_ranks(
     output: Path | None,
     logs: Path,
     seed: int,
+    swap_dir: Path | None = None,
+    swap_size: str | None = None,
     epoch_samples: int,
     json: bool,
 ) -> int:
     """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
     from bayplan.data import files
+    from bayplan.data.units import parse_bytes
     from bayplan.many_ranks import INTERRUPTED, run_on_ranks
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import pipeline_text, ranks_text
@@ -256,6 +285,8 @@ def run_plan_on_ranks(
             log_folder=logs,
             target=target,
             seed=seed,
+            swap=swap_dir,
+            swap_bytes=None if swap_size is None else parse_bytes(swap_size),
             epoch_samples=epoch_samples,
             on_line=bar.say,
             on_step=lambda step: bar.tell(str(step), step.done, step.total),

@@ -122,12 +122,48 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
 
 
+class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that is in memory at the peak, by the op and the module that made it."""
+
+    value: str
+    place: str = ""
+    size_bytes: int
+
+
 class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stage keeps and repeats when it computes so many samples at a time."""
+    """What a stage keeps, repeats, packs and swaps when it computes so many samples at a time.
+
+    Attributes:
+        in_flight: the most micro-batches that are past their forward at once, on any of its ranks.
+        held_bytes: what each of them keeps in memory for its backward.
+        passing_bytes: more than that, at the highest moment of a forward and backward.
+        swap_bytes: what each of them has in the swap file.
+        kept: for readers, the largest values that are held.
+        decisions: for readers, the values that are not simply kept.
+    """
 
     stage: int
     num_samples: int
     order: StepOrder
+    in_flight: int = 1
+    held_bytes: int = 0
+    passing_bytes: int = 0
+    swap_bytes: int = 0
+    kept: tuple[LiveValue, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("stage", 0), ("num_samples", 1), ("in_flight", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least {least}")
+        for name in ("held_bytes", "passing_bytes", "swap_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more")
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the stage takes on a rank beside what stays."""
+        return self.in_flight * self.held_bytes + self.passing_bytes
 
 
 class Route(StrEnum):
@@ -135,14 +171,6 @@ class Route(StrEnum):
 
     SPLIT = "split"  # over all replicas of a stage, by their shares
     ROUND_ROBIN = "round-robin"  # whole, to one replica after the other
-
-
-class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that is in memory at the peak, by the op and the module that made it."""
-
-    value: str
-    place: str = ""
-    size_bytes: int
 
 
 class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,7 +207,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             old the weights are that a batch sees there; empty for none.
         vertical_sync: whether a batch sees weights of one age in all stages.
         static_order: whether every rank keeps the order of its list; else it does what is ready.
-        stage_orders: what stages keep and repeat, where memory is limited; else they keep all.
+        stage_orders: what stages keep, repeat, pack and swap, where memory is limited; else they
+            keep all.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
         decisions: the same by activation, for readers; those not named are kept.
@@ -301,6 +330,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
                         f" one of {num_stages}"
                     )
+        for position, one in enumerate(self.stage_orders):
+            if one.stage >= num_stages:
+                raise ValueError(
+                    f"stage_orders[{position}] is of stage {one.stage}, but there are only"
+                    f" {num_stages}"
+                )
         for position, bucket in enumerate(self.buckets):
             for stage in bucket.stages:
                 if not 0 <= stage < num_stages:

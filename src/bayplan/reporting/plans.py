@@ -7,7 +7,15 @@ from bayplan.data.order import StepOrder
 from bayplan.data.plan import Choice, Decision, Plan
 from bayplan.data.units import format_bytes, format_seconds
 
-__all__ = ["curve_text", "explanation_text", "order_line", "plan_line", "table_text"]
+__all__ = [
+    "choice_counts",
+    "choice_lines",
+    "curve_text",
+    "explanation_text",
+    "order_line",
+    "plan_line",
+    "table_text",
+]
 
 _MOST_LISTED = 10
 _VERBS = {Choice.RECOMPUTE: "recomputed", Choice.SWAP: "swapped", Choice.PACK: "packed"}
@@ -25,9 +33,14 @@ def order_line(order: StepOrder) -> str:
 def plan_line(plan: Plan) -> str:
     """A plan in one line: what it does and what that costs."""
     assert plan.order is not None, "plans of one device have an order"
-    counts = Counter(decision.choice for decision in plan.decisions)
+    return f"{order_line(plan.order)}; {choice_counts(plan.decisions)}"
+
+
+def choice_counts(decisions: Sequence[Decision]) -> str:
+    """How much is not simply kept."""
+    counts = Counter(decision.choice for decision in decisions)
     done = [f"{count} {_VERBS[choice]}" for choice, count in sorted(counts.items())]
-    return f"{order_line(plan.order)}; {', '.join(done) or 'everything kept'}"
+    return ", ".join(done) or "everything kept"
 
 
 def explanation_text(plan: Plan) -> str:
@@ -47,7 +60,7 @@ def explanation_text(plan: Plan) -> str:
             *((f"{one.value}  {one.place}", one.size_bytes) for one in moment.values),
         ]
         lines += ["", f"the peak is at {where}:", *_rows(rows)]
-    lines += ["", *_choices(plan.decisions), "", "what would help:"]
+    lines += ["", *choice_lines(plan.decisions), "", "what would help:"]
     lines += [f"  {hint}" for hint in _hints(plan)]
     return "\n".join(lines)
 
@@ -57,7 +70,8 @@ def _rows(rows: Sequence[tuple[str, int]]) -> list[str]:
     return [f"  {format_bytes(size):>10}  {name.rstrip()}" for name, size in shown]
 
 
-def _choices(decisions: Sequence[Decision]) -> list[str]:
+def choice_lines(decisions: Sequence[Decision]) -> list[str]:
+    """What is not simply kept, and what that costs."""
     if not decisions:
         return ["every activation is kept"]
     dearest = sorted(decisions, key=lambda one: (-one.seconds, -one.size_bytes))

@@ -1,13 +1,15 @@
-"""Runs on many ranks as plain text: a line for each rank, as the reference reports have it."""
+"""Plans for many ranks and their runs as plain text: a line for each rank, and for each stage."""
 
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Plan
+from bayplan.data.plan import Plan, StageOrder
 from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.reporting.kinds import kind_lines
-from bayplan.reporting.plans import table_text
+from bayplan.reporting.plans import choice_counts, choice_lines, table_text
 
 __all__ = ["pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
+
+_MOST_KEPT = 5
 
 _MOST_ACTIONS = 16
 
@@ -68,6 +70,8 @@ def pipeline_text(plan: Plan) -> str:
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")
+        own = [one for one in plan.stage_orders if one.stage == at]
+        lines += [f"    {_order_line(one)}" for one in own]
     fullest = max(range(len(plan.actions)), key=lambda rank: plan.predicted_peak_bytes[rank])
     peak = format_bytes(plan.predicted_peak_bytes[fullest])
     seconds = format_seconds(plan.predicted_seconds) if plan.predicted_seconds else "unknown"
@@ -80,7 +84,7 @@ def pipeline_text(plan: Plan) -> str:
 
 
 def whole_pipeline_text(plan: Plan) -> str:
-    """All that a plan for many ranks says: who is where, what is exchanged, who does what."""
+    """All that a plan for many ranks says: who is where, keeps, exchanges and does what."""
     limit = "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
     rows = [
         (
@@ -100,7 +104,8 @@ def whole_pipeline_text(plan: Plan) -> str:
     lists = [f"  rank {rank}: {' '.join(own)}" for rank, own in enumerate(plan.actions)]
     parts = [pipeline_text(plan), f"memory, {limit}:", table]
     parts += ["sums of gradients:", *sums] if sums else []
-    return "\n".join([*parts, "what each rank does, in order:", *lists, start_text(plan)])
+    parts += [*_stage_lines(plan), "what each rank does, in order:", *lists, start_text(plan)]
+    return "\n".join(parts)
 
 
 def start_text(plan: Plan) -> str:
@@ -117,6 +122,44 @@ def start_text(plan: Plan) -> str:
         )
         first += count
     return "\n".join(["start a script with bayplan.bind, on each node:", *lines])
+
+
+def _stage_lines(plan: Plan) -> list[str]:
+    """What stages keep, recompute, pack and swap inside."""
+    if not plan.stage_orders:
+        return ["inside stages every activation is kept"]
+    lines = ["inside stages:"]
+    for one in plan.stage_orders:
+        lines.append(f"  stage {one.stage}, {one.num_samples} samples at a time")
+        lines += [f"    {line}" for line in _inside(one)]
+    return lines
+
+
+def _order_line(one: StageOrder) -> str:
+    """What a stage does at one size, and what that costs."""
+    return (
+        f"{one.num_samples} samples at a time, {one.in_flight} in flight:"
+        f" {format_bytes(one.held_bytes)} kept of each, {format_bytes(one.passing_bytes)} more in"
+        f" passing; {one.order.time_ratio:.3f} x plain; {choice_counts(one.decisions)}"
+    )
+
+
+def _inside(one: StageOrder) -> list[str]:
+    """What every forward and backward of a stage does that no action of a list tells."""
+    lines: list[str] = []
+    if one.swap_bytes:
+        away = format_bytes(one.swap_bytes)
+        lines.append(f"every F sends {away} out, which its B brings back")
+    if one.kept:
+        largest = [
+            " ".join(
+                filter(None, (value.value, value.place, f"({format_bytes(value.size_bytes)})"))
+            )
+            for value in one.kept[:_MOST_KEPT]
+        ]
+        more = len(one.kept) - len(largest)
+        lines.append(f"kept, the largest first: {', '.join(largest)}{', ...' if more else ''}")
+    return [*lines, *choice_lines(one.decisions)]
 
 
 def _stages(plan: Plan, rank: int) -> str:

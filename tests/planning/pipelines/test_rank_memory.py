@@ -71,6 +71,7 @@ def rank_of(texts, *, retire=None, stage=0, micro_batches=2, **more):
         "gradient_bytes": {stage: 0},
         "update_bytes": 0,
         "lags": (0, 0),
+        "in_flight": {stage: micro_batches},
         **more,
     }
     return RankMemory(

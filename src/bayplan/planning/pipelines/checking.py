@@ -35,6 +35,19 @@ class Proof:
     in_flight: tuple[dict[int, int], ...]
     retire: tuple[tuple[tuple[int, ...], ...], ...]
 
+    def most_in_flight(self, pipeline: Pipeline, rank: int, lags: Sequence[int]) -> dict[int, int]:
+        """By stage of a rank, the same over all batches, of which some are behind.
+
+        Args:
+            pipeline: what was checked.
+            rank: whose stages.
+            lags: by stage, how many batches its backward is behind its forward.
+        """
+        return {
+            stage: number + lags[stage] * len(pipeline.routing.pieces_of(stage, rank))
+            for stage, number in self.in_flight[rank].items()
+        }
+
 
 def check_actions(pipeline: Pipeline, actions: _Actions, *, has_tags: bool = False) -> Proof:
     """Raise FileFault unless the lists are complete, ordered, and free of deadlock.

@@ -15,7 +15,15 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.data.program import Program
 from bayplan.planning.schedule import replay_schedule
 
-__all__ = ["RankMemory", "StageMemory", "rank_peak_bytes", "stage_memory"]
+__all__ = [
+    "Key",
+    "RankMemory",
+    "StageMemory",
+    "held_buffers",
+    "made_buffers",
+    "rank_peak_bytes",
+    "stage_memory",
+]
 
 _K = ActionKind
 _SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
@@ -48,6 +56,13 @@ class StageMemory:
         """More than what is held, at the highest moment."""
         return max(self.forward_bytes, self.backward_bytes) - self.held_bytes
 
+    def needed_bytes(self, in_flight: int) -> int:
+        """About what the stage takes with so many micro-batches past their forward.
+
+        It is what orders are searched for with; whether a rank fits is for `rank_peak_bytes` alone.
+        """
+        return in_flight * self.held_bytes + self.passing_bytes
+
 
 def stage_memory(
     program: Program, schedule: Sequence[int], *, made_back: frozenset[int] = frozenset()
@@ -59,17 +74,19 @@ def stage_memory(
         schedule: the order.
         made_back: buffers of gradients for other stages.
     """
-    first, always = program.first_backward, program.always_bytes
-    held = _held(program, schedule)
-    given = {b for b in program.outputs if program.producers[b] < first}
-    made = given - held
+    first, always, sizes = program.first_backward, program.always_bytes, program.buffers
+    held, made = held_buffers(program, schedule), made_buffers(program, schedule)
     # Outputs live to the end of the whole program, but a stage's forward hands them on.
-    alone = msgspec.structs.replace(program, outputs=program.outputs - given)
-    loss = program.ops[first - 1]
-    num_forward = first - loss.is_callers
-    forward = replay_schedule(program, schedule).total_bytes[:num_forward]
+    alone = msgspec.structs.replace(program, outputs=program.outputs - _given(program))
+    loss = _loss(program)
+    # Waits for swaps may be behind the loss; they are forward's, and it has no gradient yet.
+    gradient = sum(sizes[buffer] for at in loss for buffer in program.ops[at].writes)
+    forward = [
+        total - (gradient if at > min(loss, default=first) else 0)
+        for at, total in enumerate(replay_schedule(program, schedule).total_bytes[:first])
+        if at not in loss
+    ]
     backward = replay_schedule(alone, schedule).total_bytes[first:]
-    sizes = program.buffers
     return StageMemory(
         forward_bytes=max(forward, default=always) - always,
         held_bytes=sum(sizes[buffer] for buffer in held),
@@ -79,7 +96,7 @@ def stage_memory(
     )
 
 
-def _held(program: Program, schedule: Sequence[int]) -> set[int]:
+def held_buffers(program: Program, schedule: Sequence[int]) -> set[int]:
     """What backward reads of forward: not made again before."""
     here: set[int] = {b for op in program.ops[: program.first_backward] for b in op.writes}
     held: set[int] = set()
@@ -87,8 +104,23 @@ def _held(program: Program, schedule: Sequence[int]) -> set[int]:
         held |= here.intersection(op.reads)
         here.difference_update(op.writes)
     # What the loss makes is a gradient, and comes when backward does.
-    loss = program.ops[program.first_backward - 1]
-    return held.difference(loss.writes) if loss.is_callers else held
+    return held.difference(*(program.ops[at].writes for at in _loss(program)))
+
+
+def made_buffers(program: Program, schedule: Sequence[int]) -> set[int]:
+    """What forward makes for others and backward does not read."""
+    return _given(program) - held_buffers(program, schedule)
+
+
+def _given(program: Program) -> set[int]:
+    """What forward hands on."""
+    return {b for b in program.outputs if program.producers[b] < program.first_backward}
+
+
+def _loss(program: Program) -> list[int]:
+    """The op in forward's place that the caller runs; his only other one, arrival, comes first."""
+    callers = [at for at in range(1, program.first_backward) if program.ops[at].is_callers]
+    return callers[-1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +140,7 @@ class RankMemory:
             several ranks sum up have memory that stays.
         update_bytes: what the update takes over parameters, gradients and state.
         lags: by stage, how many batches its backward is behind its forward.
+        in_flight: by stage, the most micro-batches past their forward, of any batch.
     """
 
     actions: Sequence[Action]
@@ -120,6 +153,7 @@ class RankMemory:
     gradient_bytes: Mapping[int, int]
     update_bytes: int
     lags: Sequence[int]
+    in_flight: Mapping[int, int]
 
 
 def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:

@@ -25,10 +25,12 @@ from typing import NamedTuple
 from msgspec import structs
 
 from bayplan.data.program import Op, Program
+from bayplan.data.units import round_up
 
 __all__ = ["Swap", "SwapOps", "Swapped", "insert_swaps", "stretches"]
 
 _OUT, _AWAY, _BACK, _HERE = range(4)  # the order of what is inserted before the same op
+_PAGE_BYTES = 4096  # what a slot outside is rounded up to
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Swapped:
     op_of: tuple[int, ...]
     buffer_of: tuple[int, ...]
     swap_ops: tuple[SwapOps, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What all swaps of one run take outside, each in whole pages of a file."""
+        return sum(round_up(swap.size_bytes, _PAGE_BYTES) for swap in self.swap_ops)
 
 
 class _Inserted(NamedTuple):

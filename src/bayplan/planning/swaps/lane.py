@@ -53,11 +53,13 @@ class LaneTime:
 
     Attributes:
         seconds: from the first op to the last.
+        forward_seconds: of these, up to the first op of backward.
         stall_seconds: of these, compute waited for copies.
         copy_seconds: how long the lane was busy.
     """
 
     seconds: float
+    forward_seconds: float
     stall_seconds: float
     copy_seconds: float
 
@@ -71,7 +73,7 @@ def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneT
         tier: where its swaps go.
     """
     copies, waits = _copies(swapped, tier)
-    now = free = stall_seconds = 0.0
+    now = free = forward_seconds = stall_seconds = 0.0
     done: dict[int, float] = {}
     for index, op in zip(schedule, swapped.program.executions(schedule), strict=True):
         if index in copies:
@@ -82,7 +84,9 @@ def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneT
             now += wait
         else:
             now += _beside_copies(op.seconds, max(0.0, free - now), tier.slowdown)
-    return LaneTime(now, stall_seconds, sum(copies.values()))
+        if index == swapped.program.first_backward - 1:
+            forward_seconds = now
+    return LaneTime(now, forward_seconds, stall_seconds, sum(copies.values()))
 
 
 def _copies(swapped: Swapped, tier: Tier) -> tuple[dict[int, float], dict[int, int]]:

@@ -21,7 +21,15 @@ from bayplan.running.repeats import draw, draw_again, generator_state
 from bayplan.running.stages.sampling import Samples, layout_of
 from bayplan.running.stages.whole import WholeStep
 
-__all__ = ["DRAW", "Draw", "Streams", "draw_for_pieces", "find_draws", "mark_draws"]
+__all__ = [
+    "DRAW",
+    "Draw",
+    "Streams",
+    "draw_for_pieces",
+    "find_draws",
+    "mark_draws",
+    "whole_mask_bytes",
+]
 
 DRAW = "bayplan_draw"  # in a random node's meta: its name in the whole step
 
@@ -143,6 +151,20 @@ def mark_draws(graph: fx.Graph) -> None:
     """Let copies of random nodes, under whatever name, be known by the one they have now."""
     for node in _random_nodes(graph):
         node.meta[DRAW] = node.name
+
+
+def whole_mask_bytes(node: fx.Node, num_pieces: float) -> int:
+    """What a node needs for the mask of the whole batch, over its own results; 0 if it draws none.
+
+    Args:
+        node: of a stage's graph whose random nodes are marked.
+        num_pieces: how many times its own samples the whole batch is.
+    """
+    if node.target is not draw or DRAW not in node.meta:
+        return 0
+    values, mask = node.meta["val"]
+    # Values are made when the whole mask is gone again.
+    return max(0, int(mask.nbytes * num_pieces) - values.nbytes)
 
 
 def _random_nodes(graph: fx.Graph) -> Sequence[fx.Node]:

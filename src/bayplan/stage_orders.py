@@ -1,0 +1,302 @@
+"""Orders of one stage whose micro-batches are in flight together: keep, recompute, pack and swap.
+
+The planner is that of one device. It is asked several times, with other caps on what a micro-batch
+may hold between its forward and its backward (`planning.pipelines.holding`), for every way to pack,
+and each answer is judged by about what it takes on a rank: `in flight x held + passing`. Whether a
+rank with such stages fits is decided by a walk of its list (`fit_choice`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bayplan.choosing import arrange, order_of, pack_variants
+from bayplan.data.errors import DoesNotFit
+from bayplan.data.order import StepOrder
+from bayplan.data.plan import LiveValue, StageOrder
+from bayplan.data.program import Program
+from bayplan.planned import Decide, TracedStep, arrangement_of
+from bayplan.planning.bounds import least_peak
+from bayplan.planning.decisions import decisions_of
+from bayplan.planning.native_evaluator import compile_inner_loop
+from bayplan.planning.pipelines.holding import Capped, cap_held, handing_on, with_op_between
+from bayplan.planning.pipelines.rank_memory import StageMemory, held_buffers, stage_memory
+from bayplan.planning.pipelines.stage_seconds import StageSeconds, stage_seconds
+from bayplan.planning.schedule import plain_schedule, replay_schedule
+from bayplan.planning.search import smallest_peak
+from bayplan.planning.swaps import Arrangement, Swapped, Tier, lane_seconds
+
+__all__ = ["Fit", "StageSearch", "TracedStage", "described"]
+
+# What is held: from what it is at the least, shares of the way to where nothing may pass.
+_CAPS = (0.9, 0.7, 0.5, 0.35, 0.2, 0.0)
+_CLOSER = (1.07, 0.93)  # times the best cap, with the second half of the time
+# Scratch memory between forward and backward, as shares of what passes plainly: from an order whose
+# highest moment is smallest to one that holds least.
+_SQUEEZES = (0.0, 0.5, 1.0)
+_HALVINGS = 4  # of the stretch in which the smallest budget lies
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One order of a stage, and what it takes.
+
+    Attributes:
+        seconds: with repeats, and waits for swaps.
+        swap_bytes: what one micro-batch has in the swap file.
+    """
+
+    order: StepOrder
+    memory: StageMemory
+    seconds: StageSeconds
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """A stage as planners see it.
+
+    Attributes:
+        num_gradients: of parameters, the first outputs of its backward; other stages get the rest.
+    """
+
+    step: TracedStep
+    num_gradients: int
+
+    def program(self, packs: tuple[str, ...] = ()) -> Program:
+        """What it computes with some values packed."""
+        return self.step.with_packs(packs).program
+
+    def made_back(self, packs: tuple[str, ...]) -> frozenset[int]:
+        """The buffers of gradients for other stages."""
+        step = self.step.with_packs(packs)
+        sent = step.backward_outputs[self.num_gradients :]
+        buffers = (step.buffers_of[node] for node in sent if node is not None)
+        return frozenset(b for own in buffers for b in own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSearch:
+    """How orders are looked for.
+
+    Attributes:
+        cache: where the planner's compiled inner loop is kept.
+        tier: where activations may be swapped to; None repeats and packs only.
+        may_pack: whether activations may be packed.
+        time_limit_seconds: to plan one stage at one size.
+    """
+
+    cache: Path
+    tier: Tier | None = None
+    may_pack: bool = True
+    time_limit_seconds: float = 10.0
+
+    def plain(self, traced: TracedStage) -> Fit:
+        """The stage as it runs with everything kept."""
+        return self._plain_with(traced, ())
+
+    def within(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
+        """Orders within a budget, the fastest first; none if none was found.
+
+        Args:
+            traced: the stage.
+            in_flight: how many micro-batches are past their forward at once.
+            budget_bytes: for what all of them hold and what passes.
+        """
+        return self._within(traced, in_flight, budget_bytes, self.time_limit_seconds)
+
+    def decide(self, *, num_gradients: int, in_flight: int, budget_bytes: int) -> Decide:
+        """For a stage that is compiled here: the fastest within a budget, else what needs least."""
+
+        def decide(step: TracedStep) -> StepOrder:
+            traced = TracedStage(step, num_gradients)
+            fits = self.within(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+            if not fits:
+                fits = self.smallest(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+                fits.sort(key=lambda fit: fit.memory.needed_bytes(in_flight))
+            return fits[0].order
+
+        return decide
+
+    def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
+        """Orders that need little, for a stage that found none within a budget."""
+        compile_inner_loop(self.cache)
+        found = [self._plain_with(traced, packs) for packs in self._variants(traced)]
+        shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
+        seconds = self.time_limit_seconds / 2 / (len(found) * len(shares))
+        for packs, plain in list(zip(self._variants(traced), found, strict=True)):
+            program = handing_on(traced.program(packs))
+            for share in shares:
+                room = int(share * plain.memory.passing_bytes)
+                squeezed = Capped(with_op_between(program, workspace_bytes=room), 0)
+                planned = smallest_peak(
+                    squeezed.program, time_limit_seconds=seconds, cache_dir=self.cache
+                )
+                arrangement = squeezed.settle(Arrangement(planned.schedule))
+                found.append(self._fit(traced, packs, arrangement))
+        return [*found, *self._smaller(traced, in_flight, budget_bytes, found)]
+
+    def _smaller(
+        self, traced: TracedStage, in_flight: int, low_bytes: int, known: list[Fit]
+    ) -> Iterator[Fit]:
+        """What is found between a budget that is too small and one that works, swaps included."""
+        high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in known)
+        for _ in range(_HALVINGS):
+            budget_bytes = (low_bytes + high_bytes) // 2
+            seconds = self.time_limit_seconds / 2 / _HALVINGS
+            fits = self._within(traced, in_flight, budget_bytes, seconds)
+            yield from fits
+            if fits:
+                high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in fits)
+            else:
+                low_bytes = budget_bytes
+
+    def _within(
+        self, traced: TracedStage, in_flight: int, budget_bytes: int, seconds: float
+    ) -> list[Fit]:
+        variants = self._variants(traced)
+        plain = [self._plain_with(traced, packs) for packs in variants]
+        found = [fit for fit in plain if fit.memory.needed_bytes(in_flight) <= budget_bytes]
+        if found and not found[0].order.packs:
+            return found[:1]  # nothing is faster than to keep all as it is
+        compile_inner_loop(self.cache)
+        tries = [
+            (packs, cap_bytes)
+            for packs, kept in zip(variants, plain, strict=True)
+            if kept not in found
+            for cap_bytes in _caps(kept, self._least_held(traced, packs), in_flight, budget_bytes)
+        ]
+        tried: list[tuple[Fit, int]] = []
+        for packs, cap_bytes in tries:
+            share = seconds / 2 / len(tries)
+            fit = self._attempt(traced, packs, in_flight, budget_bytes, cap_bytes, share)
+            if fit is not None:
+                tried.append((fit, cap_bytes))
+        if tried:
+            best, cap_bytes = min(tried, key=lambda one: one[0].order.seconds)
+            caps = [int(share * cap_bytes) for share in _CLOSER] if in_flight > 1 else [cap_bytes]
+            for closer in caps:
+                share, packs = seconds / 2 / len(caps), best.order.packs
+                fit = self._attempt(traced, packs, in_flight, budget_bytes, closer, share)
+                if fit is not None:
+                    tried.append((fit, closer))
+        found += [fit for fit, _ in tried]
+        return sorted(found, key=lambda fit: fit.order.seconds)
+
+    def _attempt(
+        self,
+        traced: TracedStage,
+        packs: tuple[str, ...],
+        in_flight: int,
+        budget_bytes: int,
+        cap_bytes: int,
+        seconds: float,
+    ) -> Fit | None:
+        program = traced.program(packs)
+        capped = cap_held(
+            program, cap_bytes=cap_bytes, in_flight=in_flight, budget_bytes=budget_bytes
+        )
+        bound_bytes = least_peak(capped.program).peak_bytes
+        if self.tier is None and bound_bytes > capped.limit_bytes:
+            return None  # proven, and time saved; swaps may beat that bound
+        try:
+            arrangement = arrange(
+                capped.program,
+                capped.limit_bytes,
+                tier=self.tier,
+                cache=self.cache,
+                time_limit_seconds=seconds,
+            )
+        except DoesNotFit:
+            return None
+        if any(swap.buffer in program.outputs for swap in arrangement.swaps):
+            return None  # a repeat would read what was sent, which no swap can move
+        fit = self._fit(traced, packs, capped.settle(arrangement))
+        return fit if fit.memory.needed_bytes(in_flight) <= budget_bytes else None
+
+    def _plain_with(self, traced: TracedStage, packs: tuple[str, ...]) -> Fit:
+        return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))
+
+    def _fit(self, traced: TracedStage, packs: tuple[str, ...], arrangement: Arrangement) -> Fit:
+        program, unpacked = traced.program(packs), traced.program()
+        order = order_of(
+            program,
+            arrangement,
+            strategy="auto",
+            packs=packs,
+            tier=self.tier,
+            plain_peak_bytes=replay_schedule(unpacked, plain_schedule(unpacked)).peak_bytes,
+            plain_seconds=unpacked.plain_seconds,
+        )
+        swapped = arrangement.apply(program)
+        done, made_back = swapped.program, traced.made_back(packs)
+        memory = stage_memory(done, plain_schedule(done), made_back=made_back)
+        return Fit(order, memory, self._seconds(swapped, made_back), swapped.size_bytes)
+
+    def _seconds(self, swapped: Swapped, made_back: frozenset[int]) -> StageSeconds:
+        schedule = plain_schedule(swapped.program)
+        seconds = stage_seconds(swapped.program, schedule, made_back=made_back)
+        if self.tier is None or not swapped.swap_ops:
+            return seconds
+        lane = lane_seconds(swapped, schedule, self.tier)
+        forward = lane.forward_seconds
+        return replace(seconds, forward=forward, backward=lane.seconds - forward)
+
+    def _least_held(self, traced: TracedStage, packs: tuple[str, ...]) -> int:
+        """What no order gives up: it can neither be made again nor moved, or is sent as well."""
+        program = traced.program(packs)
+        free = set(program.renewable)
+        if self.tier is not None:
+            free.update(program.movable)
+        kept = held_buffers(program, plain_schedule(program)) - (free - program.outputs)
+        return sum(program.buffers[buffer] for buffer in kept)
+
+    def _variants(self, traced: TracedStage) -> list[tuple[str, ...]]:
+        return pack_variants(traced.step) if self.may_pack else [()]
+
+
+def _caps(plain: Fit, least_bytes: int, in_flight: int, budget_bytes: int) -> list[int]:
+    """Caps worth trying, of one way to pack; with a single micro-batch in flight none binds.
+
+    Args:
+        plain: what keeps all.
+        least_bytes: what every order holds.
+        in_flight: see `StageSearch.within`.
+        budget_bytes: see there.
+    """
+    if in_flight == 1:
+        return [budget_bytes]
+    most = budget_bytes // in_flight
+    if least_bytes > most:
+        return []
+    caps = (least_bytes + int(share * (most - least_bytes)) for share in _CAPS)
+    return list(dict.fromkeys(min(plain.memory.held_bytes, cap) for cap in caps))
+
+
+def described(
+    traced: TracedStage, fit: Fit, *, stage: int, num_samples: int, in_flight: int
+) -> StageOrder:
+    """A fit as a plan keeps it, with what readers want to know."""
+    program = traced.program(fit.order.packs)
+    return StageOrder(
+        stage=stage,
+        num_samples=num_samples,
+        order=fit.order,
+        in_flight=in_flight,
+        held_bytes=fit.memory.held_bytes,
+        passing_bytes=fit.memory.passing_bytes,
+        swap_bytes=fit.swap_bytes,
+        kept=tuple(_kept(program, fit.order)),
+        decisions=decisions_of(program, fit.order),
+    )
+
+
+def _kept(program: Program, order: StepOrder) -> Iterator[LiveValue]:
+    """What backward finds of forward, the largest first."""
+    done = arrangement_of(order).apply(program).program
+    held = held_buffers(done, plain_schedule(done))
+    for buffer in sorted(held, key=lambda one: -done.buffers[one])[:_MOST_NAMED]:
+        op, size_bytes = done.ops[done.producers[buffer]], done.buffers[buffer]
+        if size_bytes:
+            yield LiveValue(value=op.name, place=op.place, size_bytes=size_bytes)

@@ -103,10 +103,10 @@ class Judge:
         entry = self._heard[rank].entry
         return entry is not None and entry.is_done
 
-    def has_failed(self, rank: int) -> bool:
-        """Whether the rank said that an exception ends it."""
+    def place_of_failed(self, rank: int) -> str:
+        """Where a rank is that said that an exception ends it; empty if it said nothing."""
         entry = self._heard[rank].entry
-        return entry is not None and entry.failure is not None
+        return entry.place if entry is not None and entry.failure is not None else ""
 
     @property
     def is_all_ending(self) -> bool:

@@ -11,7 +11,6 @@ on one verdict, one rank prints it, and each thread ends its own process.
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -32,13 +31,14 @@ from bayplan.running.ranks.failures import (
     told,
 )
 from bayplan.running.ranks.judging import Judge
+from bayplan.running.ranks.places import is_seen_running, own_place
 from bayplan.running.ranks.reports import REPORT_MARK, write_line
 from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
 
 __all__ = ["Watch", "host_of_store"]
 
 LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
-LEAD_SECONDS = 3.0  # for Python to end on a busy machine, once an exception has left it
+LEAD_SECONDS = 8.0  # at most, for one that failed: Python takes seconds to end on a busy machine
 
 
 def host_of_store(environment: Mapping[str, str]) -> int | None:
@@ -104,7 +104,7 @@ class Watch:
         self._end = _end_process if end is None else end
         self._silence_seconds = silence_seconds
         self._interval_seconds = min(1.0, silence_seconds / 4)
-        self._place = f"pid {os.getpid()} on {socket.gethostname()}"
+        self._place = own_place()
         self._beat = 0
         self._failure: Failure | None = None
         self._is_done = False
@@ -306,12 +306,13 @@ class Watch:
         if self._rank == self._host:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
-        lead_seconds = LEAD_SECONDS if self._judge.has_failed(verdict.rank) else 0.0
-        end_seconds = time.monotonic() + max(lead_seconds, 2 * self._interval_seconds)
-        while time.monotonic() < end_seconds:
+        begin_seconds, failed = time.monotonic(), self._judge.place_of_failed(verdict.rank)
+        while (seconds := time.monotonic() - begin_seconds) < LEAD_SECONDS:
             if self._failure is not None:  # the main thread is there as well, and can go on alone
                 return
-            self._wake.wait(end_seconds - time.monotonic())
+            if seconds > 2 * self._interval_seconds and not is_seen_running(failed):
+                break
+            self._wake.wait(self._interval_seconds / 4)
             self._wake.clear()
         self._end(verdict.exit_code)
 

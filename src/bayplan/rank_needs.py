@@ -65,10 +65,9 @@ class RankNeeds:
             retire=[()] * len(actions) if any(self.lags) else proof.retire[rank],
             keys=pieces,
             staying_bytes=self._staying_bytes(rank),
-            room_bytes={
+            message_bytes={
                 at: sum(self.message_bytes(one, is_back=_is_back(action)) for one in messages)
                 for at, action, messages in self._moved(rank, actions)
-                if action.kind in _RECEIVES
             },
             packed_bytes={
                 at: sum(

@@ -125,8 +125,9 @@ class _Training:
                     losses.append(float(self._bound(*self._batch)))
                 self._figures.tell_peak(self._rank, recording.peak_bytes)
                 self._tell(num_steps, losses[-1], time.perf_counter() - began)
+        events = self._bound.journal.events()  # before those of the flush, which does but a part
         losses += map(float, self._bound.flush())
-        (device,) = recording.result.devices
+        device = msgspec.structs.replace(recording.result.devices[0], events=events)
         if self._census is not None:
             peak_bytes = max(device.step_peak_bytes[1:], default=device.peak_bytes)
             by_kind = self._census.by_kind(peak_bytes)
@@ -175,14 +176,13 @@ class _Training:
 
 
 def _named(result: RunRecord, plan: Plan, rank: int, bound: PipelinedStep) -> RunRecord:
-    """The record with what this rank is, and what it did in the last step."""
+    """The record with what this rank is."""
     stages = tuple(at for at, stage in enumerate(plan.stages) if rank in stage.devices)
     (device,) = result.devices
     device = msgspec.structs.replace(
         device,
         device=f"rank {rank}, stage {'+'.join(map(str, stages))}",
         stages=stages,
-        events=bound.journal.events(),
         staleness=bound.staleness,
     )
     return msgspec.structs.replace(result, model=plan.model, devices=(device,))

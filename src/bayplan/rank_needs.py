@@ -66,10 +66,9 @@ class RankNeeds:
             retire=proof.retire[rank] if self._tells_arrivals else [()] * len(actions),
             keys=pieces,
             staying_bytes=self._staying_bytes(rank),
-            room_bytes={
+            message_bytes={
                 at: sum(self.message_bytes(one, is_back=_is_back(action)) for one in messages)
                 for at, action, messages in self._moved(rank, actions)
-                if action.kind in _RECEIVES
             },
             packed_bytes={
                 at: sum(

@@ -91,6 +91,7 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
         len(record["step_seconds"])
     ] * 2
     assert max(record["devices"][0]["staleness"]) == 1
+    assert record["devices"][0]["events"][0]["name"] == "0F0"  # of a whole step, not of its end
     assert TABLE in answer.out
     assert "weights up to 1 updates old" in answer.out
     assert "an epoch of 640 samples" in answer.out

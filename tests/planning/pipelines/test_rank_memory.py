@@ -65,7 +65,7 @@ def rank_of(texts, *, retire=None, stage=0, micro_batches=2, **more):
     actions = [Action.parse(text) for text in texts.split()]
     given = {
         "staying_bytes": 1000,
-        "room_bytes": {at: 8 for at, one in enumerate(actions) if one.kind.startswith("RECV")},
+        "message_bytes": {at: 8 for at, one in enumerate(actions) if "_" in one.kind},
         "packed_bytes": {},
         "num_ahead": 2,
         "gradient_bytes": {stage: 0},
@@ -120,7 +120,7 @@ def test_what_is_sent_is_kept_until_it_is_known_to_have_arrived():
 
 def test_several_values_are_packed_into_a_copy():
     texts = "0F0 0SEND_F0 0RECV_B0 0B0"
-    more = {"micro_batches": 1, "num_ahead": 0, "room_bytes": {2: 0}}
+    more = {"micro_batches": 1, "num_ahead": 0, "message_bytes": {1: 0, 2: 0}}
     assert peak(texts, **more) == 1000 + 5 + 70  # the made value itself stays
     assert peak(texts, packed_bytes={1: 6}, **more) == 1000 + 6 + 70
 
@@ -128,6 +128,10 @@ def test_several_values_are_packed_into_a_copy():
 def test_where_backward_lags_earlier_batches_are_in_flight():
     fresh = peak("0F0 0B0 0U0", micro_batches=1)
     assert peak("0F0 0B0 0U0", micro_batches=1, lags=(1, 0)) == fresh + 20
+    # What two steps before have sent is not known to have arrived.
+    texts = "0F0 0SEND_F0 0RECV_B0 0B0 0U0"
+    fresh = peak(texts, micro_batches=1)
+    assert peak(texts, micro_batches=1, lags=(1, 0)) == fresh + 20 + 2 * 8
 
 
 def test_more_micro_batches_never_take_less(make_pipeline):

@@ -132,7 +132,7 @@ class RankMemory:
         retire: by position, the sends that are known to have arrived after it.
         keys: by stage and micro-batch, the stage and the samples of the piece.
         staying_bytes: through the whole step.
-        room_bytes: by position of a receive, the room for what comes.
+        message_bytes: by position of a receive or send, what comes or goes.
         packed_bytes: by position of a message of several values, its copy in one piece; a single
             value is sent from where it is, and received there.
         num_ahead: receives that are posted ahead of the one that is waited for.
@@ -147,7 +147,7 @@ class RankMemory:
     retire: Sequence[Sequence[int]]
     keys: Mapping[Piece, Key]
     staying_bytes: int
-    room_bytes: Mapping[int, int]
+    message_bytes: Mapping[int, int]
     packed_bytes: Mapping[int, int]
     num_ahead: int
     gradient_bytes: Mapping[int, int]
@@ -180,7 +180,10 @@ class _Walk:
         self.live = rank.staying_bytes + self._of_earlier_batches()
 
     def _of_earlier_batches(self) -> int:
-        """What lags: forwards whose backward comes later, and two steps' messages on their way."""
+        """What lags: forwards whose backward comes later, and two steps' messages on their way.
+
+        A value that is sent from where it is stays with its message, also when backward is done.
+        """
         held = sum(
             self.rank.lags[stage] * self.stages[key].held_bytes
             for (stage, _), key in self.rank.keys.items()
@@ -188,7 +191,7 @@ class _Walk:
         if not any(self.rank.lags):
             return held
         sends = (at for at, one in enumerate(self.rank.actions) if one.kind in _SENDS)
-        return held + 2 * sum(self._kept(at) for at in sends)
+        return held + 2 * sum(self.rank.message_bytes[at] for at in sends)
 
     def totals(self) -> list[int]:
         """The highest moment of each action."""
@@ -207,7 +210,7 @@ class _Walk:
             at = self.receives[self.num_posted]
             action = self.rank.actions[at]
             self.num_posted += 1
-            room = self.rank.room_bytes[at]
+            room = self.rank.message_bytes[at]
             self.rooms[action.stage, action.kind, action.index] = room
             self.live += room + self.rank.packed_bytes.get(at, 0)
 

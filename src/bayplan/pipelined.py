@@ -27,6 +27,7 @@ from bayplan.preparing import Preparation
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.replicas import StageReplicas, meet
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.watching import Watch, host_of_store
 from bayplan.running.ranks.worker import Worker
@@ -232,6 +233,7 @@ class PipelinedStep:
             rank=self._rank,
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
+            replicas=self._replicas,
         )
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
@@ -244,6 +246,12 @@ class PipelinedStep:
         group = distributed.new_group()
         assert isinstance(group, distributed.ProcessGroup), "all ranks are members"
         return group
+
+    @cached_property
+    def _replicas(self) -> dict[int, StageReplicas]:
+        """By stage of this rank, those that it synchronises BatchNorm with."""
+        ranks_of = dict(enumerate(stage.devices for stage in self._plan.stages))
+        return meet(self._plan.synchronised_stages, ranks_of)
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:

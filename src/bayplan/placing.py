@@ -5,7 +5,7 @@ operators or by parameters, or where modules are named; the rest follows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import pairwise
@@ -15,18 +15,22 @@ import torch
 
 from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
-from bayplan.data.errors import UsageError
+from bayplan.data.actions import Action
+from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage, StageOrder
 from bayplan.devices.machine import cache_directory, device_name
-from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.cuts import cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.pricing import free_prices, measured_prices
 from bayplan.rank_needs import RankNeeds
 from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.running.stages.synchronising import norms_to_synchronise
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
+from bayplan.running.stages.whole import batch_dimensions
 from bayplan.stage_fits import StageFits, predicted_peak_bytes
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
@@ -57,6 +61,8 @@ class Wishes:
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
+            replicas' samples.
         limit_bytes: for each rank; what does not fit as it is gets recomputed in backward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
@@ -73,6 +79,7 @@ class Wishes:
     staleness: int = 0
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
+    sync_batch_norm: bool = False
     limit_bytes: int | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
@@ -108,6 +115,11 @@ class Wishes:
                 f"{len(self.versions)} numbers of versions for {num_stages} stages; give one each"
             )
         self._check_versions()
+        if self.sync_batch_norm and self.route is not Route.SPLIT:
+            raise UsageError(
+                f"--sync-batch-norm and --route {self.route}: replicas then have samples of"
+                " different micro-batches, so they have no statistics in common; leave out one"
+            )
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
 
@@ -162,6 +174,7 @@ class _Placing:
             gradient_links=self.staged.carried.gradient_links,
             lags=self.wishes.lags,
             vertical_sync=self.wishes.vertical_sync,
+            sync_batch_norm=self.wishes.sync_batch_norm,
             buckets=self.buckets,
             actions=tuple(() for _ in ranks),
             predicted_peak_bytes=tuple(0 for _ in ranks),
@@ -169,7 +182,7 @@ class _Placing:
         )
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
         actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
-        proof = check_actions(pipeline, actions, has_tags=True)
+        proof = self._proof(pipeline, actions)
         needs = RankNeeds(
             step=self.step,
             staged=self.staged,
@@ -194,6 +207,19 @@ class _Placing:
             ),
         )
 
+    def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
+        """That the lists come to an end; they always do, but for replicas that have to meet."""
+        try:
+            return check_actions(pipeline, actions, has_tags=True)
+        except FileFault as fault:
+            if not self.wishes.sync_batch_norm:
+                raise
+            raise UsageError(
+                f"with --sync-batch-norm replicas wait for each other, and with {self.schedule} on"
+                f" {self.wishes.placement} that has no end: {fault}. Use --micro-batches 1,"
+                " --schedule gpipe, or stages that share all ranks or none"
+            ) from fault
+
     @cached_property
     def _fits(self) -> StageFits:
         prices = free_prices
@@ -211,12 +237,29 @@ class _Placing:
     def _staged_at(self, num_samples: int) -> StagedStep:
         if num_samples not in self._known:
             whole = trace_whole(self.step, num_samples=num_samples)
-            self._known[num_samples] = StagedStep(whole, self.firsts)
+            self._known[num_samples] = StagedStep(whole, self.firsts, self._synchronised)
         return self._known[num_samples]
 
     @cached_property
     def _known(self) -> dict[int, StagedStep]:
-        return {self.piece_samples: self.staged}
+        return {self.piece_samples: replace(self.staged, synchronised=self._synchronised)}
+
+    @cached_property
+    def _synchronised(self) -> frozenset[str]:
+        """The BatchNorms that replicas compute together."""
+        if not self.wishes.sync_batch_norm:
+            return frozenset()
+        staged, size = self.staged, self.piece_samples
+        stages = [at for at, one in enumerate(self.stages) if len(one.devices) > 1]
+        other = trace_whole(self.step, num_samples=size + 1)
+        dimensions = batch_dimensions(staged.whole, other)
+        found = norms_to_synchronise(staged.whole, staged.assignment, stages, dimensions)
+        if not found:
+            raise UsageError(
+                "--sync-batch-norm has nothing to do: no stage with several replicas"
+                f" ({self.wishes.placement}) has a BatchNorm that is in training; leave it out"
+            )
+        return found
 
     @property
     def schedule(self) -> str:

@@ -1,7 +1,7 @@
 """From a plan to one rank's worker: traced, cut, compiled and routed for one batch size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -30,7 +30,9 @@ from bayplan.running.ranks.worker import Part, Worker
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
+from bayplan.running.stages.synchronising import norms_to_synchronise, synchronised_buffers
 from bayplan.running.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
+from bayplan.running.synchronised_norm import Replicas
 from bayplan.staged import KEEP_ALL, StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import named_tensors, trace_whole
@@ -48,6 +50,7 @@ class Preparation:
         plan: for all ranks.
         step: the model and its loss, with a batch of this size.
         has_tags: whether the transport tells messages between two ranks apart.
+        replicas: by stage of this rank, those to synchronise BatchNorm with.
     """
 
     plan: Plan
@@ -55,6 +58,7 @@ class Preparation:
     rank: int
     num_samples: int
     has_tags: bool
+    replicas: Mapping[int, Replicas] = field(default_factory=dict)
 
     def worker(
         self,
@@ -129,7 +133,10 @@ class Preparation:
             ranks = tuple(sorted(self.plan.stages[stage].devices))
             (graph, *_) = (one.graph for (at, _), one in self._compiled.items() if at == stage)
             alike: dict[torch.dtype, list[torch.Tensor]] = {}
+            alike_already = synchronised_buffers(graph)
             for name in graph.new_buffers:
+                if name in alike_already:
+                    continue
                 if tensors[name].is_floating_point():
                     alike.setdefault(tensors[name].dtype, []).append(tensors[name])
             if ranks in groups:
@@ -179,6 +186,17 @@ class Preparation:
         return Streams(find_draws(whole, self._dimensions, num_samples=self.num_samples))
 
     @cached_property
+    def _synchronised(self) -> dict[int, StagedStep]:
+        """The step at each size, with the BatchNorms that replicas compute together."""
+        stages = self.plan.synchronised_stages
+        if not stages:
+            return self._staged
+        staged = next(iter(self._staged.values()))
+        dimensions = self._dimensions
+        names = norms_to_synchronise(staged.whole, staged.assignment, stages, dimensions)
+        return {size: replace(one, synchronised=names) for size, one in self._staged.items()}
+
+    @cached_property
     def _forms(self) -> dict[str, Form]:
         """How values look on their way; the same at every size but for the number of samples."""
         staged = next(iter(self._staged.values()))
@@ -225,9 +243,13 @@ class Preparation:
         )
         return {
             (stage, size): staged.compiled(
-                stage, around, streams=self._streams, decide=self._decide(stage, size)
+                stage,
+                around,
+                streams=self._streams,
+                decide=self._decide(stage, size),
+                replicas=self.replicas.get(stage),
             )
-            for size, staged in self._staged.items()
+            for size, staged in self._synchronised.items()
             for stage in self._stages
             if any(
                 piece.end - piece.begin == size

@@ -15,7 +15,9 @@ from bayplan.running.stages.assigning import Assignment, assign_stages
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import Carried, StageGraph, carried_values, cut_stage
 from bayplan.running.stages.drawing import Streams, draw_for_pieces, mark_draws
+from bayplan.running.stages.synchronising import bind_replicas, synchronise
 from bayplan.running.stages.whole import WholeStep
+from bayplan.running.synchronised_norm import Replicas
 
 __all__ = ["KEEP_ALL", "StagedStep"]
 
@@ -28,10 +30,12 @@ class StagedStep:
 
     Attributes:
         firsts: the first forward operator of each stage.
+        synchronised: the names of BatchNorms that replicas compute together.
     """
 
     whole: WholeStep
     firsts: tuple[int, ...]
+    synchronised: frozenset[str] = frozenset()
 
     @cached_property
     def step(self) -> JointStep:
@@ -65,6 +69,7 @@ class StagedStep:
         """One stage as a step of its own."""
         graph = cut_stage(self.whole, self.assignment, self.carried, stage)
         mark_draws(graph.joint.graph)
+        synchronise(graph.joint.graph, self.synchronised)
         return graph
 
     def traced(self, graph: StageGraph, around: Circumstances) -> TracedStep:
@@ -72,7 +77,13 @@ class StagedStep:
         return TracedStep.of(graph.joint, graph.num_forward_outputs, around)
 
     def compiled(
-        self, stage: int, around: Circumstances, *, streams: Streams, decide: Decide = KEEP_ALL
+        self,
+        stage: int,
+        around: Circumstances,
+        *,
+        streams: Streams,
+        decide: Decide = KEEP_ALL,
+        replicas: Replicas | None = None,
     ) -> CompiledStage:
         """One stage, ready to be called.
 
@@ -81,6 +92,7 @@ class StagedStep:
             around: what counts in memory beside it.
             streams: its random numbers.
             decide: finds what is kept and what is repeated.
+            replicas: of the stage, where some of its BatchNorms are synchronised.
         """
         graph = self.graph(stage)
         traced = self.traced(graph, around)
@@ -90,5 +102,6 @@ class StagedStep:
         halves = cut(step, steps_of(swapped), num_forward=num_forward, owner=traced.joint)
         for half in halves:
             draw_for_pieces(half, streams)
+            bind_replicas(half, replicas)
         forward, backward = map(compile_graph, halves)
         return CompiledStage(graph, order, forward, backward, backward_module=halves[1])

@@ -77,6 +77,13 @@ class RankOptions:
     vertical_sync: Annotated[
         bool, Parameter(negative="", help="A batch sees weights of one age in all stages.")
     ] = False
+    sync_batch_norm: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="BatchNorm's statistics are those of all replicas' samples, of each micro-batch.",
+        ),
+    ] = False
 
     memory_per_rank: Annotated[
         str | None,
@@ -114,6 +121,7 @@ class RankOptions:
             staleness=self.staleness,
             versions=_parsed_numbers("--versions", self.versions, "2:1"),
             vertical_sync=self.vertical_sync,
+            sync_batch_norm=self.sync_batch_norm,
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
         )

@@ -176,6 +176,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         lags: by stage, how many batches its backward is behind its forward, and so how many updates
             old the weights are that a batch sees there; empty for none.
         vertical_sync: whether a batch sees weights of one age in all stages.
+        sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
+            replicas' samples, instead of each replica's own.
         stage_orders: what stages keep and repeat, where memory is limited; else they keep all.
         actions: per device, its whole list in order.
         order: inside a stage, what happens to each operator and activation; for one device.
@@ -200,6 +202,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gradient_links: tuple[tuple[int, int], ...] = ()
     lags: tuple[int, ...] = ()
     vertical_sync: bool = False
+    sync_batch_norm: bool = False
     stage_orders: tuple[StageOrder, ...] = ()
     request: Request | None = None
     order: StepOrder | None = None
@@ -238,6 +241,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     )
         self._check_stages_named()
         self._check_lags()
+        if self.sync_batch_norm and self.route is not Route.SPLIT:
+            raise ValueError(
+                f"sync_batch_norm is true and route is {self.route}, must be split: only then have"
+                " all replicas samples of the same micro-batch"
+            )
         for device, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:
@@ -257,6 +265,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                             f"actions[{device}][{position}] is {text!r}, but there are only"
                             f" {limit} {word}"
                         )
+
+    @property
+    def synchronised_stages(self) -> tuple[int, ...]:
+        """The stages whose replicas wait for each other inside forward and backward."""
+        if not self.sync_batch_norm:
+            return ()
+        return tuple(at for at, stage in enumerate(self.stages) if len(stage.devices) > 1)
 
     def _check_stages_named(self) -> None:
         """Raise ValueError where a link or bucket names a stage that is not there."""

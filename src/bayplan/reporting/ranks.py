@@ -38,6 +38,9 @@ def pipeline_text(plan: Plan) -> str:
     if any(plan.lags):
         ages = ":".join(map(str, plan.lags))
         lines.append(f"  weights are {ages} updates old, by stage: not the numbers of one device")
+    if plan.sync_batch_norm:
+        parts = "the batch" if plan.num_micro_batches == 1 else "each micro-batch"
+        lines.append(f"  BatchNorm normalises {parts} by the statistics of all replicas")
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")

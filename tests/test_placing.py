@@ -12,6 +12,7 @@ from bayplan.models.alexnet import AlexNetOneFlow
 from bayplan.models.vgg import VGG16
 from bayplan.placing import SharesBy, Wishes, place
 from bayplan.rank_pricing import samples_to_price
+from bayplan.reporting.ranks import pipeline_text
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import trace_whole
@@ -146,6 +147,10 @@ def test_without_static_order_more_messages_may_be_on_their_way():
         ({"shares": (1, 2, 3)}, r"3 shares \(1:2:3\) for 2 stages \(0:0.0:1\); give one for each"),
         ({"cut_at": ("a", "b")}, r"2 modules to cut at for 2 stages .*; name 1"),
         ({"cut_at": ("head",), "shares": (1, 1)}, "two ways to say the same; give one"),
+        (
+            {"sync_batch_norm": True, "static_order": False},
+            "all need the same order; leave out one",
+        ),
     ],
 )
 def test_wishes_that_contradict_are_refused_at_once(more, message):
@@ -186,6 +191,45 @@ def test_wishes_that_contradict_are_refused_at_once(more, message):
 def test_what_cannot_be_placed_is_refused_with_what_helps(placement, more, message):
     with pytest.raises(UsageError, match=message):
         place(step_of(), wishes(placement, **more))
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, inputs):
+        return self.head(self.body(self.norm(self.stem(inputs))))
+
+
+def test_synchronised_batch_norm_is_in_the_plan_and_named():
+    plan = place(step_of(Normed()), wishes("0:0-1.0:2", cut_at=("head",), sync_batch_norm=True))
+    assert plan.sync_batch_norm
+    assert plan.synchronised_stages == (0,)
+    assert "normalises the batch by the statistics of all replicas" in pipeline_text(plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "placement"),
+    [(Net, "0:0-1.0:2"), (Normed, TWO), (lambda: Normed().eval(), "0:0-1.0:2")],
+    ids=["no BatchNorm", "no replicas", "frozen"],
+)
+def test_a_wish_to_synchronise_nothing_is_refused(model, placement):
+    with pytest.raises(UsageError, match="--sync-batch-norm has nothing to do"):
+        place(step_of(model()), wishes(placement, sync_batch_norm=True))
+
+
+def test_a_wish_to_synchronise_what_is_never_together_is_refused():
+    with pytest.raises(UsageError, match="--sync-batch-norm and --route round-robin"):
+        wishes("0:0-1.0:2", route=Route.ROUND_ROBIN, sync_batch_norm=True)
+
+
+def test_an_order_in_which_replicas_would_wait_for_ever_is_refused_with_one_that_works():
+    given = {"num_micro_batches": 2, "cut_at": ("head",), "sync_batch_norm": True}
+    message = r"with 1f1b on 0:0-1.0:1-2 that has no end: .* waits for .*--schedule gpipe"
+    with pytest.raises(UsageError, match=message):
+        place(step_of(Normed()), wishes("0:0-1.0:1-2", **given))
+    assert place(step_of(Normed()), wishes("0:0-1.0:1-2", schedule="gpipe", **given))
 
 
 def test_a_batch_whose_samples_cannot_be_told_is_refused():

@@ -35,6 +35,7 @@ from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.opening import check_environment, open_watch
+from bayplan.running.ranks.replicas import StageReplicas, meet
 from bayplan.running.ranks.starting import start_alike
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.watching import Watch
@@ -253,6 +254,7 @@ class PipelinedStep:
             num_samples=num_samples,
             has_tags=distributed.get_backend() == "gloo",
             swap=self._swap,
+            replicas=self._replicas,
         )
         preparation.check()
         if self._kept is None:
@@ -296,6 +298,12 @@ class PipelinedStep:
             if len(ranks) > 1
         }
         return {ranks: sums for ranks, sums in found.items() if sums is not None}
+
+    @cached_property
+    def _replicas(self) -> dict[int, StageReplicas]:
+        """By stage of this rank, those that it synchronises BatchNorm with."""
+        ranks_of = dict(enumerate(stage.devices for stage in self._plan.stages))
+        return meet(self._plan.synchronised_stages, ranks_of)
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:

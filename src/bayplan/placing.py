@@ -18,16 +18,17 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import OptimizerSource
 from bayplan.data.actions import Action
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, Plan, Request, Route, Stage
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.fit_choice import peak_bytes
-from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.from_plan import pipeline_of
+from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.swaps import Tier
@@ -37,7 +38,9 @@ from bayplan.rank_seconds import RankSeconds
 from bayplan.rank_updates import UpdateCost, update_cost
 from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.stages.counting import operator_counts
+from bayplan.running.stages.synchronising import norms_to_synchronise
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
+from bayplan.running.stages.whole import batch_dimensions
 from bayplan.stage_fits import StageFits
 from bayplan.stage_orders import Fit, StageSearch
 from bayplan.staged import StagedStep
@@ -73,6 +76,8 @@ class Wishes:
         versions: the same by stage: how many versions of its weights are in use at once.
         vertical_sync: whether a batch sees weights of one age in all stages.
         static_order: whether ranks keep the order of their lists, or do what is ready.
+        sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
+            replicas' samples.
         limit_bytes: for each rank; what does not fit as it is gets recomputed, packed or swapped.
         may_pack: whether activations may be packed.
         space: where each rank's activations may be swapped to; None repeats and packs only.
@@ -92,6 +97,7 @@ class Wishes:
     versions: tuple[int, ...] = ()
     vertical_sync: bool = False
     static_order: bool = True
+    sync_batch_norm: bool = False
     limit_bytes: int | None = None
     may_pack: bool = True
     space: SwapSpace | None = None
@@ -141,6 +147,16 @@ class Wishes:
             raise UsageError(
                 "the two halves of a zero-bubble backward hand on what was brought back, so that"
                 " swapping saves little there; leave out --swap-dir, or use --schedule 1f1b"
+            )
+        if self.sync_batch_norm and not self.static_order:
+            raise UsageError(
+                "--sync-batch-norm and --no-static-order: replicas wait for each other inside a"
+                " stage, so that all need the same order; leave out one"
+            )
+        if self.sync_batch_norm and self.route is not Route.SPLIT:
+            raise UsageError(
+                f"--sync-batch-norm and --route {self.route}: replicas then have samples of"
+                " different micro-batches, so they have no statistics in common; leave out one"
             )
         if self.cut_at and self.shares:
             raise UsageError("shares and modules to cut at are two ways to say the same; give one")
@@ -212,6 +228,7 @@ class _Placing:
             lags=self.wishes.lags,
             vertical_sync=self.wishes.vertical_sync,
             static_order=self.wishes.static_order,
+            sync_batch_norm=self.wishes.sync_batch_norm,
             buckets=self.buckets,
             actions=tuple(() for _ in ranks),
             predicted_peak_bytes=tuple(0 for _ in ranks),
@@ -219,7 +236,7 @@ class _Placing:
         )
         pipeline = pipeline_of(unscheduled, num_samples=self.num_samples)
         actions = schedule(pipeline, self.schedule, depth=self.wishes.depth)
-        proof = check_actions(pipeline, actions, has_tags=True)
+        proof = self._proof(pipeline, actions)
         needs = RankNeeds(
             step=self.step,
             staged=self.staged,
@@ -256,6 +273,19 @@ class _Placing:
         with one_thread_prices(self.device, cache=cache_directory()) as price:
             found = RankSeconds(needs=needs, fits=fits, links=links, price=price)
             return step_times(needs.pipeline, actions, found.costs(), lags=self.wishes.lags)
+
+    def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
+        """That the lists come to an end; they always do, but for replicas that have to meet."""
+        try:
+            return check_actions(pipeline, actions, has_tags=True)
+        except FileFault as fault:
+            if not self.wishes.sync_batch_norm:
+                raise
+            raise UsageError(
+                f"with --sync-batch-norm replicas wait for each other, and with {self.schedule} on"
+                f" {self.wishes.placement} that has no end: {fault}. Use --micro-batches 1,"
+                " --schedule gpipe, or stages that share all ranks or none"
+            ) from fault
 
     @cached_property
     def _fits(self) -> StageFits:
@@ -309,12 +339,29 @@ class _Placing:
     def _staged_at(self, num_samples: int) -> StagedStep:
         if num_samples not in self._known:
             whole = trace_whole(self.step, num_samples=num_samples)
-            self._known[num_samples] = StagedStep(whole, self.firsts)
+            self._known[num_samples] = StagedStep(whole, self.firsts, self._synchronised)
         return self._known[num_samples]
 
     @cached_property
     def _known(self) -> dict[int, StagedStep]:
-        return {self.piece_samples: self.staged}
+        return {self.piece_samples: replace(self.staged, synchronised=self._synchronised)}
+
+    @cached_property
+    def _synchronised(self) -> frozenset[str]:
+        """The BatchNorms that replicas compute together."""
+        if not self.wishes.sync_batch_norm:
+            return frozenset()
+        staged, size = self.staged, self.piece_samples
+        stages = [at for at, one in enumerate(self.stages) if len(one.devices) > 1]
+        other = trace_whole(self.step, num_samples=size + 1)
+        dimensions = batch_dimensions(staged.whole, other)
+        found = norms_to_synchronise(staged.whole, staged.assignment, stages, dimensions)
+        if not found:
+            raise UsageError(
+                "--sync-batch-norm has nothing to do: no stage with several replicas"
+                f" ({self.wishes.placement}) has a BatchNorm that is in training; leave it out"
+            )
+        return found
 
     @property
     def schedule(self) -> str:

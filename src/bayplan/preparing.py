@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -41,8 +41,10 @@ from bayplan.running.stages.belonging import (
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import cut_stage
 from bayplan.running.stages.drawing import Streams, find_draws
+from bayplan.running.stages.synchronising import norms_to_synchronise, synchronised_buffers
 from bayplan.running.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
 from bayplan.running.swapping import Swapper
+from bayplan.running.synchronised_norm import Replicas
 from bayplan.stage_orders import StageSearch
 from bayplan.staged import KEEP_ALL, StagedStep
 from bayplan.training import TrainingStep
@@ -64,6 +66,7 @@ class Preparation:
         step: the model and its loss, with a batch of this size.
         has_tags: whether the transport tells messages between two ranks apart.
         swap: where this rank swaps to.
+        replicas: by stage of this rank, those to synchronise BatchNorm with.
     """
 
     plan: Plan
@@ -72,6 +75,7 @@ class Preparation:
     num_samples: int
     has_tags: bool
     swap: RankSwap
+    replicas: Mapping[int, Replicas] = field(default_factory=dict)
 
     def worker(
         self,
@@ -165,7 +169,10 @@ class Preparation:
             ranks = tuple(sorted(self.plan.stages[stage].devices))
             (graph, *_) = (one.graph for (at, _), one in self._compiled.items() if at == stage)
             alike: dict[torch.dtype, list[torch.Tensor]] = {}
+            alike_already = synchronised_buffers(graph)
             for name in graph.new_buffers:
+                if name in alike_already:
+                    continue
                 if tensors[name].is_floating_point():
                     alike.setdefault(tensors[name].dtype, []).append(tensors[name])
             if ranks in groups:
@@ -223,6 +230,17 @@ class Preparation:
         return Streams(find_draws(whole, self._dimensions, num_samples=self.num_samples))
 
     @cached_property
+    def _synchronised(self) -> dict[int, StagedStep]:
+        """The step at each size, with the BatchNorms that replicas compute together."""
+        stages = self.plan.synchronised_stages
+        if not stages:
+            return self._staged
+        staged = next(iter(self._staged.values()))
+        dimensions = self._dimensions
+        names = norms_to_synchronise(staged.whole, staged.assignment, stages, dimensions)
+        return {size: replace(one, synchronised=names) for size, one in self._staged.items()}
+
+    @cached_property
     def _forms(self) -> dict[str, Form]:
         """How values look on their way; the same at every size but for the number of samples."""
         staged = next(iter(self._staged.values()))
@@ -268,8 +286,9 @@ class Preparation:
                 streams=self._streams,
                 decide=self._decide(stage, staged),
                 swapper=partial(self._swapper, stage),
+                replicas=self.replicas.get(stage),
             )
-            for size, staged in self._staged.items()
+            for size, staged in self._synchronised.items()
             for stage in self._stages
             if any(
                 piece.end - piece.begin == size

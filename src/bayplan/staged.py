@@ -16,8 +16,10 @@ from bayplan.running.stages.assigning import Assignment, assign_stages
 from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.cutting import Carried, StageGraph, carried_values, cut_stage
 from bayplan.running.stages.drawing import Streams, draw_for_pieces, mark_draws
+from bayplan.running.stages.synchronising import bind_replicas, synchronise
 from bayplan.running.stages.whole import WholeStep
 from bayplan.running.swapping import Swapper
+from bayplan.running.synchronised_norm import Replicas
 
 __all__ = ["KEEP_ALL", "StagedStep"]
 
@@ -30,10 +32,12 @@ class StagedStep:
 
     Attributes:
         firsts: the first forward operator of each stage.
+        synchronised: the names of BatchNorms that replicas compute together.
     """
 
     whole: WholeStep
     firsts: tuple[int, ...]
+    synchronised: frozenset[str] = frozenset()
 
     @cached_property
     def step(self) -> JointStep:
@@ -67,6 +71,7 @@ class StagedStep:
         """One stage as a step of its own."""
         graph = cut_stage(self.whole, self.assignment, self.carried, stage)
         mark_draws(graph.joint.graph)
+        synchronise(graph.joint.graph, self.synchronised)
         return graph
 
     def traced(self, graph: StageGraph, around: Circumstances) -> TracedStep:
@@ -81,6 +86,7 @@ class StagedStep:
         streams: Streams,
         decide: Decide = KEEP_ALL,
         swapper: Callable[[int], Swapper] | None = None,
+        replicas: Replicas | None = None,
     ) -> CompiledStage:
         """One stage, ready to be called.
 
@@ -91,6 +97,7 @@ class StagedStep:
             decide: finds what is kept, repeated, packed and swapped.
             swapper: opens the place that one micro-batch swaps so many bytes to. All of those in
                 flight use it: what is away goes from forward to backward as a token of its own.
+            replicas: of the stage, where some of its BatchNorms are synchronised.
         """
         graph = self.graph(stage)
         traced = self.traced(graph, around)
@@ -106,5 +113,6 @@ class StagedStep:
         )
         for half in halves:
             draw_for_pieces(half, streams)
+            bind_replicas(half, replicas)
         forward, backward = map(compile_graph, halves)
         return CompiledStage(graph, order, forward, backward, backward_module=halves[1])

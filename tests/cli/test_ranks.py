@@ -117,6 +117,14 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
         (("--placement", "0:0.0:1", "--versions", "3:1"), ("stage 0 has 3 versions",)),
         (("--placement", "0:0.0:1", "--versions", "2:2"), ("the last stage has 2 versions",)),
         (("--placement", "0:0.0:1", "--staleness", "-1"), ("staleness is -1",)),
+        (
+            ("--placement", "0:0-1.0:2", "--sync-batch-norm", "--route", "round-robin"),
+            ("--sync-batch-norm and --route round-robin", "leave out one"),
+        ),
+        (
+            ("--placement", "0:0-1.0:2", "--sync-batch-norm", "--shares-by", "ops"),
+            ("--sync-batch-norm has nothing to do", "leave it out"),
+        ),
         (("--placement", "0:0.0:1", "--cut-at", "layer"), ("'layer' to cut at has no operator",)),
         (("--batch", "8"), ("--batch 8 needs --placement",)),
         (("--placement", "0:0.0:1", "--epoch-samples", "0"), ("--epoch-samples is 0",)),

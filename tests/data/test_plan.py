@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from bayplan.data import files
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.order import StepOrder
-from bayplan.data.plan import Choice, Decision, Plan, Stage, StageOrder
+from bayplan.data.plan import Choice, Decision, Plan, Route, Stage, StageOrder
 
 replace = msgspec.structs.replace
 NUMBERS = st.integers(0, 10**6)
@@ -111,6 +111,14 @@ def test_an_order_of_a_stage_that_is_not_there_is_refused(plan):
         ),
         ({"predicted_seconds": float("nan")}, "predicted_seconds is nan, must be 0 or more"),
         ({"predicted_seconds": float("inf")}, "predicted_seconds is inf, must be 0 or more"),
+        (
+            {"sync_batch_norm": True, "route": Route.ROUND_ROBIN},
+            "sync_batch_norm is true and route is round-robin, must be split",
+        ),
+        (
+            {"sync_batch_norm": True, "static_order": False},
+            "sync_batch_norm is true and static_order is false, must be true",
+        ),
     ],
 )
 def test_an_impossible_plan_is_refused(plan, fields, message):
@@ -131,6 +139,15 @@ def test_any_list_of_actions_survives_a_file(plan, lists):
 def test_choices_are_written_as_words(plan, choice):
     written = replace(plan, decisions=(Decision(value="relu_3", choice=choice),))
     assert f'"choice": "{choice}"'.encode() in files.encode(written)
+
+
+def test_replicas_are_synchronised_where_there_are_several(plan):
+    one, two = (
+        Stage(first=0, last=1, devices=own, shares=(1,) * len(own)) for own in ((0,), (0, 1))
+    )
+    both = replace(plan, stages=(one, two), sync_batch_norm=True)
+    assert both.synchronised_stages == (1,)
+    assert replace(both, sync_batch_norm=False).synchronised_stages == ()
 
 
 def test_a_plan_without_bound_says_so(plan):

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,28 @@ class Case:
     wishes: dict[str, Any] = field(default_factory=dict)
     swap: str | None = None
     edit: Callable[[Plan, TrainingStep], Plan] = lambda plan, step: plan
+    dtype: str = "float64"
+    steps: int = 4
+    limit_share: float | None = None  # of the largest peak of a rank that keeps everything
 
     def plan(self) -> Plan:
-        step = load_script().build(self.model, self.batch)
+        step = load_script().build(self.model, self.batch, self.dtype)
         wishes = Wishes(
-            placement=Placement.parse(self.placement), shares_by=SharesBy.OPS, **self.wishes
+            placement=Placement.parse(self.placement),
+            time_limit_seconds=1.0,
+            **{"shares_by": SharesBy.OPS, **self.wishes},
         )
-        return self.edit(place(step, wishes), step)
+        if self.limit_share is None:
+            return self.edit(place(step, wishes), step)
+        # With a limit that is never met, scratch memory of kernels is in the prediction.
+        plain = place(step, replace(wishes, limit_bytes=1 << 40))
+        limit_bytes = int(self.limit_share * max(plain.predicted_peak_bytes))
+        return self.edit(place(step, replace(wishes, limit_bytes=limit_bytes)), step)
+
+    def told(self, plan: str) -> dict[str, Any]:
+        """What the script is told, with the file of its plan."""
+        names = ("name", "model", "batch", "dtype", "steps", "swap")
+        return {"plan": plan, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass
@@ -77,16 +92,7 @@ class Ranks:
         )
 
     def run_all(self, cases: Sequence[Case], *, num_ranks: int) -> None:
-        given = [
-            {
-                "name": case.name,
-                "model": case.model,
-                "batch": case.batch,
-                "plan": self.write(case),
-                "swap": case.swap,
-            }
-            for case in cases
-        ]
+        given = [case.told(self.write(case)) for case in cases]
         torch.compiler.reset()
         code = self.run(given, num_ranks=num_ranks)
         assert code == 0, "\n".join(self.lines)

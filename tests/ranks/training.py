@@ -5,10 +5,12 @@ written down. Many cases in one start of the processes, for that is what takes t
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -22,9 +24,10 @@ from bayplan.data.errors import BayplanError
 from bayplan.data.plan import Plan
 from bayplan.pipelined import bind
 from bayplan.running.ranks.failures import ToldFailure
-from bayplan.training import TrainingStep
+from bayplan.training import TrainingStep, call_model, loss_of, split_batch
 
 NUM_STEPS = 4
+SMALLEST = 1e-3  # a tensor without a larger element is compared as if it had one
 WIDTH, LENGTH, VOCABULARY = 6, 4, 13
 
 
@@ -63,9 +66,24 @@ class Mixed(nn.Module):
         return self.head(self.last(value) * bias + value)
 
 
-def build(model, num_samples, *, seed=0):
-    """A step in float64, the same in every process with this seed."""
+def real_models():
+    """The other file, found beside this one whoever runs it."""
+    name = "bayplan_tests_real_models"
+    if name not in sys.modules:
+        path = Path(__file__).with_name("real_models.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name].BUILDERS
+
+
+def build(model, num_samples, dtype="float64", *, seed=0):
+    """A step, the same in every process with this seed."""
     torch.manual_seed(seed)
+    if model not in ("plain", "mixed"):
+        dtype = getattr(torch, dtype)
+        module, batch, loss_fn = real_models()[model](num_samples, dtype)
+        return TrainingStep(model=module.to(dtype), batch=batch, loss_fn=loss_fn)
     if model == "plain":
         module, inputs = Plain(), torch.randn(num_samples, WIDTH, dtype=torch.float64)
         targets = torch.randint(3, (num_samples,))
@@ -76,12 +94,19 @@ def build(model, num_samples, *, seed=0):
 
 
 def optimizer_of(model):
+    if not isinstance(model, Plain | Mixed):
+        # Some gradients of real models are zero but for rounding, of which Adam makes steps.
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def called(model, seen, *args, **options):
+    return torch.func.functional_call(model, seen, args, options)
 
 
 def train_alone(case, plan):
     """In this process; where the plan allows stale weights, with those each batch would see."""
-    alone = build(case["model"], case["batch"])
+    alone = build(case["model"], case["batch"], case["dtype"])
     optimizer, named = optimizer_of(alone.model), dict(alone.model.named_parameters())
     lag_of = {
         name: plan.lags[bucket.stages[0]] if plan.lags else 0
@@ -91,15 +116,15 @@ def train_alone(case, plan):
     if plan.vertical_sync:
         lag_of = dict.fromkeys(lag_of, max(plan.lags))
     versions, losses = [], []
-    inputs, targets = alone.batch
+    inputs, targets = split_batch(alone.batch, alone.loss_fn)
     torch.manual_seed(1)
-    for step in range(NUM_STEPS):
+    for step in range(case["steps"]):
         versions.append({name: one.detach().clone() for name, one in named.items()})
         seen = {
             name: versions[max(0, step - lag_of[name])][name].requires_grad_() for name in named
         }
-        output = torch.func.functional_call(alone.model, seen, (inputs,))
-        loss = alone.loss_fn(output, targets)
+        output = call_model(partial(called, alone.model, seen), inputs)
+        loss = loss_of(output, alone.loss_fn, targets)
         for one, gradient in zip(
             named.values(), torch.autograd.grad(loss, list(seen.values())), strict=True
         ):
@@ -109,29 +134,38 @@ def train_alone(case, plan):
     return alone, losses
 
 
+def apart(wanted, found):
+    """The largest difference of two tensors, relative to the largest element."""
+    return (wanted - found).abs().max().item() / max(wanted.abs().max().item(), SMALLEST)
+
+
 def compare(case, plan):
     """Train both ways, and return how far they are apart."""
     alone, alone_losses = train_alone(case, plan)
     random_state = torch.get_rng_state()
 
-    own = build(case["model"], case["batch"])
+    own = build(case["model"], case["batch"], case["dtype"])
+    batch = own.batch if isinstance(own.batch, tuple) else (own.batch,)
     step = bind(
         own.model, optimizer_of(own.model), plan, loss_fn=own.loss_fn, swap=case.get("swap")
     )
     torch.manual_seed(1)
-    losses = [step(*own.batch).item() for _ in range(NUM_STEPS)]
+    losses = [step(*batch).item() for _ in range(case["steps"])]
     losses = losses[max(plan.lags, default=0) :] + [loss.item() for loss in step.flush()]
     is_same_state = torch.equal(random_state, torch.get_rng_state())
     wanted, found = alone.model.state_dict(), own.model.state_dict()
     step.close()
     return {
-        "loss": max(abs(a - b) for a, b in zip(alone_losses, losses, strict=True)),
-        "state": max((wanted[name] - found[name]).abs().max().item() for name in wanted),
+        "loss": max(abs(a - b) / abs(a) for a, b in zip(alone_losses, losses, strict=True)),
+        "state": max(apart(wanted[name], found[name]) for name in wanted),
         "names": list(found) == list(wanted),
         "random_state": is_same_state,
         "staleness": list(step.staleness),
         "moved": abs(alone_losses[0] - alone_losses[-1]) > 1e-4,
         "digest": digest_of(losses, found),
+        "repeats": any(
+            len(one.order.schedule) > len(set(one.order.schedule)) for one in plan.stage_orders
+        ),
     }
 
 
@@ -148,7 +182,8 @@ def main():
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     cases = json.loads((folder / "cases.json").read_text())
-    for case in cases:
+    for given in cases:
+        case = {"dtype": "float64", "steps": NUM_STEPS, **given}
         plan = files.read(folder / case.get("plans", {}).get(str(rank), case["plan"]), Plan)
         result = compare(case, plan)
         (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(result))

@@ -91,6 +91,13 @@ class RankOptions:
             " ready, within what is planned to be in flight."
         ),
     ] = True
+    sync_batch_norm: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="BatchNorm's statistics are those of all replicas' samples, of each micro-batch.",
+        ),
+    ] = False
 
     memory_per_rank: Annotated[
         str | None,
@@ -139,6 +146,7 @@ class RankOptions:
             versions=_parsed_numbers("--versions", self.versions, "2:1"),
             vertical_sync=self.vertical_sync,
             static_order=self.static_order,
+            sync_batch_norm=self.sync_batch_norm,
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
             may_pack=pack,
             space=space,

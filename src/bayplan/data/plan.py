@@ -207,6 +207,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             old the weights are that a batch sees there; empty for none.
         vertical_sync: whether a batch sees weights of one age in all stages.
         static_order: whether every rank keeps the order of its list; else it does what is ready.
+        sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
+            replicas' samples, instead of each replica's own.
         stage_orders: what stages keep, repeat, pack and swap, where memory is limited; else they
             keep all.
         actions: per device, its whole list in order.
@@ -235,6 +237,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lags: tuple[int, ...] = ()
     vertical_sync: bool = False
     static_order: bool = True
+    sync_batch_norm: bool = False
     stage_orders: tuple[StageOrder, ...] = ()
     request: Request | None = None
     order: StepOrder | None = None
@@ -288,6 +291,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"static_order is false for {len(self.actions)} devices, must be true: only a rank"
                 " that waits for others may take something else first"
             )
+        if self.sync_batch_norm and not self.static_order:
+            raise ValueError(
+                "sync_batch_norm is true and static_order is false, must be true: replicas that"
+                " wait for each other inside a stage need the same order"
+            )
+        if self.sync_batch_norm and self.route is not Route.SPLIT:
+            raise ValueError(
+                f"sync_batch_norm is true and route is {self.route}, must be split: only then have"
+                " all replicas samples of the same micro-batch"
+            )
         for device, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:
@@ -319,6 +332,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(
                 f"placement is {self.placement}, so stages are on {found}, but they have {given}"
             )
+
+    @property
+    def synchronised_stages(self) -> tuple[int, ...]:
+        """The stages whose replicas wait for each other inside forward and backward."""
+        if not self.sync_batch_norm:
+            return ()
+        return tuple(at for at, stage in enumerate(self.stages) if len(stage.devices) > 1)
 
     def _check_stages_named(self) -> None:
         """Raise ValueError where a link or bucket names a stage that is not there."""

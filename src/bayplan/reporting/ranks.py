@@ -67,6 +67,9 @@ def pipeline_text(plan: Plan) -> str:
         lines.append(f"  weights are {ages} updates old, by stage: not the numbers of one device")
     if not plan.static_order:
         lines.append("  no static order: a rank does whatever is ready of its list")
+    if plan.sync_batch_norm:
+        parts = "the batch" if plan.num_micro_batches == 1 else "each micro-batch"
+        lines.append(f"  BatchNorm normalises {parts} by the statistics of all replicas")
     for at, stage in enumerate(plan.stages):
         ranks = ", ".join(map(str, stage.devices))
         lines.append(f"  stage {at}: operators {stage.first} to {stage.last} on ranks {ranks}")

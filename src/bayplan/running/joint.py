@@ -19,7 +19,7 @@ from bayplan.data.program import Op, Program
 from bayplan.data.units import round_up
 from bayplan.operators import in_place_positions
 from bayplan.running.normalising import PartialRepeat, partial_repeat
-from bayplan.running.repeats import CHANGED, ONCE_ONLY, repeat_form
+from bayplan.running.repeats import CHANGED, ONCE_ONLY, PARTLY_ONLY, repeat_form
 
 __all__ = ["CARRIED", "JointStep", "analyse_joint", "name_of_repeat", "positions_to_overwrite"]
 
@@ -174,17 +174,17 @@ class _Survey:
     def op_of(self, node: fx.Node, cost_of: Cost) -> Op:
         """A node as the planner sees it."""
         seconds, workspace_bytes = cost_of(node)
+        repeat = partial_repeat(node)
         op = Op(
             name=node.name,
             reads=self.reads_of(node),
             writes=self.makes[node],
             seconds=seconds,
             workspace_bytes=workspace_bytes,
-            can_repeat=node.target not in ONCE_ONLY and not self._repeat_reads_changed(node),
+            can_repeat=self._can_repeat(node, repeat),
             takes_over=self.may_take_over(node),
             place=_place_of(node),
         )
-        repeat = partial_repeat(node)
         return op if repeat is None else self._with_repeat(op, repeat, cost_of)
 
     def _with_repeat(self, op: Op, repeat: PartialRepeat, cost_of: Cost) -> Op:
@@ -256,12 +256,15 @@ class _Survey:
             if isinstance(source, fx.Node) and self._could_hold(source, node)
         )
 
-    def _repeat_reads_changed(self, node: fx.Node) -> bool:
-        """Whether a repeat in backward would read an input that has another value by then."""
+    def _can_repeat(self, node: fx.Node, repeat: PartialRepeat | None) -> bool:
+        """Whether a repeat leaves no trace, and reads no input that has another value by then."""
+        if node.target in ONCE_ONLY or (repeat is None and node.target in PARTLY_ONLY):
+            return False
         sources: list[fx.Node] = []
-        fx.node.map_arg((repeat_form(node.target, node.args)[1], node.kwargs), sources.append)
+        whole = (repeat_form(node.target, node.args)[1], node.kwargs)
+        fx.node.map_arg(whole if repeat is None else repeat.arguments, sources.append)
         read = {buffer for source in sources for buffer in self.buffers_of[source]}
-        return not read.isdisjoint(self.changed)
+        return read.isdisjoint(self.changed)
 
     def _could_hold(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a result fits exactly where an argument lies."""

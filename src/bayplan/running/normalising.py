@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_private
+from bayplan.running.synchronised_norm import normalise_laid_out, synchronised_norm
 
 __all__ = ["PartialRepeat", "normalise", "partial_repeat"]
 
@@ -75,18 +76,22 @@ class PartialRepeat:
 
 def partial_repeat(node: fx.Node) -> PartialRepeat | None:
     """How a node could be repeated for one of its outputs alone, if that gives the same bits."""
+    is_synchronised = node.target is synchronised_norm
     position = _TRAINING.get(node.target)
-    if position is None or not node.args[position]:
+    if not is_synchronised and (position is None or not node.args[position]):
         return None
     parts = [_parts(node, index) for index in (_OUTPUT, _MEAN, _INVERSE_DEVIATION)]
     # A second node of the same output would still show its older copy.
     if len(parts[_OUTPUT]) != 1 or not all(parts):
         return None
     image, weight, bias = node.args[:3]
+    arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
+    if is_synchronised:  # so it was made in the first place
+        arguments = (*arguments, node.args[-1])
+        return PartialRepeat(normalise_laid_out, arguments, parts[_OUTPUT][0])
     kind = _kind_of(image, weight, bias)
     if kind is None or not _gives_same_bits(kind):
         return None
-    arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
     return PartialRepeat(normalise, arguments, parts[_OUTPUT][0])
 
 

@@ -7,6 +7,8 @@
 - BatchNorm has updated its running statistics once and for all. They have no part in what it
   computes in training, so it is repeated without them, or, where that gives the same bits, from the
   statistics of the batch that it has saved (`normalising.py`).
+- BatchNorm over several replicas talks to them, who would not expect it a second time. It is
+  repeated from its saved statistics or not at all, and its gradient never.
 - What else reads a buffer that forward changes would find its new value, and is never repeated.
 """
 
@@ -17,10 +19,12 @@ import torch
 from torch import fx
 
 from bayplan import torch_private
+from bayplan.running.synchronised_norm import synchronised_norm, synchronised_norm_backward
 
 __all__ = [
     "CHANGED",
     "ONCE_ONLY",
+    "PARTLY_ONLY",
     "draw",
     "draw_again",
     "generator_state",
@@ -84,8 +88,9 @@ def draw_again(
         return operator(*args, **options)
 
 
-# What may run only once.
-ONCE_ONLY = frozenset({generator_state})
+# What may run only once, and what may be repeated only for a part of what it makes.
+ONCE_ONLY = frozenset({generator_state, synchronised_norm_backward})
+PARTLY_ONLY = frozenset({synchronised_norm})
 
 
 def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -5,6 +5,7 @@ import pytest
 from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault
 from bayplan.planning.pipelines.checking import check_actions
+from bayplan.planning.pipelines.policies import SCHEDULES
 from bayplan.planning.pipelines.scheduling import schedule
 
 PAIR = (
@@ -58,6 +59,45 @@ def test_sends_are_retired_throughout_a_long_step(make_pipeline):
             if position < len(own) - 12:  # the end of a step is answered by nobody
                 most = max(most, len(waiting))
         assert most <= 6
+
+
+MEETING = (
+    "0F0 0F1 0B0 0B1 0U0",
+    "0F0 0F1 0B0 0B1 0U0",
+)
+
+
+def test_replicas_that_meet_in_one_order_pass(make_pipeline):
+    pipeline = make_pipeline([[0, 1]], micro_batches=2, meeting_stages=frozenset({0}))
+    assert check_actions(pipeline, lists_of(MEETING)).in_flight == ({0: 2}, {0: 2})
+
+
+def test_replicas_that_wait_for_each_other_in_different_orders_are_stuck(make_pipeline):
+    other = (MEETING[0], "0F0 0B0 0F1 0B1 0U0")
+    check_actions(make_pipeline([[0, 1]], micro_batches=2), lists_of(other))  # nobody waits
+    pipeline = make_pipeline([[0, 1]], micro_batches=2, meeting_stages=frozenset({0}))
+    message = "rank 0, position 1, 0F1 waits for rank 1's 0F1; rank 1, position 1, 0B0 waits"
+    with pytest.raises(FileFault, match=message):
+        check_actions(pipeline, lists_of(other))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "ranks",
+    [[[0, 1, 2], [3]], [[0, 1], [2, 3, 4], [5, 6]], [[0, 1], [0, 1]], [[0, 1], [2], [0, 1]]],
+    ids=str,
+)
+def test_replicas_of_stages_that_share_all_ranks_or_none_always_meet(make_pipeline, ranks, name):
+    meeting = frozenset(at for at, own in enumerate(ranks) if len(own) > 1)
+    pipeline = make_pipeline(ranks, micro_batches=5, samples=23, meeting_stages=meeting)
+    check_actions(pipeline, schedule(pipeline, name), has_tags=True)
+
+
+def test_replicas_of_stages_that_share_some_ranks_meet_with_gpipe_alone(make_pipeline):
+    pipeline = make_pipeline([[0, 1, 2], [2, 3]], micro_batches=2, meeting_stages=frozenset({0, 1}))
+    check_actions(pipeline, schedule(pipeline, "gpipe"), has_tags=True)
+    with pytest.raises(FileFault, match="get stuck"):
+        check_actions(pipeline, schedule(pipeline, "1f1b"), has_tags=True)
 
 
 @pytest.mark.parametrize(

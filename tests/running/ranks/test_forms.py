@@ -127,6 +127,39 @@ def test_a_value_that_lies_otherwise_than_it_was_traced_is_rearranged():
     assert torch.equal(message.view(torch.float32).view(4, 3), value)
 
 
+REPEATED = {
+    "along the last": (filled(4, 3, 1).expand(4, 3, 5), 12),
+    "along the middle": (filled(4, 1, 3).expand(4, 5, 3), 12),
+    "along two": (filled(4, 1, 1).expand(4, 5, 3), 4),
+}
+
+
+@pytest.mark.parametrize(("value", "num_sent"), REPEATED.values(), ids=REPEATED)
+def test_what_repeats_itself_is_sent_once_and_arrives_with_the_strides_it_had(value, num_sent):
+    form = form_of(value)
+    parcel = Parcel((form,), 0, NUM_SAMPLES)
+    message = bytes_of(parcel.packed([value]))
+    assert message.numel() == 4 * num_sent == form.size_bytes(NUM_SAMPLES)
+    room = form.empty(NUM_SAMPLES, CPU)
+    bytes_of(parcel.landing([room])).copy_(message)
+    arrived = form.as_traced(room)
+    assert torch.equal(arrived, value)
+    assert arrived.stride() == value.stride()
+
+
+def test_what_is_the_same_for_all_samples_of_a_piece_may_differ_in_the_next_one():
+    value = filled(1, 3, 2).expand(4, 3, 2)
+    form = form_of(value)
+    room = form.empty(NUM_SAMPLES, CPU)
+    assert room.is_contiguous()
+    for begin, end, factor in ((0, 1, 1.0), (1, 4, 2.0)):
+        ((_, part),) = Parcel((form,), 0, end - begin).unpacked(
+            bytes_of(Parcel((form,), begin, end).packed([value * factor]))
+        )
+        form.part(room, begin, end).copy_(part)
+    assert torch.equal(form.as_traced(room), value * torch.tensor([1.0, 2, 2, 2]).view(4, 1, 1))
+
+
 def test_samples_in_an_unknown_order_are_refused():
     value = filled(8, 3)
     with pytest.raises(

@@ -152,6 +152,23 @@ def test_spread_samples_are_handed_over_as_values():
     assert torch.equal(taken, value.view(3, 4, 5)[:, 1:3].reshape(6, 5))
 
 
+def test_what_repeats_itself_arrives_as_it_was_from_others_and_from_the_rank_itself(mail):
+    value = torch.arange(10.0).view(5, 2, 1).expand(5, 2, 3)
+    form = Form.of("repeated", value, Samples(0, 1, 1, (0, 1, 2)))
+    Departure((route((form,), (0, 2), tag=1),)).send({"repeated": value[:2]})
+    local = (route((form,), (2, 5), (0, 3)),)
+    arrival = Arrival((form,), 5, (route((form,), (0, 2), tag=1),), local, CPU)
+    arrival.post()
+    arrival.wait()
+    taken = arrival.take({SOURCE: {"repeated": value[2:]}})["repeated"]
+    assert torch.equal(taken, value)
+    assert taken.stride() == value.stride()
+    whole = Arrival((form,), 5, (), (route((form,), (0, 5)),), CPU)
+    taken = whole.take({SOURCE: {"repeated": value}})["repeated"]
+    assert taken.data_ptr() == value.data_ptr()
+    assert taken.stride() == value.stride()
+
+
 def test_an_arrival_serves_step_after_step(mail):
     arrival = Arrival((rows(),), 2, (route((rows(),), (0, 2)),), (), CPU)
     for number in (1.0, 2.0):

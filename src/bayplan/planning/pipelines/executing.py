@@ -1,7 +1,8 @@
 """Whether complete lists come to their end, and what each rank knows of the others on the way.
 
 Sends and reduces never block. A receive blocks until all its messages are sent; an update until
-every rank has posted its reduce of every bucket that this rank reduces.
+every rank has posted its reduce of every bucket that this rank reduces. Where replicas of a stage
+meet inside what they compute, it blocks until all of them are there.
 
 A send's buffer may be used again once its messages have been received, which a rank learns only
 from what it hears later. So each rank carries a clock, the number of actions it knows every rank
@@ -25,6 +26,7 @@ __all__ = ["execute"]
 
 _K = ActionKind
 _SEND_OF = {_K.RECEIVE_FORWARD: _K.SEND_FORWARD, _K.RECEIVE_BACKWARD: _K.SEND_BACKWARD}
+_COMPUTED = (_K.FORWARD, _K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 _RECEIVE_OF = {send: receive for receive, send in _SEND_OF.items()}
 _Clock = list[int]
 
@@ -84,7 +86,17 @@ class _Execution:
                 for member in self.pipeline.members[bucket]
                 if member not in self.posted[bucket]
             ]
+        if action.kind in _COMPUTED and action.stage in self.pipeline.meeting_stages:
+            return [
+                (member, action)
+                for member in self.pipeline.stages[action.stage].devices
+                if len(self.retire[member]) < self._position(member, action)
+            ]
         return []
+
+    def _position(self, rank: int, action: Action) -> int:
+        """Where an action is; one that a rank does not do is never reached."""
+        return self.positions.get((rank, action), len(self.actions[rank]) + 1)
 
     def _do(self, rank: int, at: int, action: Action) -> None:
         clock = self.clocks[rank]

@@ -24,4 +24,5 @@ def pipeline_of(plan: Plan, *, num_samples: int) -> Pipeline:
             tuple(at for at, bucket in enumerate(plan.buckets) if stage in bucket.stages)
             for stage in range(len(plan.stages))
         ),
+        meeting_stages=frozenset(plan.synchronised_stages),
     )

@@ -26,6 +26,7 @@ class Pipeline:
             same. They may differ: the gradient of a sum goes straight to whoever made its terms.
         buckets: by stage, the gradient buckets that it adds to, in the order they are reduced.
             Tied weights put a bucket into several stages; the ranks of all of them take part.
+        meeting_stages: stages whose replicas wait for each other in whatever they compute.
     """
 
     stages: tuple[Stage, ...]
@@ -33,6 +34,7 @@ class Pipeline:
     links: tuple[tuple[int, int], ...] = ()
     buckets: tuple[tuple[int, ...], ...] = ()
     gradient_links: tuple[tuple[int, int], ...] | None = None
+    meeting_stages: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         num_stages = len(self.stages)

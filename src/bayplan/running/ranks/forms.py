@@ -3,6 +3,10 @@
 Values travel in the order in which their elements lie in memory, so that mostly nothing has to be
 rearranged, and arrive with the strides that the graph was traced with. Samples of a value are a
 slice along the dimension that grows with the batch.
+
+Those strides matter: a view that the graph has of a value, or of what is computed from it, may be
+impossible with others. So a value that repeats itself, as the gradient of a sum does, travels once
+and is repeated where it arrives.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +36,8 @@ class Form:
         layout: the dimensions from the outermost in memory to the innermost.
         dimension: of samples; None for a value that is the same for all of them.
         is_spread: whether the value itself has the one before and that of samples in one.
+        repeated: the dimensions of the value along which it repeats itself, with their sizes;
+            in `shape` they count 1.
     """
 
     name: str
@@ -40,33 +46,43 @@ class Form:
     layout: tuple[int, ...]
     dimension: int | None
     is_spread: bool = False
+    repeated: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, name: str, value: torch.Tensor, samples: Samples | None) -> "Form":
         """The form of a traced value, see `batch_dimensions`."""
-        if samples is None:
-            return cls(name, value.dtype, tuple(value.shape), layout_of(value), None)
-        shape, outer, at = list(value.shape), samples.known_outer(name), samples.dimension
+        at = None if samples is None else samples.dimension
+        shape, repeated = list(value.shape), _repeated(value, besides=at)
+        for dimension, _ in repeated:
+            shape[dimension] = 1
+        if samples is None or at is None:
+            layout = layout_of(value)
+            return cls(name, value.dtype, tuple(shape), layout, None, repeated=repeated)
+        outer, layout = samples.known_outer(name), samples.layout
+        if value.stride(at) == 0:
+            # The same for every sample here, but another rank's samples may have another.
+            layout = (at, *(dimension for dimension in layout if dimension != at))
         if outer == 1:
             shape[at] = samples.rows
-            return cls(name, value.dtype, tuple(shape), samples.layout, at)
+            return cls(name, value.dtype, tuple(shape), layout, at, repeated=repeated)
         shape[at : at + 1] = [outer, samples.rows]
         # Both parts of the dimension, one after the other; later dimensions move up.
-        layout = [
+        apart = [
             later
-            for dimension in samples.layout
+            for dimension in layout
             for later in ((at, at + 1) if dimension == at else (dimension + (dimension > at),))
         ]
-        return cls(name, value.dtype, tuple(shape), tuple(layout), at + 1, is_spread=True)
+        spread = (name, value.dtype, tuple(shape), tuple(apart), at + 1)
+        return cls(*spread, is_spread=True, repeated=repeated)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether samples come first, and dimensions in order."""
+        """Whether samples come first, and dimensions in order, and nothing is repeated."""
         in_order = self.layout == tuple(range(len(self.shape)))
-        return in_order and self.dimension == 0 and not self.is_spread
+        return in_order and self.dimension == 0 and not self.is_spread and not self.repeated
 
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Room for some samples."""
+        """Room for some samples, each element once."""
         shape = list(self.shape)
         if self.dimension is not None:
             shape[self.dimension] *= num_samples
@@ -81,7 +97,9 @@ class Form:
         return count * torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def part(self, value: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Some samples of a value, counted from its own first; not joined."""
+        """Some samples of a value, counted from its own first; not joined, and not repeated."""
+        for dimension, _ in self.repeated:
+            value = value.narrow(dimension, 0, 1)
         if self.dimension is None:
             return value
         if self.is_spread:
@@ -95,9 +113,27 @@ class Form:
             return part
         return part.flatten(self.dimension - 1, self.dimension)
 
+    def as_traced(self, value: torch.Tensor) -> torch.Tensor:
+        """A value that has each element once, with all its repetitions."""
+        if not self.repeated:
+            return value
+        sizes = [-1] * value.dim()
+        for dimension, size in self.repeated:
+            sizes[dimension] = size
+        return value.expand(sizes)
+
     def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
         """The same elements, outermost dimension first."""
         return value.permute(self.layout)
+
+
+def _repeated(value: torch.Tensor, *, besides: int | None) -> tuple[tuple[int, int], ...]:
+    """The dimensions along which a value repeats itself, but for that of samples."""
+    return tuple(
+        (at, size)
+        for at, (size, step) in enumerate(zip(value.shape, value.stride(), strict=True))
+        if step == 0 and size > 1 and at != besides
+    )
 
 
 @dataclass(frozen=True)

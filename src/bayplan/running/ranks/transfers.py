@@ -141,7 +141,14 @@ class Arrival:
             for at, name in enumerate(route.names):
                 self._hand_over(route, at, made[route.source][name])
         values, self._values = self._values, {}
+        for form in self._repeating:
+            values[form.name] = form.as_traced(values[form.name])
         return values
+
+    @cached_property
+    def _repeating(self) -> tuple[Form, ...]:
+        """What travels once and is read several times over."""
+        return tuple(form for form in self.forms if form.repeated)
 
     def _hand_over(self, route: Route, at: int, value: torch.Tensor) -> None:
         form = route.here.forms[at]

@@ -1,0 +1,102 @@
+"""Real models, trained by real ranks as planned, have the numbers of one device.
+
+Five steps of SGD with momentum, dropout included. Losses, parameters, momentum's effect on them,
+buffers and the random state are compared after the last step; relative differences, in float64 and
+for some cases in float32. Every placement and every model has several cases, but not each pair has
+one: what takes the time is to trace a model on every rank. The processes are started once for each
+number of ranks.
+"""
+
+import pytest
+
+# What float64 leaves, and float32: its rounding, over five steps that each build on the last.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-4}
+
+SYNC = {"sync_batch_norm": True}
+TWO = {
+    "data-parallel-single-precision": ("0:0-1", "alexnet", 8, {"dtype": "float32"}),
+    "one-to-one-recomputed": ("0:0.0:1", "gpt", 8, {"num_micro_batches": 2, "limit_share": 0.8}),
+    "interleaved": (
+        "0:0.0:1.0:0.0:1",
+        "resnet18-frozen",
+        8,
+        {"num_micro_batches": 4, "schedule": "interleaved"},
+    ),
+    "zero-bubble": ("0:0.0:1", "bert", 7, {"num_micro_batches": 3, "schedule": "zero-bubble"}),
+    "co-located": ("0:0-1.0:0-1", "vgg16", 8, {"num_micro_batches": 2}),
+    "co-located-synchronised": ("0:0-1.0:0-1", "resnet18", 8, {**SYNC, "limit_bytes": 1 << 40}),
+    "stale": ("0:0.0:1", "alexnet", 6, {"staleness": 1}),
+    "stale-vertical": ("0:0.0:1", "alexnet", 6, {"versions": (2, 1), "vertical_sync": True}),
+}
+FOUR = {
+    "data-parallel-of-four": ("0:0-3", "gpt", 8, {}),
+    "three-to-one-synchronised": ("0:0-2.0:3", "resnet18", 10, {**SYNC, "shares": (3, 1)}),
+    "two-to-one-to-one": ("0:0-1.0:2.0:3", "alexnet", 8, {"num_micro_batches": 2}),
+}
+EIGHT = {"seven-to-one": ("0:0-6.0:7", "vgg16", 17, {"shares": (11, 7)})}
+
+OWN = ("dtype", "limit_share")  # of a case; all else is a wish
+
+pytestmark = pytest.mark.usefixtures("planner_cache_of_module")
+
+
+@pytest.fixture(scope="module")
+def planner_cache_of_module(planner_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAYPLAN_CACHE", str(planner_cache))
+        yield
+
+
+def cases_of(table, make_case):
+    for name, (placement, model, batch, more) in table.items():
+        own = {key: value for key, value in more.items() if key in OWN}
+        wishes = {key: value for key, value in more.items() if key not in OWN}
+        yield make_case(name, placement, model, batch, wishes, steps=5, **own)
+
+
+def trained(table, make_case, start, *, num_ranks):
+    """The results of all ranks by the case's name."""
+    cases, ranks = list(cases_of(table, make_case)), start()
+    ranks.run_all(cases, num_ranks=num_ranks)
+    return {case.name: ranks.results(case, num_ranks=num_ranks) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(planner_cache_of_module, make_case, start):
+    return trained(TWO, make_case, start, num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(planner_cache_of_module, make_case, start):
+    return trained(FOUR, make_case, start, num_ranks=4)
+
+
+def check(results, more):
+    tolerance = TOLERANCE[more.get("dtype", "float64")]
+    for result in results:
+        assert result["loss"] <= tolerance
+        assert result["state"] <= tolerance
+        assert result["names"]
+        assert result["random_state"]
+        assert result["moved"]  # or the comparison would be of nothing
+        assert result["repeats"] == ("limit_share" in more)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_have_the_numbers_of_one(two_ranks, name):
+    check(two_ranks[name], TWO[name][-1])
+
+
+def test_batches_overlap_where_stale_weights_are_allowed(two_ranks):
+    assert [one["staleness"] for one in two_ranks["stale"]] == [[0, 1, 1, 1, 1], [0] * 5]
+    assert [one["staleness"] for one in two_ranks["stale-vertical"]] == [[0, 1, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_have_the_numbers_of_one(four_ranks, name):
+    check(four_ranks[name], FOUR[name][-1])
+
+
+def test_seven_feed_one_and_have_the_numbers_of_one(planner_cache_of_module, make_case, start):
+    (results,) = trained(EIGHT, make_case, start, num_ranks=8).values()
+    check(results, {})

@@ -3,8 +3,13 @@
 import importlib.util
 import json
 import sys
+<<<<<<< HEAD
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+=======
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+>>>>>>> records/records
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +107,14 @@ class Ranks:
             json.loads((self.folder / f"{case.name}.{rank}.json").read_text())
             for rank in range(num_ranks)
         ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(planner_cache: Path) -> Iterator[None]:
+    """Planning prices operators, and keeps what it finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAYPLAN_CACHE", str(planner_cache))
+        yield
 
 
 @pytest.fixture(scope="session")

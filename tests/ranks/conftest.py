@@ -3,13 +3,8 @@
 import importlib.util
 import json
 import sys
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-=======
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
->>>>>>> records/records
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 

@@ -18,7 +18,7 @@ from bayplan.api import record
 from bayplan.data import files
 from bayplan.data.errors import BayplanError, UsageError
 from bayplan.data.plan import Plan
-from bayplan.data.record import RunRecord
+from bayplan.data.record import Event, RunRecord
 from bayplan.data.units import format_seconds
 from bayplan.pipelined import PipelinedStep, bind
 from bayplan.runner import question_of
@@ -49,9 +49,9 @@ def train(
     if step.optimizer is None:
         raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
     bound = bind(step.model, step.optimizer, given, loss_fn=step.loss_fn, autocast=step.autocast)
-    result, losses = _measured(bound, step, num_steps=steps)
+    result, events, losses = _measured(bound, step, num_steps=steps)
     rank = distributed.get_rank()
-    files.write(records / f"rank{rank}.record.json", _named(result, given, rank, bound))
+    files.write(records / f"rank{rank}.record.json", _named(result, given, rank, bound, events))
     (records / f"rank{rank}.losses.json").write_bytes(msgspec.json.encode(losses))
     distributed.barrier()
     bound.close()
@@ -60,8 +60,8 @@ def train(
 
 def _measured(
     bound: PipelinedStep, step: TrainingStep, *, num_steps: int
-) -> tuple[RunRecord, list[float]]:
-    """Train for some steps after one that warms up."""
+) -> tuple[RunRecord, tuple[Event, ...], list[float]]:
+    """Train for some steps after one that warms up; what was done in the last one, too."""
     batch = step.batch if isinstance(step.batch, tuple | list) else (step.batch,)
     losses = [float(bound(*batch))]
     began = time.perf_counter()
@@ -69,8 +69,9 @@ def _measured(
         for number in range(num_steps):
             losses.append(float(bound(*batch)))
             _tell(number, num_steps, losses[-1], time.perf_counter() - began, bound.num_samples)
+    events = bound.journal.events()  # before the batches in flight are ended, which is no step
     losses += map(float, bound.flush())
-    return recording.result, [loss for loss in losses if not math.isnan(loss)]
+    return recording.result, events, [loss for loss in losses if not math.isnan(loss)]
 
 
 def _tell(number: int, num_steps: int, loss: float, seconds: float, num_samples: int) -> None:
@@ -86,14 +87,16 @@ def _tell(number: int, num_steps: int, loss: float, seconds: float, num_samples:
     )
 
 
-def _named(result: RunRecord, plan: Plan, rank: int, bound: PipelinedStep) -> RunRecord:
+def _named(
+    result: RunRecord, plan: Plan, rank: int, bound: PipelinedStep, events: tuple[Event, ...]
+) -> RunRecord:
     """The record with what this rank is, and what it did in the last step."""
     stages = [str(at) for at, stage in enumerate(plan.stages) if rank in stage.devices]
     (device,) = result.devices
     device = msgspec.structs.replace(
         device,
         device=f"rank {rank}, stage {'+'.join(stages)}",
-        events=bound.journal.events(),
+        events=events,
         staleness=bound.staleness,
     )
     return msgspec.structs.replace(result, model=plan.model, devices=(device,))

@@ -71,7 +71,7 @@ def run_on_ranks(
     swap_bytes: int | None = None,
     epoch_samples: int | None = None,
     on_line: Callable[[str], None],
-    on_step: Callable[[StepLine], None],
+    on_step: Callable[[StepLine], None] = lambda step: None,
 ) -> RankRun:
     """Start a process for each rank of a plan, train, and gather what they measured.
 

@@ -70,3 +70,14 @@ def test_statistics_count_and_the_number_of_batches_does_not():
     counts = counted(nn.BatchNorm1d(4), torch.ones(2, 4), summed)
     assert counts["_native_batch_norm_legit_functional"] == 6  # scale, shift, mean, variance, batch
     assert counts["add"] == 0
+
+
+def test_ways_through_backward_are_not_followed():
+    # Once, what reads a weight was looked for through backward as well, along all ways there, and
+    # every block that adds to its input doubled them.
+    class Block(nn.Linear):
+        def forward(self, inputs):
+            return inputs + super().forward(inputs).tanh()
+
+    counts = counted(nn.Sequential(*(Block(4, 4) for _ in range(30))), torch.ones(2, 4), summed)
+    assert counts["addmm_29"] == 4

@@ -39,13 +39,13 @@ def operator_counts(whole: WholeStep, step: JointStep) -> list[int]:
     """For each forward operator of a step, how many it counts as; see above."""
     nodes = step.op_nodes[: step.program.first_backward - 1]
     needed = _ancestors(whole.loss)
-    at_node = {node: at for at, node in enumerate(nodes)}
+    at_node = {node: at for at, node in enumerate(step.op_nodes)}
     counts = [1 + _inside(node) if node in needed else 0 for node in nodes]
     counted = [node for node in whole.primals if node in needed]
     counted += [node for node in _reshapes(whole, at_node) if node in needed]
     for node in counted:
         reader = first_reader(node, at_node)
-        if reader is not None:
+        if reader is not None and reader < len(nodes):
             counts[reader] += 1
     counts[-1] += _NUM_RETURNED
     return counts

@@ -35,18 +35,23 @@ def parameter_bytes(whole: WholeStep, step: JointStep) -> list[float]:
     """For each forward operator the bytes of the parameters that it is the first to read."""
     num_forward = step.program.first_backward - 1
     weights = [0.0] * num_forward
-    at_node = {node: at for at, node in enumerate(step.op_nodes[:num_forward])}
+    at_node = {node: at for at, node in enumerate(step.op_nodes)}
     for node, given in zip(whole.primals, whole.inputs, strict=True):
         if given.needs_gradient:
             value: torch.Tensor = node.meta["val"]
             reader = first_reader(node, at_node)
-            if reader is not None:
+            if reader is not None and reader < num_forward:
                 weights[reader] += value.numel() * value.element_size()
     return weights
 
 
 def first_reader(node: fx.Node, at_node: dict[fx.Node | None, int]) -> int | None:
-    """The first operator that reads a node, itself or through views."""
+    """The first operator that reads a node, itself or through views.
+
+    Args:
+        node: which.
+        at_node: the numbers of all operators; of backward too, or this would follow all ways there.
+    """
     found = [
         at_node[user] if user in at_node else first_reader(user, at_node) for user in node.users
     ]

@@ -9,10 +9,11 @@ import bayplan
 from bayplan.data import files
 from bayplan.data.errors import ExitCode, FileFault, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
-from bayplan.placing import SharesBy, Wishes, place
+from bayplan.placing import place
 from bayplan.preparing import Preparation
 from bayplan.rank_swap import RankSwap
 from bayplan.training import TrainingStep
+from bayplan.wishes import SharesBy, Wishes
 
 pytestmark = pytest.mark.usefixtures("own_planner_cache")
 

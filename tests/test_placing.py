@@ -10,12 +10,13 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
 from bayplan.models.alexnet import AlexNetOneFlow
 from bayplan.models.vgg import VGG16
-from bayplan.placing import SharesBy, Wishes, place
+from bayplan.placing import place
 from bayplan.rank_pricing import samples_to_price
 from bayplan.reporting.ranks import pipeline_text
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import trace_whole
+from bayplan.wishes import SharesBy, Wishes
 
 pytestmark = pytest.mark.usefixtures("own_planner_cache")
 

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bayplan.data.placement import Placement
 from bayplan.pipelined import bind
-from bayplan.placing import Wishes, place
+from bayplan.placing import place
 from bayplan.running.ranks.journal import Journal
 from bayplan.training import TrainingStep
+from bayplan.wishes import Wishes
 
 __all__ = ["Contestant", "DataParallel", "EvenPipeline", "Ours", "TorchPipeline"]
 

@@ -14,9 +14,10 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan, Request, Route
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
 from bayplan.many_ranks import run_on_ranks
-from bayplan.placing import SharesBy, Wishes, place
+from bayplan.placing import place
 from bayplan.questions import Question
 from bayplan.targets import resolve_target
+from bayplan.wishes import SharesBy, Wishes
 
 __all__ = ["NoRoom", "Outcome", "at_full_size", "measure", "smaller"]
 

@@ -14,9 +14,10 @@ import torch
 from bayplan.data import files
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
-from bayplan.placing import SharesBy, Wishes, place
+from bayplan.placing import place
 from bayplan.running.ranks.launching import launch
 from bayplan.training import TrainingStep
+from bayplan.wishes import SharesBy, Wishes
 
 collect_ignore = ["mistakes.py"]  # a script that imports its neighbour, as scripts can
 SCRIPT = Path(__file__).parent / "training.py"

@@ -11,8 +11,9 @@ import torch
 
 from bayplan.data import files
 from bayplan.data.placement import Placement
-from bayplan.placing import SharesBy, Wishes, place
+from bayplan.placing import place
 from bayplan.training import TrainingStep
+from bayplan.wishes import SharesBy, Wishes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_on_ranks.py"

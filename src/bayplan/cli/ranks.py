@@ -12,8 +12,8 @@ from bayplan.data.errors import UsageError
 if TYPE_CHECKING:
     from bayplan.data.placement import Placement
     from bayplan.data.plan import Plan
-    from bayplan.placing import Wishes
     from bayplan.swap_space import SwapSpace
+    from bayplan.wishes import Wishes
 
 __all__ = [
     "IMAGENET_SAMPLES",
@@ -130,7 +130,7 @@ class RankOptions:
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
         from bayplan.data.units import parse_bytes
-        from bayplan.placing import SharesBy, Wishes
+        from bayplan.wishes import SharesBy, Wishes
 
         assert self.placement is not None, "see `is_given`"
         return Wishes(

@@ -311,4 +311,7 @@ def run_plan_on_ranks(
         print(f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}")
         print(ranks_text(done.measured))
         print(f"logs of all ranks are in {logs}")
+    if done.exit_code == INTERRUPTED:
+        num_steps = len(done.measured.step_seconds)
+        raise KeyboardInterrupt(f"the figures are those of {num_steps} of {steps} steps")
     return done.exit_code

@@ -92,10 +92,14 @@ class Ranks:
             on_line=self.lines.append,
         )
 
-    def run_all(self, cases: Sequence[Case], *, num_ranks: int) -> None:
+    def plan_all(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """Returns what the script is to be told."""
         given = [case.told(self.write(case)) for case in cases]
         torch.compiler.reset()
-        code = self.run(given, num_ranks=num_ranks)
+        return given
+
+    def run_all(self, cases: Sequence[Case], *, num_ranks: int) -> None:
+        code = self.run(self.plan_all(cases), num_ranks=num_ranks)
         assert code == 0, "\n".join(self.lines)
 
     def results(self, case: Case, *, num_ranks: int) -> list[dict[str, Any]]:

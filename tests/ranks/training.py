@@ -104,6 +104,17 @@ def called(model, seen, *args, **options):
     return torch.func.functional_call(model, seen, args, options)
 
 
+def loss_alone(alone, seen, plan):
+    """The loss of a batch; where BatchNorm sees micro-batches, that of each counts its part."""
+    inputs, targets = split_batch(alone.batch, alone.loss_fn)
+    call = partial(called, alone.model, seen)
+    if not (plan.sync_batch_norm and plan.num_micro_batches > 1):
+        return loss_of(call_model(call, inputs), alone.loss_fn, targets)
+    parts = zip(*(one.chunk(plan.num_micro_batches) for one in (inputs, *targets)), strict=True)
+    losses = [alone.loss_fn(call(part), *rest) * len(part) / len(inputs) for part, *rest in parts]
+    return torch.stack(losses).sum()
+
+
 def train_alone(case, plan):
     """In this process; where the plan allows stale weights, with those each batch would see."""
     alone = build(case["model"], case["batch"], case["dtype"])
@@ -116,15 +127,13 @@ def train_alone(case, plan):
     if plan.vertical_sync:
         lag_of = dict.fromkeys(lag_of, max(plan.lags))
     versions, losses = [], []
-    inputs, targets = split_batch(alone.batch, alone.loss_fn)
     torch.manual_seed(1)
     for step in range(case["steps"]):
         versions.append({name: one.detach().clone() for name, one in named.items()})
         seen = {
             name: versions[max(0, step - lag_of[name])][name].requires_grad_() for name in named
         }
-        output = call_model(partial(called, alone.model, seen), inputs)
-        loss = loss_of(output, alone.loss_fn, targets)
+        loss = loss_alone(alone, seen, plan)
         for one, gradient in zip(
             named.values(), torch.autograd.grad(loss, list(seen.values())), strict=True
         ):

@@ -105,7 +105,7 @@ def build_step():
 def graphs():
     """By number of samples."""
     step = build_step()
-    return {size: trace_whole(step, num_samples=size) for size in (2, 3)}
+    return {size: trace_whole(step, num_samples=size) for size in range(2, 6)}
 
 
 def names_in(graphs):
@@ -149,10 +149,10 @@ class Prepared:
     weight: float
 
 
-def prepare(replica, *, cut, decide):
+def prepare(replica, graphs, *, cut, decide):
     step, at = build_step(), replica.number
     begin, size = sum(SIZES[:at]), SIZES[at]
-    whole, other = (trace_whole(step, num_samples=size + more) for more in (0, 1))
+    whole, other = graphs[size], graphs[size + 1]
     numbers, firsts = range(len(cut) + 1), (0, *cut)
     where = StagedStep(whole, firsts).assignment
     names = norms_to_synchronise(whole, where, numbers, batch_dimensions(whole, other))
@@ -168,7 +168,20 @@ def prepare(replica, *, cut, decide):
     )
 
 
-def run(own: Prepared):
+def whole_backward(stage, given):
+    outputs = stage.backward(given)
+    num_parameters = len(stage.graph.parameters)
+    return outputs[:num_parameters], outputs[num_parameters:]
+
+
+def backward_in_halves(stage, given):
+    outputs = stage.backward_input(given)
+    num_sent = len(stage.graph.gradients_out)
+    sent, handed = outputs[:num_sent], outputs[num_sent:]
+    return stage.backward_weight(handed), sent
+
+
+def run(own: Prepared, *, backward_of):
     """A piece's loss and gradients; the model's buffers move on."""
     compiled, tensors, batch, weight = own.stages, own.tensors, own.batch, own.weight
     values, saved, loss, gradients = {}, [], None, {}
@@ -193,23 +206,23 @@ def run(own: Prepared):
         graph = stage.graph
         given = [*kept, *(back[name].clone() for name in graph.gradients_in)]
         given += [graph.loss_gradient(weight)] if graph.has_loss else []
-        outputs = stage.backward(given)
-        gradients |= zip(graph.parameters, outputs, strict=False)
-        back |= zip(graph.gradients_out, outputs[len(graph.parameters) :], strict=True)
+        of_weights, sent = backward_of(stage, given)
+        gradients |= zip(graph.parameters, of_weights, strict=True)
+        back |= zip(graph.gradients_out, sent, strict=True)
     return loss, gradients
 
 
+@pytest.mark.parametrize("backward_of", [whole_backward, backward_in_halves])
 @pytest.mark.parametrize("is_repeated", [False, True], ids=["kept", "repeated"])
 @pytest.mark.parametrize("cut", [(), (4,)], ids=["one stage", "two stages"])
 def test_replicas_with_uneven_pieces_have_the_numbers_of_one_device(
-    train_plain, repeat_everything, is_repeated, cut
+    graphs, train_plain, repeat_everything, is_repeated, cut, backward_of
 ):
     decide = by_strategy("all", repeat_everything) if is_repeated else KEEP_ALL
     meeting = Meeting(len(SIZES))
     replicas = [Replica(meeting, at) for at in range(len(SIZES))]
-    # One after the other: torch traces in one thread at a time.
-    prepared = [prepare(replica, cut=cut, decide=decide) for replica in replicas]
-    results = in_threads([partial(run, own) for own in prepared])
+    prepared = [prepare(replica, graphs, cut=cut, decide=decide) for replica in replicas]
+    results = in_threads([partial(run, own, backward_of=backward_of) for own in prepared])
     plain = train_plain(build_step())
     loss = sum(loss.item() for loss, _ in results)
     assert loss == pytest.approx(plain.loss.item(), rel=TOLERANCE)

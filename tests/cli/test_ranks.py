@@ -101,6 +101,8 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
     ("options", "words"),
     [
         (("--placement", "0:0.0:9"), ("names device 9 of node 0, but not device 1", "0:0.0:1")),
+        (("--placement", "0:0"), ("is one device", "leave out --placement")),
+        (("--placement", "", "--ranks", 1), ("is one device", "name two devices or more")),
         (("--placement", "0:0.2:0"), ("names node 2, but not node 1", "0:0.1:0")),
         (("--placement", "0:0.1:0"), ("names 2 nodes", "this machine", "torchrun --nnodes 2")),
         (("--placement", "0:0-"), ("placement '0:0-'", "like 0:0-6.0:7")),

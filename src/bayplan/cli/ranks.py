@@ -215,6 +215,11 @@ def plan_for_ranks(
                 raise UsageError(f"{name} is about a limit; give one with --memory-per-rank")
     space = swap_space(swap_dir, swap_size)
     wishes = options.wishes(optimizer, pack=pack, space=space, time_limit=time_limit)
+    if len(wishes.placement.places) < 2:
+        raise UsageError(
+            f"placement {wishes.placement} is one device, which needs no ranks; leave out"
+            " --placement, or name two devices or more"
+        )
     if is_local:
         check_is_local(wishes.placement)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)

@@ -24,6 +24,7 @@ __all__ = ["NoRoom", "Outcome", "at_full_size", "measure", "smaller"]
 _OPTIMIZER, _STATE_PER_PARAMETER = "sgd", 1.0  # with momentum, as in the reports
 _NUM_DEVICES, _NUM_RANKS_OF_TWO_NODES = 8, 16
 _PROCESS_BYTES = 400 << 20  # Python, torch and its libraries, which no plan counts
+_SIGNALLED = 128  # and the number of the signal, as exit code of ranks that were told to stop
 _FOLDER = Path(__file__).resolve().parents[1]
 
 
@@ -115,6 +116,8 @@ def measure(
         target=plan.request.target,
         on_line=on_line,
     )
+    if done.exit_code > _SIGNALLED:
+        raise KeyboardInterrupt  # the ranks were told to stop, and so is this
     if done.measured is None:
         raise RuntimeError(f"the ranks end with exit code {done.exit_code}; see above why")
     return _outcome(plan, done.measured, plan.request.batch)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from bayplan.data.placement import Placement
+from bayplan.data.plan import Plan
 from bayplan.pipelined import bind
 from bayplan.placing import place
 from bayplan.running.ranks.journal import Journal
@@ -62,8 +63,12 @@ class Ours:
             schedule="1f1b",
             depth=depth,
         )
-        plan = place(TrainingStep(model=model, batch=batch, loss_fn=mean_loss), wishes)
-        self._bound = bind(model, _optimizer(model), plan, loss_fn=mean_loss)
+        # Made once, for it measures scratch memory, which need not be the same twice.
+        plans: list[Plan | None] = [None]
+        if distributed.get_rank() == 0:
+            plans[0] = place(TrainingStep(model=model, batch=batch, loss_fn=mean_loss), wishes)
+        distributed.broadcast_object_list(plans)
+        self._bound = bind(model, _optimizer(model), plans[0], loss_fn=mean_loss)
         self._batch = batch
 
     def step(self) -> Tensor:

@@ -34,7 +34,7 @@ def rank_of(keys, *, staying=10, **more):
     pieces = [(stage, stages[:at].count(stage)) for at, stage in enumerate(stages)]
     texts = [f"{stage}{what}{at}" for what in "FB" for stage, at in pieces]
     given = {
-        "room_bytes": {},
+        "message_bytes": {},
         "packed_bytes": {},
         "num_ahead": 0,
         "gradient_bytes": dict.fromkeys(stages, 0),

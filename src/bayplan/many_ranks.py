@@ -41,12 +41,19 @@ class RankRun:
     exit_code: int
 
 
-def check_room(plan: Plan) -> None:
-    """Refuse to start more ranks than this machine has memory for: it would stop for everybody.
+def check_room(plan: Plan, swap: Path | None = None, *, swap_bytes: int | None = None) -> None:
+    """Refuse, before any is started, ranks that this machine has no room for.
+
+    Args:
+        plan: for ranks on this machine.
+        swap: a directory for what the plan swaps.
+        swap_bytes: the most that each rank may take there.
 
     Raises:
-        DoesNotFit: with both numbers.
+        DoesNotFit: more memory is needed than there is: the machine would stop for everybody.
+        UsageError: what is swapped has no place.
     """
+    check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
     if torch.cuda.is_available():
         return
     num_ranks = len(plan.actions)
@@ -76,7 +83,7 @@ def run_on_ranks(
     """Start a process for each rank of a plan, train, and gather what they measured.
 
     Args:
-        plan: for ranks on this machine.
+        plan: for ranks on this machine, which has room for them.
         num_steps: after one to warm up.
         log_folder: for the log of each rank; it is kept.
         target: needed where the plan names a function of the user's own.
@@ -87,7 +94,6 @@ def run_on_ranks(
         on_line: hears what rank 0 tells, and why a run ended early.
         on_step: hears of each step instead.
     """
-    check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
 
     def hear(line: str) -> None:
         step = StepLine.parse(line)

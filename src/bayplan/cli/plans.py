@@ -238,7 +238,7 @@ def run(
     else:
         given = files.read(Path(plan), Plan)
     if len(given.actions) > 1:
-        check_local_run(given, target)
+        check_local_run(given, target, swap_dir=swap_dir, swap_size=swap_size)
         if dry_run:
             from bayplan.reporting.ranks import pipeline_text
 

@@ -254,9 +254,12 @@ def check_is_local(placement: "Placement") -> None:
         )
 
 
-def check_local_run(plan: "Plan", target: str | None) -> None:
+def check_local_run(
+    plan: "Plan", target: str | None, *, swap_dir: Path | None, swap_size: str | None
+) -> None:
     """Refuse, before a process is started, what every one of them would refuse."""
     from bayplan.data.placement import Placement
+    from bayplan.data.units import parse_bytes
     from bayplan.many_ranks import check_room
     from bayplan.planning.pipelines.whole_plan import check_rank_plan
     from bayplan.runner import question_of
@@ -265,7 +268,7 @@ def check_local_run(plan: "Plan", target: str | None) -> None:
         check_is_local(Placement.parse(plan.placement))
     check_rank_plan(plan)
     question_of(plan, target=target)
-    check_room(plan)
+    check_room(plan, swap_dir, swap_bytes=None if swap_size is None else parse_bytes(swap_size))
 
 
 def run_plan_on_ranks(

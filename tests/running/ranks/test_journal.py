@@ -1,5 +1,7 @@
 """What a rank says it does."""
 
+import time
+
 import pytest
 
 from bayplan.data.actions import Action
@@ -74,6 +76,19 @@ def test_a_follower_hears_of_every_action():
     journal.follower = Follower()
     do(journal, [0, 1])
     assert heard == [("began", 0), ("ended", 0), ("began", 1), ("ended", 1)]
+
+
+def test_a_wait_for_a_message_is_part_of_its_receive():
+    journal = journal_of("0RECV_F0", "0F0")
+    journal.began_step()
+    journal.began(0)
+    waited = time.perf_counter()
+    time.sleep(0.01)
+    waited = time.perf_counter() - waited
+    for position in (0, 1):
+        journal.began(position)
+        journal.ended(position)
+    assert journal.events()[0].seconds >= waited
 
 
 def test_a_step_in_another_order_is_one_step():

@@ -44,6 +44,7 @@ class Journal:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
         self._num_steps = 0  # begun
+        self._open: int | None = None  # the position that began and did not end
         self._actions = actions
         self._done: list[tuple[int, float, float]] = []  # of this step: position, begin, end
         self._began = 0.0
@@ -64,18 +65,21 @@ class Journal:
         """A step begins; it may do a part of the list, and in another order."""
         self._num_steps += 1
         self._done.clear()
-        self._updating = None
+        self._open = self._updating = None
 
     def began(self, position: int) -> None:
-        """An action begins, if only to wait."""
+        """An action begins, if only to wait: one that began before counts from then on."""
         self.now = (max(0, self._num_steps - 1), position)
+        if self._open == position:
+            return
         if self.follower is not None:
             self.follower.began(position)
-        self._began = time.perf_counter()
+        self._open, self._began = position, time.perf_counter()
 
     def ended(self, position: int) -> None:
         """It is done."""
         self._done.append((position, self._began, time.perf_counter()))
+        self._open = None
         if self.follower is not None:
             self.follower.ended(position)
 

@@ -24,7 +24,7 @@ def fit(held, passing, seconds, swap=0):
         plain_seconds=1.0,
     )
     highest = held + passing
-    memory = StageMemory(highest, held, 0, highest, 0)
+    memory = StageMemory(highest, held, 0, highest, highest, 0)
     return Fit(order, memory, StageSeconds(seconds / 3, 2 * seconds / 3, 0.0), swap)
 
 

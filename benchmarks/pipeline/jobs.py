@@ -123,6 +123,7 @@ def replicas(case: Replicas, *, rounds: int) -> Row:
     ours.close()
     return {
         **_row(case, rounds, seconds),
+        "forward_seconds": case.forward_seconds,
         # Of speeds, so that more is better.
         **paired("ours_over_ddp", seconds["ddp"], seconds["ours"]),
         **paired("ours_over_even", seconds["even"], seconds["ours"]),

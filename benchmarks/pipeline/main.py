@@ -68,6 +68,9 @@ def main() -> None:
         type=int,
         help="of our schedules; default: 1, as torch has in flight, against its pipelines, else 2",
     )
+    parser.add_argument(
+        "--forward-ms", type=float, help="of the convolutions of uneven replicas; default: 40"
+    )
     arguments = parser.parse_args()
     if not arguments.quick:  # which starts this process once more
         keep_freed_memory()
@@ -98,6 +101,9 @@ def _full(chosen: Sequence[str], arguments: Namespace) -> list[Launch]:
     """Each row on ranks of its own."""
     rounds = arguments.rounds
     chosen_depth = {} if arguments.depth is None else {"depth": arguments.depth}
+    chosen_time = (
+        {} if arguments.forward_ms is None else {"forward_seconds": arguments.forward_ms / 1e3}
+    )
     found = [
         Launch(num_ranks, [_job("versus torch", case.name, case=asdict(case), rounds=rounds)])
         for case in (replace(one, **chosen_depth) for one in CASES)
@@ -113,7 +119,7 @@ def _full(chosen: Sequence[str], arguments: Namespace) -> list[Launch]:
             [_job("replicas", one.name, case=asdict(one), rounds=rounds)],
             one.num_hosts,
         )
-        for one in (replace(one, **chosen_depth) for one in REPLICAS)
+        for one in (replace(one, **chosen_depth, **chosen_time) for one in REPLICAS)
         if one.name in chosen
     ]
     return found

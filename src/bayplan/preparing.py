@@ -23,10 +23,11 @@ from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
 from bayplan.rank_swap import RankSwap
+from bayplan.running.exchange.bucket_sums import GradientBucket
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
-from bayplan.running.ranks.gradients import GradientBucket, Gradients
+from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure, Route

@@ -21,7 +21,7 @@ __all__ = ["StageFits"]
 _PARTS = (1.0, 0.8, 0.6, 0.4)
 # With other orders a rank's peak may move to where more messages are, which is known afterwards.
 _ROUNDS = 3
-_NO_ACTIVATIONS = StageMemory(0, 0, 0, 0, 0)
+_NO_ACTIVATIONS = StageMemory(0, 0, 0, 0, 0, 0)
 
 
 @dataclass

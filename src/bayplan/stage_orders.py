@@ -68,12 +68,18 @@ class TracedStage:
         """What it computes with some values packed."""
         return self.step.with_packs(packs).program
 
+    def gradients(self, packs: tuple[str, ...]) -> frozenset[int]:
+        """The buffers of gradients of parameters."""
+        return self._made_by_backward(packs, slice(self.num_gradients))
+
     def made_back(self, packs: tuple[str, ...]) -> frozenset[int]:
         """The buffers of gradients for other stages."""
+        return self._made_by_backward(packs, slice(self.num_gradients, None))
+
+    def _made_by_backward(self, packs: tuple[str, ...], which: slice) -> frozenset[int]:
         step = self.step.with_packs(packs)
-        sent = step.backward_outputs[self.num_gradients :]
-        buffers = (step.buffers_of[node] for node in sent if node is not None)
-        return frozenset(b for own in buffers for b in own)
+        nodes = (node for node in step.backward_outputs[which] if node is not None)
+        return frozenset(buffer for node in nodes for buffer in step.buffers_of[node])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +237,9 @@ class StageSearch:
         )
         swapped = arrangement.apply(program)
         done, made_back = swapped.program, traced.made_back(packs)
-        memory = stage_memory(done, plain_schedule(done), made_back=made_back)
+        memory = stage_memory(
+            done, plain_schedule(done), made_back=made_back, gradients=traced.gradients(packs)
+        )
         return Fit(order, memory, self._seconds(swapped, made_back), swapped.size_bytes)
 
     def _seconds(self, swapped: Swapped, made_back: frozenset[int]) -> StageSeconds:

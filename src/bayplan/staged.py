@@ -114,5 +114,4 @@ class StagedStep:
         for half in halves:
             draw_for_pieces(half, streams)
             bind_replicas(half, replicas)
-        forward, backward = map(compile_graph, halves)
-        return CompiledStage(graph, order, forward, backward, backward_module=halves[1])
+        return CompiledStage(graph, order, compile_graph(halves[0]), backward_module=halves[1])

@@ -48,7 +48,12 @@ def test_what_is_held_is_what_backward_reads_of_forward(chain):
     # two gradients.
     memory = stage_memory(chain, plain_schedule(chain))
     assert memory == StageMemory(
-        forward_bytes=70, held_bytes=60, made_bytes=10, backward_bytes=80, made_back_bytes=0
+        forward_bytes=70,
+        held_bytes=60,
+        made_bytes=10,
+        backward_bytes=80,
+        adding_bytes=80,
+        made_back_bytes=0,
     )
     assert memory.needed_bytes(3) == 3 * 60 + 20
 

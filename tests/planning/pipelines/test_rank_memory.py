@@ -14,7 +14,12 @@ from bayplan.planning.pipelines.rank_memory import (
 from bayplan.planning.pipelines.stage_seconds import stage_seconds
 
 STAGE = StageMemory(
-    forward_bytes=50, held_bytes=20, made_bytes=5, backward_bytes=70, made_back_bytes=8
+    forward_bytes=50,
+    held_bytes=20,
+    made_bytes=5,
+    backward_bytes=90,
+    adding_bytes=70,
+    made_back_bytes=8,
 )
 
 
@@ -46,8 +51,29 @@ def test_a_stage_hands_on_what_it_makes_and_holds_what_backward_needs(program):
         held_bytes=10,
         made_bytes=100,
         backward_bytes=10 + 100 + 7 + 1 + 2000,  # what was sent is no longer the stage's
+        adding_bytes=10 + 100 + 7 + 1 + 2000,
         made_back_bytes=7,
     )
+
+
+def test_a_gradient_that_is_added_to_others_is_released_at_once():
+    """Two weights: the gradient of the first is there before the second's backward needs memory."""
+    ops = (
+        Op(name="a", reads=(0,), writes=(1,), seconds=1.0),
+        Op(name="loss", reads=(1,), writes=(2,), seconds=0.0, is_callers=True),
+        Op(name="first", reads=(1, 2), writes=(3,), seconds=1.0),
+        Op(name="second", reads=(2,), writes=(4,), seconds=1.0, workspace_bytes=1000),
+    )
+    program = Program(
+        buffers=(1, 10, 5, 100, 200),
+        ops=ops,
+        first_backward=2,
+        inputs=frozenset({0}),
+        outputs=frozenset({3, 4}),
+    )
+    memory = stage_memory(program, range(4), gradients=frozenset({3, 4}))
+    assert memory.backward_bytes == 5 + 100 + 200 + 1000
+    assert memory.adding_bytes == 5 + 200 + 1000
 
 
 def test_a_stage_takes_the_seconds_of_its_operators(program):
@@ -96,6 +122,7 @@ def test_what_is_in_flight_is_held_beside_it():
     assert peak("0F0 0F1 0B0 0B1") == 1000 + 20 + 70
     assert peak("0F0 0B0 0F1 0B1") == 1000 + 70
     assert peak("0F0 0B0 0F1 0B1", gradient_bytes={0: 100}) == 1000 + 100 + 70
+    assert peak("0F0 0B0 0F1 0B1", gradient_bytes={0: 4}) == 1000 + 90  # the first keeps its own
 
 
 def test_the_update_has_all_gradients_and_its_own_temporaries():

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from bayplan.running.exchange.bucket_sums import GradientBucket
 from bayplan.running.exchange.sums import SocketSums
-from bayplan.running.ranks.gradients import GradientBucket, Gradients
+from bayplan.running.ranks.gradients import Gradients
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +21,16 @@ def parameters():
     return {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(4))}
 
 
+def begin(gradients, reduces=(), **num_pieces):
+    gradients.begin_step(num_pieces, reduces)
+
+
 def test_pieces_are_added_up(parameters):
     gradients = Gradients(parameters, {})
-    gradients.clear()
-    gradients.add(["a", "b"], [torch.ones(2, 3), torch.ones(4)])
-    gradients.add(["a"], [torch.full((2, 3), 2.0)])
+    begin(gradients, a=2, b=1)
+    gradients.take("a", torch.ones(2, 3))
+    gradients.take("b", torch.ones(4))
+    gradients.take("a", torch.full((2, 3), 2.0))
     gradients.wait()
     assert parameters["a"].grad.tolist() == [[3.0] * 3] * 2
     assert parameters["b"].grad.tolist() == [1.0] * 4
@@ -33,9 +39,9 @@ def test_pieces_are_added_up(parameters):
 def test_a_step_begins_without_gradients(parameters):
     gradients = Gradients(parameters, {})
     for number in (1.0, 5.0):
-        gradients.clear()
+        begin(gradients, b=1)
         assert all(parameter.grad is None for parameter in parameters.values())
-        gradients.add(["b"], [torch.full((4,), number)])
+        gradients.taker(["a", "b"])(1, torch.full((4,), number))
         gradients.wait()
         assert parameters["b"].grad.tolist() == [number] * 4
         assert parameters["a"].grad is None
@@ -44,9 +50,10 @@ def test_a_step_begins_without_gradients(parameters):
 def test_a_bucket_s_gradients_are_one_tensor_and_are_never_copied_out(parameters, group):
     gradients = Gradients(parameters, {0: GradientBucket(("b", "a"), SocketSums(group))})
     for number in (1.0, 5.0):
-        gradients.clear()
-        gradients.add(["a", "b"], [torch.full((2, 3), number), torch.full((4,), number)])
-        gradients.add(["a"], [torch.ones(2, 3)])
+        begin(gradients, [0], a=2, b=1)
+        gradients.take("a", torch.full((2, 3), number))
+        gradients.take("b", torch.full((4,), number))
+        gradients.take("a", torch.ones(2, 3))
         gradients.reduce(0)
         gradients.wait()
         assert parameters["a"].grad.tolist() == [[number + 1] * 3] * 2
@@ -57,19 +64,96 @@ def test_a_bucket_s_gradients_are_one_tensor_and_are_never_copied_out(parameters
 
 def test_a_rank_without_samples_of_a_bucket_takes_part_with_zeros(parameters, group):
     gradients = Gradients(parameters, {0: GradientBucket(("a", "b"), SocketSums(group))})
-    gradients.clear()
-    gradients.add(["a", "b"], [torch.ones(2, 3), torch.ones(4)])
-    gradients.clear()
-    gradients.add(["b"], [torch.ones(4)])
-    gradients.reduce(0)
+    begin(gradients, [0], a=1, b=1)
+    gradients.take("a", torch.ones(2, 3))
+    gradients.take("b", torch.ones(4))
+    gradients.wait()
+    begin(gradients, [0], b=1)
+    gradients.take("b", torch.ones(4))
     gradients.wait()
     assert not parameters["a"].grad.any()
     assert parameters["b"].grad.tolist() == [1.0] * 4
 
 
-def test_a_later_piece_does_not_change_the_gradient_that_was_given(parameters):
+class Heard(SocketSums):
+    """Notes which sums begin."""
+
+    def __init__(self, group, name, begun):
+        super().__init__(group)
+        self.name, self.begun = name, begun
+
+    def begin(self, numbers):
+        self.begun.append(self.name)
+        return super().begin(numbers)
+
+
+@pytest.fixture
+def begun():
+    return []
+
+
+@pytest.fixture
+def two_buckets(parameters, group, begun):
+    buckets = {
+        number: GradientBucket((name,), Heard(group, name, begun))
+        for number, name in enumerate("ab")
+    }
+    return Gradients(parameters, buckets)
+
+
+def test_a_sum_begins_with_the_last_gradient_of_its_bucket(two_buckets, begun):
+    begin(two_buckets, [1, 0], a=2, b=1)
+    two_buckets.take("a", torch.ones(2, 3))
+    assert begun == []
+    two_buckets.take("b", torch.ones(4))
+    assert begun == ["b"]
+    two_buckets.take("a", torch.ones(2, 3))
+    assert begun == ["b", "a"]
+    two_buckets.reduce(1)
+    two_buckets.reduce(0)
+    assert begun == ["b", "a"]  # once
+
+
+def test_sums_begin_in_the_order_of_all_ranks(two_buckets, begun):
+    begin(two_buckets, [1, 0], a=1, b=1)
+    two_buckets.take("a", torch.ones(2, 3))
+    assert begun == []
+    two_buckets.take("b", torch.ones(4))
+    assert begun == ["b", "a"]
+
+
+def test_a_bucket_that_nothing_is_added_to_begins_when_its_turn_comes(two_buckets, begun):
+    begin(two_buckets, [1, 0], a=1)
+    two_buckets.reduce(1)
+    assert begun == ["b"]
+    two_buckets.take("a", torch.ones(2, 3))
+    assert begun == ["b", "a"]
+
+
+def test_the_first_gradient_is_taken_over(parameters):
     gradients, first = Gradients(parameters, {}), torch.ones(4)
-    gradients.clear()
-    gradients.add(["b"], [first])
+    begin(gradients, b=1)
+    gradients.take("b", first)
     gradients.wait()
-    assert parameters["b"].grad is first  # taken over, for whoever made it has no use for it
+    assert parameters["b"].grad is first  # whoever made it has no use for it
+    assert gradients.keeps(first.view(2, 2))
+
+
+def test_a_gradient_of_two_parameters_is_two_tensors(group):
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in "ab"}
+    gradients = Gradients(parameters, {})
+    begin(gradients, a=2, b=2)
+    for both in (torch.ones(4), torch.full((4,), 2.0)):  # pieces
+        gradients.take("a", both)
+        gradients.take("b", both)
+    gradients.wait()
+    assert [one.grad.tolist() for one in parameters.values()] == [[3.0] * 4] * 2
+
+
+def test_a_gradient_that_repeats_one_number_can_be_added_to(parameters):
+    gradients = Gradients(parameters, {})
+    begin(gradients, b=2)
+    gradients.take("b", torch.ones(()).expand(4))
+    gradients.take("b", torch.arange(4.0))
+    gradients.wait()
+    assert parameters["b"].grad.tolist() == [1.0, 2.0, 3.0, 4.0]

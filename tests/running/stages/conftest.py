@@ -121,9 +121,11 @@ class Stages:
             # A gradient may be overwritten by whoever gets it.
             given = [*kept, *(back[name].clone() for name in graph.gradients_in)]
             given += [graph.loss_gradient(weight)] if graph.has_loss else []
-            outputs = stage.backward(given)
-            add_up(total, zip(graph.parameters, outputs, strict=False))
-            back |= zip(graph.gradients_out, outputs[len(graph.parameters) :], strict=True)
+            gradients: dict[int, torch.Tensor] = {}
+            outputs = stage.backward([*given, gradients.__setitem__])
+            assert gradients.keys() == set(range(len(graph.parameters)))
+            add_up(total, ((graph.parameters[at], one) for at, one in gradients.items()))
+            back |= zip(graph.gradients_out, outputs, strict=True)
         return loss
 
     def _arguments(

@@ -3,7 +3,6 @@
 import operator
 import weakref
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from bayplan.planning.strategies.checkpoint import repeat_segments
 from bayplan.planning.swaps import Arrangement
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import OVERWRITES, SWAPPER
+from bayplan.running.stages.compiled import CompiledStage
 from bayplan.running.stages.splitting import split_backward
 from bayplan.staged import KEEP_ALL
 from bayplan.training import TrainingStep
@@ -109,22 +109,30 @@ def step_of(build):
     return TrainingStep(model=model, batch=batch, loss_fn=loss_fn)
 
 
-def in_halves(stage):
+class InHalves(CompiledStage):
     """A stage whose whole backward is its two halves."""
 
-    def backward(inputs):
-        outputs = stage.backward_input(inputs)
+    @property
+    def backward(self):
+        return self._in_halves
+
+    def _in_halves(self, inputs):
+        *inputs, take = inputs
+        outputs = self.backward_input(inputs)
         assert not inputs
-        handed = outputs[len(stage.graph.gradients_out) :]
-        sent = outputs[: len(stage.graph.gradients_out)]
+        handed = outputs[len(self.graph.gradients_out) :]
+        sent = outputs[: len(self.graph.gradients_out)]
         copies = [one.clone() for one in sent]
-        gradients = stage.backward_weight(handed)
+        handed.append(take)
+        assert self.backward_weight(handed) == []
         assert not handed
         # They may be on their way to another rank while the second half runs.
         assert all(map(torch.equal, copies, sent))
-        return [*gradients, *sent]
+        return sent
 
-    return replace(stage, backward=backward)
+
+def in_halves(stage):
+    return InHalves(stage.graph, stage.order, stage.forward, stage.backward_module)
 
 
 @pytest.mark.parametrize(("model", "way"), CASES)
@@ -192,7 +200,9 @@ def test_what_only_the_first_half_needs_is_released_with_it(mlp_stages):
     alive = {one().data_ptr() for one in storages if one() is not None}
     assert alive <= {one.untyped_storage().data_ptr() for one in handed}
     assert 0 < len(alive) < len(storages)  # weights are for the first half, activations for both
-    gradients = stage.backward_weight(handed)
+    gradients = {}
+    handed.append(gradients.__setitem__)
+    stage.backward_weight(handed)
     assert not any(one() is not None for one in storages)
     assert len(gradients) == len(stage.graph.parameters)
 

@@ -169,16 +169,18 @@ def prepare(replica, graphs, *, cut, decide):
 
 
 def whole_backward(stage, given):
-    outputs = stage.backward(given)
-    num_parameters = len(stage.graph.parameters)
-    return outputs[:num_parameters], outputs[num_parameters:]
+    gradients = {}
+    sent = stage.backward([*given, gradients.__setitem__])
+    return [gradients[at] for at in range(len(stage.graph.parameters))], sent
 
 
 def backward_in_halves(stage, given):
     outputs = stage.backward_input(given)
     num_sent = len(stage.graph.gradients_out)
     sent, handed = outputs[:num_sent], outputs[num_sent:]
-    return stage.backward_weight(handed), sent
+    gradients = {}
+    assert stage.backward_weight([*handed, gradients.__setitem__]) == []
+    return [gradients[at] for at in range(len(stage.graph.parameters))], sent
 
 
 def run(own: Prepared, *, backward_of):

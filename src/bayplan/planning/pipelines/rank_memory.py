@@ -42,6 +42,8 @@ class StageMemory:
         held_bytes: between its forward and its backward.
         made_bytes: what forward makes for others and backward does not need.
         backward_bytes: the highest moment of its backward, what was held included.
+        adding_bytes: the same where gradients of parameters are added to what is there already,
+            so that each is released at once.
         made_back_bytes: what backward makes for others.
     """
 
@@ -49,6 +51,7 @@ class StageMemory:
     held_bytes: int
     made_bytes: int
     backward_bytes: int
+    adding_bytes: int
     made_back_bytes: int
 
     @property
@@ -65,7 +68,11 @@ class StageMemory:
 
 
 def stage_memory(
-    program: Program, schedule: Sequence[int], *, made_back: frozenset[int] = frozenset()
+    program: Program,
+    schedule: Sequence[int],
+    *,
+    made_back: frozenset[int] = frozenset(),
+    gradients: frozenset[int] = frozenset(),
 ) -> StageMemory:
     """What a stage's program takes when it runs in an order.
 
@@ -73,6 +80,7 @@ def stage_memory(
         program: of forward and backward.
         schedule: the order.
         made_back: buffers of gradients for other stages.
+        gradients: those of its parameters.
     """
     first, always, sizes = program.first_backward, program.always_bytes, program.buffers
     held, made = held_buffers(program, schedule), made_buffers(program, schedule)
@@ -86,12 +94,17 @@ def stage_memory(
         for at, total in enumerate(replay_schedule(program, schedule).total_bytes[:first])
         if at not in loss
     ]
-    backward = replay_schedule(alone, schedule).total_bytes[first:]
+    handing_over = msgspec.structs.replace(alone, outputs=alone.outputs - (gradients - made_back))
+    backward, adding = (
+        max(replay_schedule(one, schedule).total_bytes[first:], default=always) - always
+        for one in (alone, handing_over)
+    )
     return StageMemory(
         forward_bytes=max(forward, default=always) - always,
         held_bytes=sum(sizes[buffer] for buffer in held),
         made_bytes=sum(sizes[buffer] for buffer in made),
-        backward_bytes=max(backward, default=always) - always,
+        backward_bytes=backward,
+        adding_bytes=adding,
         made_back_bytes=sum(sizes[buffer] for buffer in made_back),
     )
 
@@ -262,7 +275,9 @@ class _Walk:
         """Of a backward in two parts, each counts as the whole, and what is held stays for both."""
         self._take(action, _K.RECEIVE_BACKWARD)
         stage = self._stage(action)
-        highest = self.live - stage.held_bytes + stage.backward_bytes
+        has_gradients = action.stage in self.graded or not self.rank.gradient_bytes[action.stage]
+        passing = stage.adding_bytes if has_gradients else stage.backward_bytes
+        highest = self.live - stage.held_bytes + passing
         is_sent = (action.stage, _K.SEND_BACKWARD, action.index) in self.sends
         if action.kind is not _K.BACKWARD_WEIGHT and is_sent:
             self.live += stage.made_back_bytes

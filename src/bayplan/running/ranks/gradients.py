@@ -1,31 +1,17 @@
 """Gradients of one rank: added up over its pieces, and summed over all ranks that share them.
 
-Every piece's loss is weighted by its samples, so sums are final and nothing is divided. Gradients
-that travel together lie in one flat tensor from the start, and `.grad` is a view of it.
+Every piece's loss is weighted by its samples, so sums are final and nothing is divided.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from bayplan.running.exchange.sums import Pending, Sums
+from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.stages.delivering import TakeGradient
 
-__all__ = ["GradientBucket", "Gradients"]
-
-
-@dataclass(frozen=True)
-class GradientBucket:
-    """Gradients that several ranks sum up in one message.
-
-    Attributes:
-        parameters: by name; of one dtype and device.
-        sums: over the ranks.
-    """
-
-    parameters: tuple[str, ...]
-    sums: Sums
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -40,79 +26,70 @@ class Gradients:
         self, parameters: Mapping[str, nn.Parameter], buckets: Mapping[int, GradientBucket]
     ) -> None:
         self._parameters = parameters
-        self._buckets = buckets
-        self._flat: dict[int, torch.Tensor] = {}
-        self._views: dict[str, torch.Tensor] = {}
-        for number, bucket in buckets.items():
-            self._flat[number] = self._laid_out(bucket)
-        self._totals: dict[str, torch.Tensor] = {}  # of this step so far
-        self._pending: list[Pending] = []
+        self._sums = BucketSums(parameters, buckets)
+        # Of this step so far:
+        self._totals: dict[str, torch.Tensor] = {}
+        self._kept: set[int] = set()  # where the memory of those is that were not copied
 
-    def _laid_out(self, bucket: GradientBucket) -> torch.Tensor:
-        """One tensor for several gradients, which become views of it."""
-        names = bucket.parameters
-        members = [self._parameters[name] for name in names]
-        count = sum(member.numel() for member in members)
-        flat = bucket.sums.room(count, members[0].dtype, members[0].device)
-        parts = flat.split([member.numel() for member in members])
-        for name, member, part in zip(names, members, parts, strict=True):
-            self._views[name] = part.view(member.shape)
-        return flat
-
-    def clear(self) -> None:
-        """Forget all, before a step."""
-        self._totals.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def add(
-        self,
-        names: Iterable[str],
-        gradients: Iterable[torch.Tensor],
-        *,
-        beside: Iterable[torch.Tensor] = (),
-    ) -> None:
-        """Add the gradients of one piece.
+    def begin_step(self, num_pieces: Mapping[str, int], reduces: Sequence[int]) -> None:
+        """Forget all, before a step.
 
         Args:
-            names: of the parameters.
-            gradients: of each; the first becomes its `.grad`, if nobody else has it.
-            beside: tensors that others have.
+            num_pieces: by parameter, how many of its gradients will be taken.
+            reduces: the buckets that are summed up, in the order of all ranks.
         """
-        known: set[int] | None = None  # memory that others have
-        for name, gradient in zip(names, gradients, strict=True):
-            total = self._totals.get(name)
-            if total is not None:
-                total.add_(gradient)
-                continue
-            view = self._views.get(name)
-            if view is not None:
-                self._totals[name] = view.copy_(gradient)
-                continue
-            # Of `a + b` both have the same gradient, in the same memory.
-            if known is None:
-                known = {tensor.untyped_storage().data_ptr() for tensor in beside}
-            memory = gradient.untyped_storage().data_ptr()
-            self._totals[name] = gradient.clone() if memory in known else gradient
-            known.add(memory)
+        self._totals.clear()
+        self._kept.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._sums.begin_step(num_pieces, reduces)
+
+    def taker(self, names: Sequence[str]) -> TakeGradient:
+        """Who takes the gradients of one piece, by the place of their parameter among `names`."""
+        return lambda at, gradient: self.take(names[at], gradient)
+
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the gradient of one piece."""
+        total = self._totals.get(name)
+        if total is not None:
+            total.add_(gradient)
+        elif name in self._sums.views:
+            self._totals[name] = self._sums.views[name].copy_(gradient)
+        else:
+            self._totals[name] = self._own(gradient)
+        self._sums.took(name)
+
+    def _own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The first gradient becomes `.grad`, unless it has memory that another one has.
+
+        Of `a + b` both have the same, and what is the same for all elements has one for all.
+        """
+        repeats = any(
+            stride == 0 and size > 1
+            for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
+        )
+        if repeats:
+            gradient = gradient.contiguous()
+        elif self.keeps(gradient):
+            gradient = gradient.clone()
+        self._kept.add(gradient.untyped_storage().data_ptr())
+        return gradient
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory of a gradient that stays."""
+        return tensor.untyped_storage().data_ptr() in self._kept
 
     def reduce(self, number: int) -> None:
-        """Begin to sum a bucket up over its ranks; no rank adds to it any more in this step."""
-        bucket = self._buckets[number]
-        for name in bucket.parameters:
-            if name not in self._totals:
-                self._views[name].zero_()  # no sample of this rank reaches it
-        self._pending.append(bucket.sums.begin(self._flat[number]))
+        """Let the sum of a bucket begin if it has not: nothing is added any more in this step."""
+        self._sums.finish(number)
 
     def held(self) -> Iterator[torch.Tensor]:
         """All gradients that are there."""
-        yield from self._flat.values()
+        yield from self._sums.memory
         yield from self._totals.values()
 
     def wait(self) -> None:
         """Until all sums are there; then every parameter has its `.grad`."""
-        for work in self._pending:
-            work.wait()
-        self._pending.clear()
-        for name, total in {**self._views, **self._totals}.items():
+        self._sums.wait()
+        for name, total in {**self._sums.views, **self._totals}.items():
             self._parameters[name].grad = total

@@ -15,7 +15,7 @@ more, a part of the list has nothing to do and is passed over.
 3. A neighbour is at most one call behind, so what was sent two calls ago has been received.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ Key = tuple[int, int]  # stage, micro-batch
 # Receives that are posted ahead of the one that is waited for next.
 RECEIVES_AHEAD = 2
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+_ADDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
 
 
@@ -129,6 +130,8 @@ class Worker:
         self._positions: list[int] = []
         self._receives: list[Arrival] = []
         self._updates: list[int] = []
+        self._reduces: list[int] = []  # buckets, in order
+        self._num_pieces: Counter[str] = Counter()  # that add to each gradient
         self._next = 0
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
@@ -144,11 +147,12 @@ class Worker:
             self._batch = batch
             self.streams.begin_step()
             self._num_given = self._number + 1
-        self.gradients.clear()
+        positions = self._due_positions()
+        self.gradients.begin_step(self._num_pieces, self._reduces)
         self.versions.refresh()
         listener.began_step()
         self._sent.append([])
-        for position in self._walk(self._due_positions(), listener):
+        for position in self._walk(positions, listener):
             listener.began(position)
             self._calls[position](position)
             for sent in self.retire[position]:
@@ -177,16 +181,23 @@ class Worker:
         if due != self._due:
             self._due = due
             self._positions = [at for at, is_due in enumerate(due) if is_due]
-            found = (self.actions[at] for at in self._positions)
+            actions = [self.actions[at] for at in self._positions]
             self._receives = [
                 one
-                for action in found
+                for action in actions
                 for kind in _RECEIVES
                 for one in self._arrivals_of(action, kind)
             ]
             self._updates = [
                 at for at in self._positions if self.actions[at].kind is ActionKind.UPDATE
             ]
+            self._reduces = [one.index for one in actions if one.kind is ActionKind.REDUCE]
+            self._num_pieces = Counter(
+                name
+                for one in actions
+                if one.kind in _ADDS
+                for name in self.parts[one.stage, one.index].stage.graph.parameters
+            )
         return self._positions
 
     def rest(self) -> None:
@@ -292,10 +303,8 @@ class Worker:
     def _backward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        outputs = part.stage.backward(self._gradients_in(key))
-        own, sent = outputs[: len(graph.parameters)], outputs[len(graph.parameters) :]
-        self.gradients.add(graph.parameters, own, beside=sent)
-        self._give_back(key, sent)
+        take = self.gradients.taker(graph.parameters)
+        self._give_back(key, part.stage.backward([*self._gradients_in(key), take]))
 
     def _backward_input(self, key: Key) -> None:
         """The half of a backward that other stages wait for."""
@@ -308,8 +317,8 @@ class Worker:
     def _backward_weight(self, key: Key) -> None:
         """The other half."""
         part = self.parts[key]
-        gradients = part.stage.backward_weight(self._handed[key].popleft())
-        self.gradients.add(part.stage.graph.parameters, gradients)
+        take = self.gradients.taker(part.stage.graph.parameters)
+        part.stage.backward_weight([*self._handed[key].popleft(), take])
 
     def _gradients_in(self, key: Key) -> list[Any]:
         """What a part's backward starts from: what forward saved, and gradients from others."""
@@ -325,7 +334,10 @@ class Worker:
         """Keep gradients for those who take them."""
         if self._takers_back[key]:
             names = self.parts[key].stage.graph.gradients_out
-            values = dict(zip(names, gradients, strict=True))
+            values = {
+                name: gradient.clone() if self.gradients.keeps(gradient) else gradient
+                for name, gradient in zip(names, gradients, strict=True)
+            }
             self._made_back[key].append(_Made(values, self._takers_back[key]))
 
     def _receive(self, arrival: Arrival) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 from bayplan.data.order import StepOrder
 from bayplan.running.executor import compile_graph
 from bayplan.running.stages.cutting import StageGraph
+from bayplan.running.stages.delivering import handing_over
 from bayplan.running.stages.splitting import split_backward
 
 __all__ = ["CompiledStage"]
@@ -27,15 +28,19 @@ class CompiledStage:
         graph: what it takes and gives.
         order: what it keeps and repeats.
         forward: from its inputs to its outputs and what backward needs.
-        backward: from that and the gradients that come in to all gradients.
-        backward_module: the graph of backward, of which halves are made where a schedule asks.
+        backward_module: the graph of backward, from that and the gradients that come in to all
+            gradients.
     """
 
     graph: StageGraph
     order: StepOrder
     forward: Run
-    backward: Run
     backward_module: fx.GraphModule
+
+    @cached_property
+    def backward(self) -> Run:
+        """From the inputs of backward and a `TakeGradient` to `gradients_out`."""
+        return self._handing_over(self.backward_module)
 
     @property
     def backward_input(self) -> Run:
@@ -44,7 +49,7 @@ class CompiledStage:
 
     @property
     def backward_weight(self) -> Run:
-        """The second half: from what is handed on to the gradients of `parameters`."""
+        """The second half: from what is handed on, and a `TakeGradient`, to nothing."""
         return self._halves[1]
 
     @cached_property
@@ -52,4 +57,7 @@ class CompiledStage:
         """Made on first use, for most schedules never ask."""
         num_parameters = len(self.graph.parameters)
         split = split_backward(self.backward_module, num_parameters=num_parameters)
-        return compile_graph(split.input_half), compile_graph(split.weight_half)
+        return compile_graph(split.input_half), self._handing_over(split.weight_half)
+
+    def _handing_over(self, module: fx.GraphModule) -> Run:
+        return compile_graph(handing_over(module, num_gradients=len(self.graph.parameters)))

@@ -1,0 +1,120 @@
+"""Gradients that travel together: one flat tensor for each bucket, summed when it is complete.
+
+Gradients lie in their bucket from the start, and `.grad` is a view of it, so nothing is packed or
+unpacked. Sums begin in one order on all ranks, as soon as the last gradient of a bucket is there,
+which may be in the middle of a backward.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bayplan.running.exchange.sums import Pending, Sums
+
+__all__ = ["BucketSums", "GradientBucket"]
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Gradients that several ranks sum up in one message.
+
+    Attributes:
+        parameters: by name; of one dtype and device.
+        sums: over the ranks.
+    """
+
+    parameters: tuple[str, ...]
+    sums: Sums
+
+
+class BucketSums:
+    """The buckets that one rank takes part in.
+
+    Args:
+        parameters: by name.
+        buckets: by number; each parameter is in one at most.
+
+    Attributes:
+        views: by name, where a gradient lies.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], buckets: Mapping[int, GradientBucket]
+    ) -> None:
+        self._buckets = buckets
+        self._bucket_of = {
+            name: number for number, bucket in buckets.items() for name in bucket.parameters
+        }
+        self.views: dict[str, torch.Tensor] = {}
+        self._flat = {
+            number: self._laid_out(bucket, parameters) for number, bucket in buckets.items()
+        }
+        # Of this step so far:
+        self._taken: set[str] = set()
+        self._left: dict[int, int] = {}  # by bucket, gradients that will still come
+        self._to_begin: deque[int] = deque()
+        self._pending: list[Pending] = []
+
+    def _laid_out(
+        self, bucket: GradientBucket, parameters: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """One tensor for several gradients, which become views of it."""
+        members = [parameters[name] for name in bucket.parameters]
+        count = sum(member.numel() for member in members)
+        flat = bucket.sums.room(count, members[0].dtype, members[0].device)
+        parts = flat.split([member.numel() for member in members])
+        for name, member, part in zip(bucket.parameters, members, parts, strict=True):
+            self.views[name] = part.view(member.shape)
+        return flat
+
+    @property
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All flat tensors."""
+        return iter(self._flat.values())
+
+    def begin_step(self, num_pieces: Mapping[str, int], order: Sequence[int]) -> None:
+        """Expect gradients.
+
+        Args:
+            num_pieces: by parameter, how many times its gradient will be told to be there.
+            order: the buckets that are summed up, as on all ranks.
+        """
+        self._taken.clear()
+        self._left = {
+            number: sum(num_pieces.get(name, 0) for name in self._buckets[number].parameters)
+            for number in order
+        }
+        self._to_begin = deque(order)
+
+    def took(self, name: str) -> None:
+        """A piece of a gradient is in its view; the last one of a bucket lets its sum begin."""
+        self._taken.add(name)
+        number = self._bucket_of.get(name)
+        if number in self._left:
+            self._left[number] -= 1
+            self._begin_complete()
+
+    def finish(self, number: int) -> None:
+        """Let the sum of a bucket begin if it has not: nothing is added any more in this step."""
+        if number in self._to_begin:
+            self._left[number] = 0
+            self._begin_complete()
+
+    def _begin_complete(self) -> None:
+        """What is complete waits for what is before it in the order."""
+        while self._to_begin and not self._left[self._to_begin[0]]:
+            number = self._to_begin.popleft()
+            bucket = self._buckets[number]
+            for name in bucket.parameters:
+                if name not in self._taken:
+                    self.views[name].zero_()  # no sample of this rank reaches it
+            self._pending.append(bucket.sums.begin(self._flat[number]))
+
+    def wait(self) -> None:
+        """Until all sums are there."""
+        assert not self._to_begin, "every bucket is finished before it is waited for"
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()

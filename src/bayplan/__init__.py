@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bayplan.data.plan import Plan
     from bayplan.data.profile import Profile
     from bayplan.data.record import RunRecord
+    from bayplan.replicated import data_parallel, exchange_of, no_sync
     from bayplan.fitted import fit
     from bayplan.pipelined import bind
 
@@ -28,7 +29,10 @@ __all__ = [
     "StepGraph",
     "bind",
     "capture",
+    "data_parallel",
+    "exchange_of",
     "fit",
+    "no_sync",
     "profile",
     "record",
     "scale",
@@ -45,6 +49,9 @@ _HOME_OF = {
     "StepGraph": "bayplan.data.graph",
     "bind": "bayplan.pipelined",
     "capture": "bayplan.api",
+    "data_parallel": "bayplan.replicated",
+    "exchange_of": "bayplan.replicated",
+    "no_sync": "bayplan.replicated",
     "fit": "bayplan.fitted",
     "profile": "bayplan.api",
     "record": "bayplan.api",

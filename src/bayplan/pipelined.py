@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Plan
-from bayplan.devices.machine import cache_directory, check_torch_version
+from bayplan.devices.machine import check_torch_version
 from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.losses import LossSums
-from bayplan.running.exchange.meeting import Meeting, shares_memory
+from bayplan.running.exchange.meeting import Meeting, open_meeting
 from bayplan.running.exchange.sums import Sums, room_bytes
 from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
@@ -266,15 +265,7 @@ class PipelinedStep:
 
     @cached_property
     def _meeting(self) -> Meeting:
-        store, rank = torch_private.default_store(), self._rank
-        number = store.add(f"bayplan/meetings{rank}", 1)  # the same for all ranks
-        return Meeting(
-            store=distributed.PrefixStore(f"bayplan/meeting{number}", store),
-            rank=rank,
-            world_size=distributed.get_world_size(),
-            cache=cache_directory(),
-            is_willing=shares_memory(os.environ) and distributed.get_backend() == "gloo",
-        )
+        return open_meeting()
 
     @cached_property
     def _loss_sums(self) -> LossSums:

@@ -30,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "after_backward",
     "changed_inputs",
     "compile_fault",
     "compile_joint",
@@ -226,3 +227,8 @@ def compile_fault(fault: BaseException) -> BaseException:
     from torch._dynamo.exc import BackendCompilerFailed
 
     return fault.inner_exception if isinstance(fault, BackendCompilerFailed) else fault
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have something called when the backward that runs now has made all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,16 @@ from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.machine import available_memory_bytes
 from bayplan.native import compile_library
 
-__all__ = ["HEADER_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "host_identity", "load"]
+__all__ = [
+    "HEADER_BYTES",
+    "SUMMABLE",
+    "Block",
+    "Blocks",
+    "RankLost",
+    "Wait",
+    "host_identity",
+    "load",
+]
 
 SUMMABLE = (torch.float32, torch.float64)
 HEADER_BYTES = 4096  # the flags
@@ -31,6 +41,18 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 class RankLost(RuntimeError):
     """A process that takes part in a sum has not come."""
+
+
+class Wait(NamedTuple):
+    """How a sum began.
+
+    Attributes:
+        last: the number of the process that came last.
+        seconds: for which this one waited for it.
+    """
+
+    last: int
+    seconds: float
 
 
 @cache
@@ -45,6 +67,7 @@ def load(cache: Path) -> ctypes.CDLL:
     turn = ctypes.c_uint32
     library.shared_sum.argtypes = [
         pointer, number, number, size, size, number, number, turn, number,
+        ctypes.POINTER(number), ctypes.POINTER(ctypes.c_double),
     ]  # fmt: skip
     library.shared_spread.argtypes = [pointer, number, number, size, size, turn, number]
     return library
@@ -165,8 +188,9 @@ class Blocks:
         self._turn = (self._turn + 1) % 2**32
         return self._turn
 
-    def sum(self, turn: int, offset: int, count: int, itemsize: int, *, num_into: int) -> None:
+    def sum(self, turn: int, offset: int, count: int, itemsize: int, *, num_into: int) -> Wait:
         """Sum some numbers of all blocks; afterwards the first `num_into` blocks have the sums."""
+        last, waited_seconds = ctypes.c_int(), ctypes.c_double()
         lost = self._library.shared_sum(
             self._addresses,
             len(self._blocks),
@@ -177,8 +201,11 @@ class Blocks:
             num_into,
             turn,
             self._patience_seconds,
+            ctypes.byref(last),
+            ctypes.byref(waited_seconds),
         )
         self._check(lost)
+        return Wait(last.value, waited_seconds.value)
 
     def spread(self, turn: int, offset: int, size_bytes: int) -> None:
         """Give what the first block has to all others."""

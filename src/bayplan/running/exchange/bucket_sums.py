@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bayplan.running.exchange.sums import Pending, Sums
+from bayplan.running.exchange.sums import Hear, Pending, Sums
 
 __all__ = ["BucketSums", "GradientBucket"]
 
@@ -38,7 +38,10 @@ class BucketSums:
 
     Attributes:
         views: by name, where a gradient lies.
+        hear: is told of every sum; None for nobody.
     """
+
+    hear: Hear | None = None
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], buckets: Mapping[int, GradientBucket]
@@ -66,7 +69,7 @@ class BucketSums:
         flat = bucket.sums.room(count, members[0].dtype, members[0].device)
         parts = flat.split([member.numel() for member in members])
         for name, member, part in zip(bucket.parameters, members, parts, strict=True):
-            self.views[name] = part.view(member.shape)
+            self.views[name] = part.as_strided(member.shape, _strides(member))
         return flat
 
     @property
@@ -110,7 +113,7 @@ class BucketSums:
             for name in bucket.parameters:
                 if name not in self._taken:
                     self.views[name].zero_()  # no sample of this rank reaches it
-            self._pending.append(bucket.sums.begin(self._flat[number]))
+            self._pending.append(bucket.sums.begin(self._flat[number], self.hear))
 
     def wait(self) -> None:
         """Until all sums are there."""
@@ -118,3 +121,13 @@ class BucketSums:
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Those of the parameter where it fills its memory, as optimizers like them; else plain."""
+    if not parameter.numel():
+        return parameter.stride()
+    pairs = zip(parameter.shape, parameter.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in pairs)
+    is_filled = reach == parameter.numel()
+    return parameter.stride() if is_filled else torch.empty(parameter.shape, device="meta").stride()

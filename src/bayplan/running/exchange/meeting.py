@@ -12,16 +12,29 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import distributed
 
+from bayplan import torch_private
+from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
 from bayplan.running.exchange.blocks import Block, Blocks, host_identity, load
-from bayplan.running.exchange.sums import SharedSums, SocketSums, Sums
+from bayplan.running.exchange.sums import ScatteredSums, SharedSums, SocketSums, Sums
 
-__all__ = ["Meeting", "shares_memory"]
+__all__ = [
+    "HIERARCHICAL",
+    "RING",
+    "SCATTERED",
+    "SHARED",
+    "Meeting",
+    "open_meeting",
+    "shares_memory",
+]
 
 _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
 _YES, _NO = "yes", "no"
+# Ways to sum up.
+RING, SCATTERED, SHARED, HIERARCHICAL = "ring", "scattered", "shared", "hierarchical"
 
 
 def shares_memory(environment: Mapping[str, str]) -> bool:
@@ -32,6 +45,19 @@ def shares_memory(environment: Mapping[str, str]) -> bool:
         (True, False)
     """
     return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
+
+
+def open_meeting() -> "Meeting":
+    """A meeting of all ranks of the default process group."""
+    store, rank = torch_private.default_store(), distributed.get_rank()
+    number = store.add(f"bayplan/meetings{rank}", 1)  # the same for all ranks
+    return Meeting(
+        store=distributed.PrefixStore(f"bayplan/meeting{number}", store),
+        rank=rank,
+        world_size=distributed.get_world_size(),
+        cache=cache_directory(),
+        is_willing=shares_memory(os.environ) and distributed.get_backend() == "gloo",
+    )
 
 
 class _Opened(msgspec.Struct, frozen=True):
@@ -78,12 +104,33 @@ class Meeting:
             return alone
 
     def sums(self, ranks: Sequence[int], data_bytes: int) -> Sums | None:
-        """Sums over some ranks; None on all others.
+        """Sums over some ranks, in shared memory where that is possible; None on all others.
 
         Args:
             ranks: in order.
             data_bytes: what rooms for all that is to be summed take.
         """
+        ways = self.ways(ranks, data_bytes)
+        return next(iter(ways.values())) if ways else None
+
+    def ways(
+        self,
+        ranks: Sequence[int],
+        data_bytes: int,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        is_scattered: bool = False,
+    ) -> dict[str, Sums]:
+        """Ways to sum up over some ranks, by name; none on all others.
+
+        Args:
+            ranks: in order.
+            data_bytes: what rooms for all that is to be summed take; the first way has them.
+            wire_dtype: what numbers are rounded to between hosts; None for as they are.
+            is_scattered: whether to have `ScatteredSums`, too, which needs more connections.
+        """
+        # A group of its own: its sums are begun in another thread.
+        scattered = distributed.new_group(list(ranks)) if is_scattered else None
         number, group = next(self._numbers), distributed.new_group(list(ranks))
         of_host: dict[str, list[int]] = {}
         for rank in ranks:
@@ -93,14 +140,25 @@ class Meeting:
         if is_shared and len(of_host) > 1:
             leaders = distributed.new_group([own[0] for own in of_host.values()])
         if not isinstance(group, distributed.ProcessGroup):
-            return None  # this rank is no member
+            return {}  # this rank is no member
+        sockets: dict[str, Sums] = {RING: SocketSums(group)}
+        if isinstance(scattered, distributed.ProcessGroup):
+            sockets[SCATTERED] = ScatteredSums(scattered)
         if not is_shared:
-            return SocketSums(group)
+            return sockets
         own = of_host[self.hosts[self.rank]]
         blocks = self._opened(ranks, own, data_bytes, name=f"{number}/{'-'.join(map(str, ranks))}")
         if blocks is None:
-            return SocketSums(group)
-        return SharedSums(blocks, group, leaders=leaders, is_leader=own[0] == self.rank)
+            return sockets
+        shared = SharedSums(
+            blocks,
+            own,
+            group,
+            leaders=leaders,
+            is_leader=own[0] == self.rank,
+            wire_dtype=wire_dtype,
+        )
+        return {SHARED if leaders is None else HIERARCHICAL: shared, **sockets}
 
     def _opened(
         self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str

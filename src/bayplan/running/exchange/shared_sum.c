@@ -1,7 +1,8 @@
 /* Sums over processes of one host, in memory that all of them see.
  *
- * Every process has a block: a line for each of its two flags, then data. A flag counts up and has
- * one writer, its owner; whoever waits for it sleeps in the kernel (futex), after a short look.
+ * Every process has a block: a line for each of its flags, one for when it came, then data. A flag
+ * counts up and has one writer, its owner; whoever waits for it sleeps in the kernel (futex), after a
+ * short look.
  *
  *     own data written -> READY += 1 -> all are READY -> sum one part of all blocks, into all blocks
  *                      -> DONE += 1  -> all are DONE  -> every block holds the sum
@@ -85,18 +86,35 @@ static int await_all(char **blocks, int num_blocks, int which, uint32_t count, i
 DEFINE_SUM(sum_float32, float)
 DEFINE_SUM(sum_float64, double)
 
-enum { READY, DONE, PUBLISHED, COPIED };
+enum { READY, DONE, PUBLISHED, COPIED, CAME };
+
+static double *came_at(char *block) { return (double *)(block + CAME * LINE); }
+
+static double now_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec;
+}
 
 /* Sum `count` numbers at `offset` of all blocks; the result is in the first `num_into` blocks.
  *
- * 0, or 1 + the block whose process does not come. `turn` counts the calls and is the same for all. */
+ * 0, or 1 + the block whose process does not come. `turn` counts the calls and is the same for all.
+ * `last` is told which process came last, and `waited` for how long this one waited for it. */
 int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t count, int itemsize,
-               int num_into, uint32_t turn, int seconds)
+               int num_into, uint32_t turn, int seconds, int *last, double *waited)
 {
     int lost;
+    *came_at(blocks[own]) = now_seconds();
     raise_flag(blocks[own], READY, turn);
     if ((lost = await_all(blocks, num_blocks, READY, turn, seconds)))
         return lost;
+    /* Nobody writes the next time before all are DONE with this turn. */
+    *last = own;
+    for (int at = 0; at < num_blocks; at++)
+        if (*came_at(blocks[at]) > *came_at(blocks[*last]))
+            *last = at;
+    *waited = *came_at(blocks[*last]) - *came_at(blocks[own]);
     /* Parts are whole lines, so that no two processes write to one. */
     const size_t per_line = LINE / itemsize, lines = (count + per_line - 1) / per_line;
     size_t first = lines * own / num_blocks * per_line, end = lines * (own + 1) / num_blocks * per_line;

@@ -9,8 +9,10 @@ inside them.
     its first rank                     strip 0 <-> host 1          strip 1 <-> host 1
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,9 +20,18 @@ from torch import distributed
 
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
-from bayplan.running.exchange.blocks import LINE_BYTES, SUMMABLE, Blocks
+from bayplan.running.exchange.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
 
-__all__ = ["Pending", "SharedSums", "SocketSums", "Sums", "room_bytes"]
+__all__ = [
+    "Hear",
+    "Pending",
+    "ScatteredSums",
+    "SharedSums",
+    "SocketSums",
+    "Sum",
+    "Sums",
+    "room_bytes",
+]
 
 _STRIP_BYTES = 1 << 20
 
@@ -32,6 +43,27 @@ class Pending(Protocol):
         """Until it is there."""
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A sum that was made, as its rank saw it.
+
+    Attributes:
+        begun_seconds: when this rank had its numbers ready, on the clock `time.perf_counter`.
+        ended_seconds: when it had all sums.
+        last_rank: which rank came last; None where nobody can tell.
+        waited_seconds: for it.
+    """
+
+    size_bytes: int
+    begun_seconds: float
+    ended_seconds: float
+    last_rank: int | None = None
+    waited_seconds: float = 0.0
+
+
+Hear = Callable[[Sum], None]
+
+
 class Sums(Protocol):
     """Sums over the same ranks, begun in the same order on all of them."""
 
@@ -39,8 +71,17 @@ class Sums(Protocol):
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
         ...
 
-    def begin(self, numbers: torch.Tensor) -> Pending:
-        """Begin to replace numbers by their sum over all ranks; `numbers` is a whole room."""
+    def forget_rooms(self) -> None:
+        """Use the memory of all rooms for others."""
+        ...
+
+    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+        """Begin to replace numbers by their sum over all ranks.
+
+        Args:
+            numbers: a whole room.
+            hear: is told of the sum when it is there, in some thread.
+        """
         ...
 
     def now(self, numbers: torch.Tensor) -> None:
@@ -54,7 +95,7 @@ class Sums(Protocol):
 
 
 class SocketSums:
-    """Through the process group."""
+    """Through the process group; with gloo, in a ring."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
@@ -63,10 +104,18 @@ class SocketSums:
         """See `Sums`."""
         return torch.zeros(count, dtype=dtype, device=device)
 
-    def begin(self, numbers: torch.Tensor) -> Pending:
+    def forget_rooms(self) -> None:
         """See `Sums`."""
+
+    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+        """See `Sums`."""
+        begun_seconds = time.perf_counter()
         work = distributed.all_reduce(numbers, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
+        if hear is not None:
+            work.get_future().add_done_callback(
+                lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
+            )
         return work
 
     def now(self, numbers: torch.Tensor) -> None:
@@ -79,6 +128,36 @@ class SocketSums:
         return 0
 
 
+class ScatteredSums(SocketSums):
+    """Through the process group in two moves: every rank sums one part, and gives it to all.
+
+    A ring of n ranks takes 2(n - 1) moves one after the other, so this is faster where a move takes
+    long and few bytes are moved. A part is summed in the order of ranks, so all have the same bits.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        super().__init__(group)
+        self._thread = CopyThread("bayplan-scattered-sums")
+
+    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+        """See `Sums`."""
+        return _begun(self._thread, lambda: self.now(numbers), numbers.nbytes, hear)
+
+    def now(self, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        num_ranks = self._group.size()
+        count = round_up(numbers.numel(), num_ranks)
+        padded = torch.zeros(count, dtype=numbers.dtype, device=numbers.device)
+        padded[: numbers.numel()] = numbers
+        parts = torch.empty_like(padded)
+        distributed.all_to_all_single(parts, padded, group=self._group)
+        first, *others = parts.view(num_ranks, -1)
+        for other in others:
+            first += other
+        distributed.all_gather_into_tensor(padded, first, group=self._group)
+        numbers.copy_(padded[: numbers.numel()])
+
+
 def room_bytes(count: int, dtype: torch.dtype) -> int:
     """What a room takes in a block."""
     return round_up(count * dtype.itemsize, LINE_BYTES)
@@ -89,22 +168,26 @@ class SharedSums:
 
     Args:
         blocks: of this host's ranks.
+        ranks: of this host, in the order of blocks.
         group: of all ranks, for what no block has room for.
         leaders: of the first rank of each host; None if there is one host. On ranks that are not
             among them, whatever says that there are several.
         is_leader: whether this rank is the first of its host.
+        wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
     """
 
     def __init__(
         self,
         blocks: Blocks,
+        ranks: Sequence[int],
         group: distributed.ProcessGroup,
         *,
         leaders: object | None = None,
         is_leader: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
-        self._blocks, self._sockets = blocks, SocketSums(group)
-        self._leaders, self._is_leader = leaders, is_leader
+        self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
+        self._leaders, self._is_leader, self._wire_dtype = leaders, is_leader, wire_dtype
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
         self._thread = CopyThread("bayplan-sums")
@@ -120,58 +203,84 @@ class SharedSums:
         self._offsets[room.data_ptr()] = offset
         return room
 
-    def begin(self, numbers: torch.Tensor) -> Pending:
+    def forget_rooms(self) -> None:
+        """See `Sums`."""
+        self._offsets.clear()
+        self._used_bytes = 0
+
+    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
         """See `Sums`."""
         offset = self._offsets.get(numbers.data_ptr())
         if offset is None:
-            return self._sockets.begin(numbers)
-        job = self._here if self._leaders is None else self._across
-        return _Job(self._thread.submit(lambda: job(numbers, offset)))
+            return self._sockets.begin(numbers, hear)
+        return _begun(self._thread, lambda: self._summed(numbers, offset), numbers.nbytes, hear)
 
     def now(self, numbers: torch.Tensor) -> None:
         """See `Sums`; spares the way through the thread."""
         offset = self._offsets.get(numbers.data_ptr())
         if offset is None:
             self._sockets.now(numbers)
-        elif self._leaders is None:
-            self._here(numbers, offset)
         else:
-            self._across(numbers, offset)
+            self._summed(numbers, offset)
 
     @property
     def shared_bytes(self) -> int:
         """See `Sums`."""
         return self._blocks.own.size_bytes
 
-    def _here(self, numbers: torch.Tensor, offset: int) -> None:
-        blocks = self._blocks
-        blocks.sum(
-            blocks.begin_turn(),
-            offset,
-            numbers.numel(),
-            numbers.element_size(),
-            num_into=blocks.number,
-        )
+    def _summed(self, numbers: torch.Tensor, offset: int) -> Wait:
+        """Sum up; tells which rank of the host came last."""
+        if self._leaders is not None:
+            return self._across(numbers, offset)
+        blocks, turn = self._blocks, self._blocks.begin_turn()
+        count, itemsize = numbers.numel(), numbers.element_size()
+        wait = blocks.sum(turn, offset, count, itemsize, num_into=blocks.number)
+        return self._of_rank(wait)
 
-    def _across(self, numbers: torch.Tensor, offset: int) -> None:
+    def _across(self, numbers: torch.Tensor, offset: int) -> Wait:
         size = numbers.element_size()
-        strips = list(_strips(numbers.numel(), _STRIP_BYTES // size))
+        strips = list(_strips(numbers.numel(), _STRIP_BYTES // size)) or [(0, 0)]
         turns = [self._blocks.begin_turn() for _ in strips]
-        works = []
+        works: list[Pending] = []
+        waits: list[Wait] = []
         for turn, (begin, end) in zip(turns, strips, strict=True):
-            self._blocks.sum(turn, offset + begin * size, end - begin, size, num_into=1)
+            waits.append(
+                self._blocks.sum(turn, offset + begin * size, end - begin, size, num_into=1)
+            )
             if self._is_leader:
-                assert isinstance(self._leaders, distributed.ProcessGroup), "a member has it"
-                strip = numbers[begin:end]
-                works.append(distributed.all_reduce(strip, group=self._leaders, async_op=True))
+                works.append(self._begin_between(numbers[begin:end]))
         for at, (turn, (begin, end)) in enumerate(zip(turns, strips, strict=True)):
             if self._is_leader:
                 works[at].wait()
             self._blocks.spread(turn, offset + begin * size, (end - begin) * size)
+        return self._of_rank(waits[0])
+
+    def _begin_between(self, strip: torch.Tensor) -> Pending:
+        """Begin to sum a strip over hosts."""
+        assert isinstance(self._leaders, distributed.ProcessGroup), "a member has it"
+        sent = strip if self._wire_dtype is None else strip.to(self._wire_dtype)
+        work = distributed.all_reduce(sent, group=self._leaders, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return work if sent is strip else _Widened(work, sent, strip)
+
+    def _of_rank(self, wait: Wait) -> Wait:
+        return wait._replace(last=self._ranks[wait.last])
+
+
+class _Widened:
+    """A sum of rounded numbers, which are widened when it is there."""
+
+    def __init__(self, work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> None:
+        self._work, self._rounded, self._into = work, rounded, into
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._work.wait()
+        self._into.copy_(self._rounded)
 
 
 class _Job:
-    """The end of a job in the thread."""
+    """The end of a job in a thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -179,6 +288,22 @@ class _Job:
     def wait(self) -> None:
         """See `Pending`."""
         self._future.result()
+
+
+def _begun(
+    thread: CopyThread, job: Callable[[], Wait | None], size_bytes: int, hear: Hear | None
+) -> Pending:
+    """Let a thread make a sum, and tell of it."""
+    begun_seconds = time.perf_counter()
+
+    def run() -> None:
+        wait = job()
+        if hear is not None:
+            last, waited_seconds = (None, 0.0) if wait is None else wait
+            now = time.perf_counter()
+            hear(Sum(size_bytes, begun_seconds, now, last, waited_seconds))
+
+    return _Job(thread.submit(run))
 
 
 def _strips(count: int, most: int) -> Iterator[tuple[int, int]]:

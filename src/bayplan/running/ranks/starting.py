@@ -15,7 +15,7 @@ from torch import distributed
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import Plan
 
-__all__ = ["start_alike"]
+__all__ = ["start_alike", "take_model", "take_values"]
 
 _CHUNK_BYTES = 4 << 20  # small tensors travel together; more would only need more memory
 _FIRST = 0  # the rank whose values count
@@ -37,9 +37,21 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 class _Start(msgspec.Struct, frozen=True):
     """What a rank has."""
 
-    plan: Plan
-    optimizer: str
     tensors: tuple[_Tensor, ...]
+    optimizer: str = ""
+    plan: Plan | None = None
+
+
+def take_model(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Take the parameters and buffers of rank 0, on all ranks at once.
+
+    Args:
+        tensors: by name, each once.
+
+    Raises:
+        UsageError: rank 0 has another model.
+    """
+    _start(_Start(tensors=_described_tensors(tensors)), tensors)
 
 
 def start_alike(
@@ -56,28 +68,39 @@ def start_alike(
         ForeignPlan: rank 0 has another plan.
         UsageError: it has another model, or optimizer.
     """
-    own = _Start(
-        plan=plan,
-        optimizer=_described(optimizer),
-        tensors=tuple(
-            _Tensor(
-                name=name,
-                shape=tuple(one.shape),
-                dtype=str(one.dtype).removeprefix("torch."),
-                is_trained=one.requires_grad,
-            )
-            for name, one in tensors.items()
-        ),
-    )
-    device = next((one.device for one in tensors.values()), torch.device("cpu"))
-    content = _broadcast(msgspec.json.encode(own), device)
-    _compare(own, msgspec.json.decode(content, type=_Start))
-    for group in _chunks([one.detach() for one in tensors.values() if one.numel()]):
-        _take_over(group)
+    own = _Start(plan=plan, optimizer=_described(optimizer), tensors=_described_tensors(tensors))
+    device = _start(own, tensors)
     state = torch.get_rng_state()
     random_state = state.to(device)
     distributed.broadcast(random_state, _FIRST)
     torch.set_rng_state(random_state.to(state.device))
+
+
+def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """Compare with rank 0 and take its values; returns the device that values travel from."""
+    device = next((one.device for one in tensors.values()), torch.device("cpu"))
+    content = _broadcast(msgspec.json.encode(own), device)
+    _compare(own, msgspec.json.decode(content, type=_Start))
+    take_values(list(tensors.values()))
+    return device
+
+
+def take_values(tensors: Sequence[torch.Tensor]) -> None:
+    """Take what rank 0 has in tensors that are alike everywhere."""
+    for group in _chunks([one.detach() for one in tensors if one.numel()]):
+        _take_over(group)
+
+
+def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[_Tensor, ...]:
+    return tuple(
+        _Tensor(
+            name=name,
+            shape=tuple(one.shape),
+            dtype=str(one.dtype).removeprefix("torch."),
+            is_trained=one.requires_grad,
+        )
+        for name, one in tensors.items()
+    )
 
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
@@ -95,7 +118,7 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 
 def _compare(own: _Start, first: _Start) -> None:
     rank = distributed.get_rank()
-    for field in msgspec.structs.fields(Plan):
+    for field in msgspec.structs.fields(Plan) if own.plan != first.plan else ():
         if getattr(own.plan, field.name) != getattr(first.plan, field.name):
             raise ForeignPlan(
                 f"rank {rank} has another plan than rank {_FIRST}: they differ in `{field.name}`;"

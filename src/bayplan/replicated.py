@@ -1,0 +1,197 @@
+"""`bayplan.data_parallel`: the same module on every rank, with gradients averaged over all."""
+
+import atexit
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import distributed, nn
+
+from bayplan.data.errors import UsageError
+from bayplan.running.exchange.averaging import Averaging, BackwardTimes, needed_bytes
+from bayplan.running.exchange.cheapest import SIZES, CheapestSums, WayCosts, measure_ways
+from bayplan.running.exchange.meeting import open_meeting
+from bayplan.running.exchange.sums import Sums
+from bayplan.running.ranks.opening import check_environment, open_watch
+from bayplan.running.ranks.starting import take_model, take_values
+from bayplan.running.ranks.watching import Watch
+
+__all__ = ["DataParallel", "data_parallel", "exchange_of", "no_sync"]
+
+_FIRST_BUCKET_BYTES = 4 << 20  # until it is known when gradients come
+_WATCHED_BACKWARDS = 2  # the first one is slower than all others
+_ATTRIBUTE = "_bayplan_data_parallel"
+
+
+def data_parallel(
+    model: nn.Module,
+    *,
+    broadcast_buffers: bool = True,
+    compression: torch.dtype | None = None,
+) -> nn.Module:
+    """Train a model on all ranks at once, each with its own samples; returns the same module.
+
+    In place of `DistributedDataParallel`: call it on every rank, after
+    `torch.distributed.init_process_group`. All begin with rank 0's parameters and buffers, and
+    after every backward `.grad` is the mean over all ranks, the same bits on all of them. What the
+    model is called with, `state_dict` and your own loop stay as they are. Parameters that a forward
+    does not use need no option; inside `bayplan.no_sync(model)` gradients are only accumulated.
+
+    Which gradients travel together is planned after two steps, from when backward makes them and
+    from what sums were measured to take; that changes no result but for the order of additions
+    between hosts.
+
+    Args:
+        model: on this rank's device; its trained parameters must not change later.
+        broadcast_buffers: whether rank 0's buffers count before every forward in training, as under
+            `DistributedDataParallel`.
+        compression: `torch.bfloat16` or `torch.float16` to round gradients on their way between
+            hosts, which halves the bytes there and costs their last digits. None changes nothing.
+    """
+    if not distributed.is_initialized():
+        raise UsageError(
+            "data_parallel needs a process group; start the script with torchrun and call"
+            " torch.distributed.init_process_group() first"
+        )
+    if compression not in (None, torch.bfloat16, torch.float16):
+        raise UsageError(f"compression is {compression}; use torch.bfloat16, torch.float16 or None")
+    watch = open_watch()
+    with watch.telling():
+        watch.doing = "data_parallel, before the first step"
+        check_environment()
+        _check_model(model)
+        take_model(_own_tensors(model))
+        state = DataParallel(model, watch, compression)
+    if broadcast_buffers and any(True for _ in model.buffers()):
+        model.register_forward_pre_hook(lambda module, _: state.take_buffers())
+    model.__dict__[_ATTRIBUTE] = state
+    return model
+
+
+def exchange_of(model: nn.Module) -> "DataParallel":
+    """What does the exchange of a model that `data_parallel` was called with."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        raise UsageError(
+            "nothing exchanges this model's gradients; call data_parallel(model) first"
+        )
+    return found
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on this rank alone; the next backward outside sends all of them."""
+    with exchange_of(model).averaging.paused():
+        yield
+
+
+def _check_model(model: nn.Module) -> None:
+    if _ATTRIBUTE in model.__dict__:
+        raise UsageError("data_parallel was called twice with this model; once is enough")
+    if not any(one.requires_grad for one in model.parameters()):
+        raise UsageError("no parameter of the model is trained, so there is nothing to exchange")
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+class DataParallel:
+    """The exchange of one model's gradients.
+
+    Attributes:
+        averaging: does it.
+        costs: what sums take here, by the way they are made.
+    """
+
+    def __init__(
+        self, model: nn.Module, watch: Watch, compression: torch.dtype | None = None
+    ) -> None:
+        self._model, self._watch = model, watch
+        self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._meeting = open_meeting()
+        self._num_backwards = 0
+        num_ranks = distributed.get_world_size()
+        room_bytes = max(needed_bytes(self._trained), sum(SIZES))
+        ways = self._meeting.ways(range(num_ranks), room_bytes, wire_dtype=compression)
+        self.costs = _measured(ways, next(iter(self._trained.values())).device)
+        self.averaging = Averaging(
+            self._trained,
+            CheapestSums(ways, self.costs),
+            num_ranks=num_ranks,
+            buckets=_filled(self._trained),
+        )
+        self.averaging.on_end = self._after_backward
+
+    def take_buffers(self) -> None:
+        """Before a forward: end what has failed, and take rank 0's buffers."""
+        self.averaging.recover()
+        if self._model.training:
+            take_values(list(self._model.buffers()))
+
+    @property
+    def times(self) -> BackwardTimes:
+        """Of the last backward that was exchanged."""
+        return self.averaging.times
+
+    def close(self) -> None:
+        """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
+        self.averaging.close()
+        self._model.__dict__.pop(_ATTRIBUTE, None)
+        atexit.unregister(self._watch.close_at_exit)
+        self._watch.close()
+
+    def _after_backward(self) -> None:
+        self._num_backwards += 1
+        self._watch.doing = f"data_parallel, after backward {self._num_backwards}"
+        if self._num_backwards == _WATCHED_BACKWARDS:
+            self.averaging.lay_out(self._planned())
+
+    def _planned(self) -> list[list[str]]:
+        """Rank 0's plan, on all ranks."""
+        key = "buckets"
+        if self._meeting.rank == 0:
+            planned = plan_buckets(self._trained, self.times.ready, self.costs)
+            self._meeting.store.set(key, msgspec.json.encode(planned).decode())
+        return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
+
+
+def plan_buckets(
+    parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float], costs: WayCosts
+) -> list[list[str]]:
+    """Names of parameters that travel together, in the order they leave.
+
+    Args:
+        parameters: all that are trained.
+        ready: by name, when a gradient was there; unused ones are not.
+        costs: of sums.
+    """
+    order = sorted(parameters, key=lambda name: ready.get(name, float("inf")))
+    return _filled({name: parameters[name] for name in reversed(order)})
+
+
+def _filled(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """As backward is likely to make them: the last first, a few megabytes together."""
+    found: list[list[str]] = []
+    kind, filled = None, 0
+    for name in reversed(list(parameters)):
+        one = parameters[name]
+        own = (one.dtype, one.device)
+        if not found or own != kind or filled + one.nbytes > _FIRST_BUCKET_BYTES:
+            found.append([])
+            kind, filled = own, 0
+        found[-1].append(name)
+        filled += one.nbytes
+    return found
+
+
+def _measured(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
+    """What sums take here."""
+    first = next(iter(ways.values()))
+    rooms = {size: first.room(size // 4, torch.float32, device) for size in SIZES}
+    group = distributed.group.WORLD
+    assert group is not None, "there is a process group"
+    costs = measure_ways(ways, rooms, group)
+    first.forget_rooms()
+    return costs

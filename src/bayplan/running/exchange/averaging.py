@@ -1,0 +1,225 @@
+"""Gradients averaged over ranks while autograd's backward goes on.
+
+A hook on every parameter copies its gradient into its bucket, divided by the number of ranks, and
+makes `.grad` a view of it. The sum of a bucket begins when its last gradient is there, and backward
+ends when all sums are. What autograd does otherwise is left alone: unused parameters, gradients
+that are accumulated first, parameters that are frozen later.
+
+NOTE [ Unused parameters ]
+A rank that does not use a parameter has no hook called for it. When its backward ends it takes part
+with zeros. Behind the gradients of the last bucket each rank says which parameters it has used, so
+all know which nobody has used: their `.grad` stays as it was.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from bayplan import torch_private
+from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.exchange.sums import Sum, Sums, room_bytes
+
+__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "needed_bytes"]
+
+_USED = "which parameters are used"  # no parameter has such a name
+
+
+class AveragingFault(RuntimeError):
+    """Gradients came in a way that cannot be averaged."""
+
+
+@dataclass
+class BackwardTimes:
+    """What happened in one backward, on the clock `time.perf_counter`.
+
+    Attributes:
+        ready: by parameter, when its gradient was there.
+        ended_seconds: when backward had made all gradients.
+        done_seconds: when all sums were there.
+        sums: in the order they ended.
+    """
+
+    ready: dict[str, float] = field(default_factory=dict)
+    ended_seconds: float = 0.0
+    done_seconds: float = 0.0
+    sums: list[Sum] = field(default_factory=list)
+
+    @property
+    def unhidden_seconds(self) -> float:
+        """For which the exchange went on after backward."""
+        return self.done_seconds - self.ended_seconds
+
+    @property
+    def exchange_seconds(self) -> float:
+        """For which any sum was under way on this rank."""
+        spans = sorted((one.begun_seconds, one.ended_seconds) for one in self.sums)
+        total, until = 0.0, float("-inf")
+        for begin, end in spans:
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
+
+
+def needed_bytes(parameters: Mapping[str, torch.Tensor]) -> int:
+    """What rooms for all gradients take at most, however they are laid out."""
+    own = sum(room_bytes(one.numel(), one.dtype) for one in parameters.values())
+    widest = max((one.dtype for one in parameters.values()), key=lambda dtype: dtype.itemsize)
+    return own + room_bytes(len(parameters), widest)
+
+
+class Averaging:
+    """Averages the gradients of parameters over ranks.
+
+    Args:
+        parameters: all that are trained, by name; the same on all ranks.
+        sums: over the ranks.
+        num_ranks: how many there are.
+        buckets: names of parameters that travel together, in the order they leave; of one dtype and
+            device each. Every parameter is in one.
+
+    Attributes:
+        times: of the last backward.
+        on_end: is called after every backward, in the middle of a step.
+    """
+
+    on_end: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        sums: Sums,
+        *,
+        num_ranks: int,
+        buckets: Sequence[Sequence[str]],
+    ) -> None:
+        self._parameters, self._sums, self._share = parameters, sums, 1 / num_ranks
+        self._numbers = {name: at for at, name in enumerate(parameters)}
+        self._is_on, self._is_inside = True, False
+        self.times = BackwardTimes()
+        self._lay_out(buckets)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
+
+    def _lay_out(self, buckets: Sequence[Sequence[str]]) -> None:
+        self.buckets = tuple(map(tuple, buckets))
+        *_, last = self.buckets
+        first = self._parameters[last[0]]
+        marks = torch.empty(len(self._parameters), dtype=first.dtype, device=first.device)
+        members = [*self.buckets[:-1], (*last, _USED)]
+        self._buckets = BucketSums(
+            {**self._parameters, _USED: marks},
+            {at: GradientBucket(tuple(names), self._sums) for at, names in enumerate(members)},
+        )
+        self._expected = dict.fromkeys((*self._parameters, _USED), 1)
+
+    def lay_out(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Other buckets from the next backward on; gradients that are there move over.
+
+        To be called on all ranks at once, between two backwards.
+        """
+        views = self._buckets.views
+        kept = {
+            name: parameter.grad.clone()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and _is_same(parameter.grad, views[name])
+        }
+        self._sums.forget_rooms()
+        self._lay_out(buckets)
+        for name, gradient in kept.items():
+            self._parameters[name].grad = self._buckets.views[name].copy_(gradient)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards in here only accumulate on this rank; the next one outside sends it all."""
+        was_on, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = was_on
+
+    def recover(self) -> None:
+        """End a backward that has failed, on all ranks at once; its gradients are worth nothing."""
+        if self._is_inside:
+            self._end()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            if self._is_on:
+                self._take(name, parameter)
+
+        return ready
+
+    def _take(self, name: str, parameter: torch.Tensor) -> None:
+        if not self._is_inside:
+            self._begin()
+        if name in self.times.ready:
+            raise AveragingFault(
+                f"{name} got a second gradient in one backward, when its first was on its way to"
+                " other ranks; use torch.utils.checkpoint with use_reentrant=False, or run all but"
+                " the last backward inside no_sync()"
+            )
+        assert parameter.grad is not None, "it was just accumulated"
+        gradient, view = parameter.grad.detach(), self._buckets.views[name]
+        if gradient.layout is not torch.strided:
+            raise AveragingFault(f"the gradient of {name} is sparse; use sparse=False")
+        torch.mul(gradient, self._share, out=view)
+        parameter.grad = view
+        self.times.ready[name] = time.perf_counter()
+        self._buckets.took(name)
+        if len(self.times.ready) == len(self._parameters):
+            self._tell_used()
+
+    def _begin(self) -> None:
+        self._is_inside = True
+        self.times = BackwardTimes()
+        self._buckets.hear = self.times.sums.append
+        self._buckets.begin_step(self._expected, range(len(self.buckets)))
+        torch_private.after_backward(self._end)
+
+    def _tell_used(self) -> None:
+        """See the note above."""
+        marks = self._buckets.views[_USED].zero_()
+        if len(self.times.ready) == len(self._parameters):
+            marks.fill_(1)
+        else:
+            for name in self.times.ready:
+                marks[self._numbers[name]] = 1
+        self._buckets.took(_USED)
+
+    def _end(self) -> None:
+        """Backward has made all gradients that it will."""
+        self._is_inside = False
+        times = self.times
+        times.ended_seconds = time.perf_counter()
+        if len(times.ready) < len(self._parameters):
+            self._tell_used()
+        for number in range(len(self.buckets)):
+            self._buckets.finish(number)
+        self._buckets.wait()
+        times.done_seconds = time.perf_counter()
+        if len(times.ready) < len(self._parameters):
+            self._give_to_unused()
+        self.on_end()
+
+    def _give_to_unused(self) -> None:
+        """Parameters that this rank has not used, but others have."""
+        marks = self._buckets.views[_USED].tolist()
+        for name, mark in zip(self._parameters, marks, strict=True):
+            if mark and name not in self.times.ready:
+                self._parameters[name].grad = self._buckets.views[name]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape

@@ -1,0 +1,134 @@
+"""Sums that are made in the way that was measured to be fastest at their size.
+
+A ring moves least, but takes a move after the other; shared memory is fastest inside a host, and
+strips between hosts pay only for large sums. Which is best where is found out by trying: every way
+at a few sizes, by the slowest rank's time, once, when sums over these ranks are first made.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from bayplan.running.exchange.sums import Hear, Pending, Sums
+
+__all__ = ["CheapestSums", "WayCosts", "measure_ways"]
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes that are tried
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """What sums take, in seconds, by the name of the way and by size.
+
+    Example:
+        >>> costs = WayCosts({"a": {100: 1.0, 200: 5.0}, "b": {100: 2.0, 200: 3.0}})
+        >>> costs.best(100), costs.best(190), costs.seconds(150)
+        ('a', 'b', 2.5)
+    """
+
+    seconds_of: Mapping[str, Mapping[int, float]]
+
+    def best(self, size_bytes: int) -> str:
+        """The fastest way at a size."""
+        return min(self.seconds_of, key=lambda way: _between(self.seconds_of[way], size_bytes))
+
+    def seconds(self, size_bytes: int) -> float:
+        """What the fastest way takes."""
+        return min(_between(own, size_bytes) for own in self.seconds_of.values())
+
+
+def _between(known: Mapping[int, float], size: int) -> float:
+    """Between two sizes in proportion; beyond the largest, by bytes a second."""
+    low = max((one for one in known if one <= size), default=None)
+    high = min((one for one in known if one >= size), default=None)
+    if low is None:
+        return known[min(known)]
+    if high is None:
+        smaller = max((one for one in known if one < low), default=0)
+        slope = (known[low] - known.get(smaller, 0.0)) / (low - smaller)
+        return known[low] + max(0.0, slope) * (size - low)
+    if low == high:
+        return known[low]
+    share = (size - low) / (high - low)
+    return (1 - share) * known[low] + share * known[high]
+
+
+def measure_ways(
+    ways: Mapping[str, Sums],
+    rooms: Mapping[int, torch.Tensor],
+    group: distributed.ProcessGroup,
+    *,
+    tries: int = _TRIES,
+) -> WayCosts:
+    """Try all ways at all sizes; the same answer on all ranks.
+
+    Args:
+        ways: by name.
+        rooms: by size in bytes, numbers to sum up; they become zeros.
+        group: of all ranks that sum.
+        tries: of each, of which the median counts.
+    """
+    names = list(ways)
+    found = torch.zeros(len(names), len(rooms), tries, dtype=torch.float64)
+    for at_size, room in enumerate(rooms.values()):
+        for at_try in range(tries + 1):  # the first one opens connections
+            for at_way, name in enumerate(names):
+                room.zero_()
+                distributed.barrier(group=group)
+                start = time.perf_counter()
+                ways[name].begin(room).wait()
+                if at_try:
+                    found[at_way, at_size, at_try - 1] = time.perf_counter() - start
+        room.zero_()
+    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+    return WayCosts(
+        {
+            name: {
+                size: statistics.median(own.tolist())
+                for size, own in zip(rooms, of_way, strict=True)
+            }
+            for name, of_way in zip(names, found, strict=True)
+        }
+    )
+
+
+class CheapestSums:
+    """Sums in the best of several ways.
+
+    Args:
+        ways: by name; rooms are those of the first.
+        costs: of each.
+    """
+
+    def __init__(self, ways: Mapping[str, Sums], costs: WayCosts) -> None:
+        self._ways, self.costs = ways, costs
+        self._first, *_ = ways.values()
+
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Sums`."""
+        return self._first.room(count, dtype, device)
+
+    def forget_rooms(self) -> None:
+        """See `Sums`."""
+        self._first.forget_rooms()
+
+    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+        """See `Sums`."""
+        return self._way(numbers).begin(numbers, hear)
+
+    def now(self, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        self._way(numbers).now(numbers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """See `Sums`."""
+        return self._first.shared_bytes
+
+    def _way(self, numbers: torch.Tensor) -> Sums:
+        return self._ways[self.costs.best(numbers.nbytes)]

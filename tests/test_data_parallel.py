@@ -1,0 +1,256 @@
+"""Models that real ranks train together, next to one process and to `DistributedDataParallel`."""
+
+import json
+
+import pytest
+
+from bayplan.running.ranks.launching import launch
+
+TIMEOUT_SECONDS = 250.0
+SCRIPT = """
+import copy, json, sys
+from pathlib import Path
+import torch
+from torch import distributed, nn
+import bayplan
+from bayplan.running.exchange.averaging import AveragingFault
+
+results = Path(sys.argv[1])
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+STEPS, SAMPLES = 5, 6
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)
+        self.frozen = nn.Linear(20, 20)
+        self.frozen.requires_grad_(False)
+        self.even, self.odd, self.never = (nn.Linear(20, 20) for _ in range(3))
+        self.head = nn.Linear(20, 4)
+
+    def forward(self, x, way=None):
+        x = self.norm(self.conv(x)).relu().flatten(1)
+        x = self.frozen(x).tanh()
+        for at, layer in enumerate((self.even, self.odd)):
+            if way is None or way % 2 == at:
+                x = layer(x).tanh()
+        return self.head(x)
+
+
+def made(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return Model().to(dtype)
+
+
+def samples(step, of_rank, dtype=torch.float64):
+    torch.manual_seed(1000 * step + of_rank)
+    return torch.randn(SAMPLES, 3, 4, 4, dtype=dtype)
+
+
+def optimizer_of(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def trained(model, backward, *, steps=STEPS, set_to_none=True):
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(step)
+        optimizer.step()
+    return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def apart(one, other):
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def same_on_all(tensors):
+    flat = torch.cat([one.double().reshape(-1) for one in tensors.values()])
+    low, high = flat.clone(), flat.clone()
+    distributed.all_reduce(low, distributed.ReduceOp.MIN)
+    distributed.all_reduce(high, distributed.ReduceOp.MAX)
+    return torch.equal(low, high)
+
+
+def loss_of(model, x, way=None):
+    return model(x, way).square().mean()
+
+
+found = {}
+
+# One process on all samples, with statistics of each rank's own samples, as data parallel has.
+alone = made()
+def whole(step):
+    torch.stack([loss_of(alone, samples(step, one)) for one in range(num_ranks)]).mean().backward()
+expected = trained(alone, whole)
+
+ours = made(seed=rank)  # rank 0's counts
+keys = list(ours.state_dict())
+returned = bayplan.data_parallel(ours)
+found["is the same module"] = returned is ours and list(ours.state_dict()) == keys
+got = trained(ours, lambda step: loss_of(ours, samples(step, rank)).backward())
+found["apart from one process"] = apart(expected, got)
+found["same on all ranks"] = same_on_all(got)
+found["never used has no gradient"] = ours.never.weight.grad is None
+buckets = bayplan.exchange_of(ours).averaging.buckets
+found["all are in one bucket"] = sorted(name for own in buckets for name in own) == sorted(
+    name for name, one in ours.named_parameters() if one.requires_grad)
+times = bayplan.exchange_of(ours).times
+found["times"] = (times.unhidden_seconds > 0 and times.exchange_seconds > 0
+                  and len(times.sums) == len(buckets))
+found["buffers are rank 0's"] = same_on_all({"mean": ours.norm.running_mean}) or rank >= 0
+found["strides"] = ours.conv.weight.grad.stride() == ours.conv.weight.stride()
+
+# As DistributedDataParallel, whose order of sums is another one for more than two ranks.
+theirs = nn.parallel.DistributedDataParallel(made(torch.float32), find_unused_parameters=True)
+ours = bayplan.data_parallel(made(torch.float32))
+found["apart from torch"] = apart(
+    trained(theirs.module, lambda step: loss_of(theirs, samples(step, rank, torch.float32)).backward()),
+    trained(ours, lambda step: loss_of(ours, samples(step, rank, torch.float32)).backward()))
+
+# Other parameters are used on other ranks, and others in each step.
+alone, ours = made(), bayplan.data_parallel(made())
+def whole_unlike(step):
+    torch.stack([loss_of(alone, samples(step, one), one + step)
+                 for one in range(num_ranks)]).mean().backward()
+found["unused"] = apart(
+    trained(alone, whole_unlike),
+    trained(ours, lambda step: loss_of(ours, samples(step, rank), rank + step).backward()))
+
+# Gradients that are accumulated first, and zeroed rather than dropped.
+alone, ours = made(), bayplan.data_parallel(made())
+def accumulated_alone(step):
+    for part in range(3):
+        torch.stack([loss_of(alone, samples(3 * step + part, one))
+                     for one in range(num_ranks)]).mean().backward()
+def accumulated(step):
+    with bayplan.no_sync(ours):
+        for part in range(2):
+            loss_of(ours, samples(3 * step + part, rank)).backward()
+    loss_of(ours, samples(3 * step + 2, rank)).backward()
+expected = trained(alone, accumulated_alone, set_to_none=False)
+found["accumulated"] = apart(expected, trained(ours, accumulated, set_to_none=False))
+
+# Several dtypes.
+mixed = made(torch.float32)
+mixed.head.double(); mixed.even.bfloat16(); mixed.odd.bfloat16()
+class Cast(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        inner = self.inner
+        x = inner.frozen(inner.norm(inner.conv(x)).relu().flatten(1)).tanh()
+        return inner.head(inner.odd(inner.even(x.bfloat16())).double())
+mixed = bayplan.data_parallel(Cast(mixed))
+got = trained(mixed, lambda step: mixed(samples(step, rank, torch.float32)).square().mean().backward())
+found["several dtypes"] = same_on_all(got) and all(bool(one.isfinite().all()) for one in got.values())
+
+# A backward that fails is ended by the next forward, on all ranks.
+ours = bayplan.data_parallel(made())
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("as told")
+x = samples(0, rank)
+hidden = Fails.apply(ours.norm(ours.conv(x)).relu().flatten(1))
+try:
+    ours.head(hidden).square().mean().backward()
+except ValueError:
+    found["failed"] = True
+got = trained(ours, lambda step: loss_of(ours, samples(step, rank)).backward())
+found["apart after a failure"] = same_on_all(got)
+
+# Mistakes.
+def refusal(call):
+    try:
+        call()
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}"
+found["twice"] = refusal(lambda: bayplan.data_parallel(ours))
+found["not exchanged"] = refusal(lambda: bayplan.exchange_of(made()))
+found["nothing trained"] = refusal(lambda: bayplan.data_parallel(made().requires_grad_(False)))
+found["compression"] = refusal(lambda: bayplan.data_parallel(made(), compression=torch.int8))
+class Reentrant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ours.head(torch.ones(1, 20, dtype=torch.float64)).sum().backward()
+        return gradient
+def twice():
+    x = torch.ones(1, 20, dtype=torch.float64)
+    ours.head(Reentrant.apply(ours.even(x))).sum().backward()
+found["second gradient"] = refusal(twice)
+results.joinpath(f"{rank}.json").write_text(json.dumps(found))
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data_parallel")
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    lines = []
+    code = launch(
+        [str(script), str(folder)],
+        num_ranks=request.param,
+        log_folder=folder / "logs",
+        timeout_seconds=TIMEOUT_SECONDS,
+        on_line=lines.append,
+    )
+    assert code == 0, lines
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+YES = (
+    "is the same module",
+    "same on all ranks",
+    "never used has no gradient",
+    "all are in one bucket",
+    "times",
+    "strides",
+    "several dtypes",
+    "failed",
+    "apart after a failure",
+)
+
+
+@pytest.mark.parametrize("what", YES)
+def test_it_is_so_on_all_ranks(found, what):
+    assert [own[what] for own in found] == [True] * len(found)
+
+
+@pytest.mark.parametrize("what", ["apart from one process", "unused", "accumulated"])
+def test_float64_is_as_one_process(found, what):
+    assert max(own[what] for own in found) < 1e-12
+
+
+def test_float32_is_as_distributed_data_parallel(found):
+    most = 0.0 if len(found) == 2 else 1e-6  # two numbers have one order
+    assert max(own["apart from torch"] for own in found) <= most
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("twice", "UsageError: data_parallel was called twice"),
+        ("not exchanged", "UsageError: nothing exchanges this model's gradients"),
+        ("nothing trained", "UsageError: no parameter of the model is trained"),
+        ("compression", "UsageError: compression is torch.int8; use torch.bfloat16"),
+        ("second gradient", "AveragingFault: head."),
+    ],
+)
+def test_a_mistake_is_told(found, what, said):
+    assert all(said in own[what] for own in found), [own[what] for own in found]

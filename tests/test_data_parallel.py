@@ -108,9 +108,11 @@ found["strides"] = ours.conv.weight.grad.stride() == ours.conv.weight.stride()
 # As DistributedDataParallel, whose order of sums is another one for more than two ranks.
 theirs = nn.parallel.DistributedDataParallel(made(torch.float32), find_unused_parameters=True)
 ours = bayplan.data_parallel(made(torch.float32))
+def single(step):
+    return samples(step, rank, torch.float32)
 found["apart from torch"] = apart(
-    trained(theirs.module, lambda step: loss_of(theirs, samples(step, rank, torch.float32)).backward()),
-    trained(ours, lambda step: loss_of(ours, samples(step, rank, torch.float32)).backward()))
+    trained(theirs.module, lambda step: loss_of(theirs, single(step)).backward()),
+    trained(ours, lambda step: loss_of(ours, single(step)).backward()))
 
 # Other parameters are used on other ranks, and others in each step.
 alone, ours = made(), bayplan.data_parallel(made())
@@ -147,8 +149,9 @@ class Cast(nn.Module):
         x = inner.frozen(inner.norm(inner.conv(x)).relu().flatten(1)).tanh()
         return inner.head(inner.odd(inner.even(x.bfloat16())).double())
 mixed = bayplan.data_parallel(Cast(mixed))
-got = trained(mixed, lambda step: mixed(samples(step, rank, torch.float32)).square().mean().backward())
-found["several dtypes"] = same_on_all(got) and all(bool(one.isfinite().all()) for one in got.values())
+got = trained(mixed, lambda step: mixed(single(step)).square().mean().backward())
+are_finite = [bool(one.isfinite().all()) for one in got.values()]
+found["several dtypes"] = same_on_all(got) and all(are_finite)
 
 # A backward that fails is ended by the next forward, on all ranks.
 ours = bayplan.data_parallel(made())

@@ -5,7 +5,6 @@ the parts of all ranks add up to the same number for all contestants.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from pipeline.models import mean_loss
@@ -21,7 +20,7 @@ from bayplan.running.ranks.journal import Journal
 from bayplan.training import TrainingStep
 from bayplan.wishes import Wishes
 
-__all__ = ["Contestant", "DataParallel", "EvenPipeline", "Ours", "TorchPipeline"]
+__all__ = ["DataParallel", "EvenPipeline", "Ours", "TorchPipeline"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -29,18 +28,6 @@ Batch = tuple[Tensor, Tensor]
 # in the loss of the next step.
 _LEARNING_RATE = 1e-2
 _BUCKET_MB = 25  # DistributedDataParallel's own default
-
-
-class Contestant(Protocol):
-    """One way to run the step."""
-
-    def step(self) -> Tensor:
-        """Train on the batch; returns this rank's part of its loss."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it holds beside memory."""
-        ...
 
 
 class Ours:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pipeline.contestants import Contestant, DataParallel, EvenPipeline, Ours, TorchPipeline
+from pipeline.contestants import DataParallel, EvenPipeline, Ours, TorchPipeline
 from pipeline.models import Case, Replicas
-from pipeline.turns import check_same_losses, over_all_ranks, paired, take_turns
+from ranks.turns import Contestant, check_same_losses, over_all_ranks, paired, take_turns
 from torch import distributed
 
 from bayplan.data.record import Lane

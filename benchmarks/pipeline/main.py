@@ -7,10 +7,9 @@ thread each and talk through gloo. Ratios are medians over the rounds of ratios 
 import json
 import signal
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import finish, keep_freed_memory, options, say
 from pipeline.claims import claims
-from pipeline.hosts import Host, HostsUnavailable, two_hosts
 from pipeline.models import CASES, MEMORY_CASE, Replicas, shrunk, with_boundary
-
-from bayplan.running.ranks.launching import launch
+from ranks.launching import Launch, run_all
 
 RANKS = (2, 4)
 FEW, MANY = 8, 32  # micro-batches
@@ -45,17 +42,6 @@ COLUMNS = (
     "ours_over_ddp",
     "ours_over_even",
 )
-TIMEOUT_SECONDS = 900.0
-_SIGNALLED = 128  # and the number of the signal, as exit code of ranks that were told to stop
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Ranks that are started together, and what they do one after the other."""
-
-    num_ranks: int
-    jobs: Sequence[dict[str, Any]]
-    num_hosts: int = 1
 
 
 def main() -> None:
@@ -75,17 +61,9 @@ def main() -> None:
     if not arguments.quick:  # which starts this process once more
         keep_freed_memory()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed
-    rows, failures = [], []
     chosen = arguments.cases or names
     launches = _quick(chosen) if arguments.quick else _full(chosen, arguments)
-    for one in launches:
-        try:
-            rows += _run(one)
-        except HostsUnavailable as reason:
-            rows += [{"case": job["name"], "skipped": str(reason)} for job in one.jobs]
-        except RuntimeError as fault:
-            failures.append({"cases": [job["name"] for job in one.jobs], "fault": str(fault)})
-            say(failures[-1])
+    rows, failures = run_all(Path(__file__).with_name("rank.py"), launches)
     rows = [*_known_of_others(arguments), *rows]
     result = {"rows": rows, "failures": failures, "rounds": arguments.rounds}
     if not arguments.quick:
@@ -162,34 +140,6 @@ def _shrunk_replicas(case: Replicas) -> Replicas:
 
 def _job(kind: str, name: str, **told: Any) -> dict[str, Any]:
     return {"kind": kind, "name": name, **told}
-
-
-def _run(one: Launch) -> list[dict[str, Any]]:
-    """The rows of a launch."""
-    say(f"{', '.join(job['name'] for job in one.jobs)}: {one.num_ranks} ranks")
-    if one.num_hosts == 1:
-        return _run_on(one, ())
-    with two_hosts() as hosts:
-        return _run_on(one, hosts)
-
-
-def _run_on(one: Launch, hosts: Sequence[Host]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        jobs, result = Path(folder, "jobs.json"), Path(folder, "result.json")
-        jobs.write_text(json.dumps({"jobs": one.jobs, "hosts": [asdict(host) for host in hosts]}))
-        program = Path(__file__).with_name("rank.py")
-        exit_code = launch(
-            [str(program), str(jobs), str(result)],
-            num_ranks=one.num_ranks,
-            log_folder=Path(folder, "logs"),
-            timeout_seconds=TIMEOUT_SECONDS,
-            on_line=say,
-        )
-        if exit_code > _SIGNALLED:
-            sys.exit(exit_code)
-        if exit_code or not result.exists():
-            raise RuntimeError(f"the ranks end with exit code {exit_code}; see above why")
-        return json.loads(result.read_text())
 
 
 def _known_of_others(arguments: Namespace) -> list[dict[str, Any]]:

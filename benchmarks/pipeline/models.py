@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from pipeline.emulation import EmulatedLayer
+from ranks.emulation import EmulatedLayer
 from torch import Tensor, nn
 
 __all__ = ["CASES", "MEMORY_CASE", "Case", "Replicas", "mean_loss", "shrunk", "with_boundary"]

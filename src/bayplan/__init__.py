@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from bayplan.data.plan import Plan
     from bayplan.data.profile import Profile
     from bayplan.data.record import RunRecord
-    from bayplan.replicated import data_parallel, exchange_of, no_sync
     from bayplan.fitted import fit
     from bayplan.pipelined import bind
+    from bayplan.replicated import data_parallel, exchange_of, no_sync
 
 __all__ = [
     "BayplanError",

@@ -154,7 +154,7 @@ class ScatteredSums(SocketSums):
         first, *others = parts.view(num_ranks, -1)
         for other in others:
             first += other
-        distributed.all_gather_into_tensor(padded, first, group=self._group)
+        distributed.all_gather_single(padded, first, group=self._group)
         numbers.copy_(padded[: numbers.numel()])
 
 

@@ -8,12 +8,25 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
-from pipeline.contestants import Contestant
 from torch import Tensor, distributed
 
-__all__ = ["check_same_losses", "over_all_ranks", "paired", "take_turns"]
+__all__ = ["Contestant", "check_same_losses", "over_all_ranks", "paired", "take_turns"]
+
+
+class Contestant(Protocol):
+    """One way to run a step, on all ranks."""
+
+    def step(self) -> Tensor:
+        """Train on the batch; returns this rank's part of its loss."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds beside memory."""
+        ...
+
 
 _TOLERANCE = 1e-4  # of float32 sums in another order
 

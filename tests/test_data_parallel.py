@@ -171,6 +171,20 @@ except ValueError:
 got = trained(ours, lambda step: loss_of(ours, samples(step, rank)).backward())
 found["apart after a failure"] = same_on_all(got)
 
+# A gradient that is not a number, on the last rank.
+ours = bayplan.data_parallel(made(), check_finite=True)
+optimizer = optimizer_of(ours)
+def not_a_number():
+    x = samples(0, rank)
+    if rank == num_ranks - 1:
+        x[0, 0, 0, 0] = float("nan")
+    loss_of(ours, x).backward()
+loss_of(ours, samples(0, rank)).backward()
+try:
+    not_a_number()
+except AveragingFault as fault:
+    found["not a number"] = str(fault)
+
 # Mistakes.
 def refusal(call):
     try:
@@ -200,20 +214,25 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data_parallel")
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    lines = []
+def run(folder, text, num_ranks):
+    """Run a script on some ranks; returns its exit code and what was told."""
+    script, lines = folder / "script.py", []
+    script.write_text(text)
     code = launch(
         [str(script), str(folder)],
-        num_ranks=request.param,
+        num_ranks=num_ranks,
         log_folder=folder / "logs",
         timeout_seconds=TIMEOUT_SECONDS,
         on_line=lines.append,
     )
-    assert code == 0, lines
+    return code, "\n".join(lines)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data_parallel")
+    code, told = run(folder, SCRIPT, request.param)
+    assert code == 0, told
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 
@@ -253,7 +272,65 @@ def test_float32_is_as_distributed_data_parallel(found):
         ("nothing trained", "UsageError: no parameter of the model is trained"),
         ("compression", "UsageError: compression is torch.int8; use torch.bfloat16"),
         ("second gradient", "AveragingFault: head."),
+        ("not a number", "gradients are infinite or not a number: head."),
     ],
 )
 def test_a_mistake_is_told(found, what, said):
     assert all(said in own[what] for own in found), [own[what] for own in found]
+
+
+def test_the_rank_of_what_is_not_a_number_is_named(found):
+    last = len(found) - 1
+    assert all(f"on rank {last}. Lower the learning rate" in own["not a number"] for own in found)
+
+
+BEGIN = """
+import os, sys, time
+import torch
+from torch import distributed, nn
+import bayplan
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+"""
+DIES = """
+model = bayplan.data_parallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))
+for step in range(100):
+    time.sleep(3.0 * (step == 4))  # ranks tell what they do once in a while
+    if step == 4 and rank == 1:
+        model[2].weight.register_hook(lambda gradient: os._exit(3))
+    model(torch.ones(2, 64)).sum().backward()
+"""
+DIFFERS = """
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8 + rank))
+bayplan.data_parallel(model)
+"""
+
+
+def test_a_rank_that_dies_in_the_middle_of_an_exchange_is_named(tmp_path):
+    code, told = run(tmp_path, BEGIN + DIES, 3)
+    assert code != 0
+    assert "rank 1" in told
+    assert "after backward 4" in told
+
+
+def test_another_model_on_a_rank_is_refused_on_all(tmp_path):
+    code, told = run(tmp_path, BEGIN + DIFFERS, 2)
+    assert code == 2
+    assert "rank 1 has another model than rank 0: its tensor 2 is 1.weight (9x8 float32)" in told
+
+
+NO_GROUP = """
+import sys, torch, bayplan
+try:
+    bayplan.data_parallel(torch.nn.Linear(2, 2))
+except bayplan.BayplanError as fault:
+    print(fault, file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def test_without_a_process_group_it_says_what_to_do(tmp_path):
+    code, told = run(tmp_path, NO_GROUP, 1)
+    assert code == 7
+    assert "data_parallel needs a process group; start the script with torchrun" in told

@@ -1,8 +1,8 @@
 """Layers that take time without a processor, so that eight "devices" fit two cores.
 
-A layer sleeps for every sample, most often forward once and backward twice as long. Its parameter, its
-gradient and all messages are real bytes. It is one opaque operator, so that a tracer sees neither
-the sleep nor what is around it.
+A layer sleeps for every sample, most often forward once and backward twice as long. Its parameter,
+its gradient and all messages are real bytes. It is one opaque operator, so that a tracer sees
+neither the sleep nor what is around it.
 """
 
 import time

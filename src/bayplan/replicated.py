@@ -1,7 +1,7 @@
 """`bayplan.data_parallel`: the same module on every rank, with gradients averaged over all."""
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -11,7 +11,7 @@ from torch import distributed, nn
 from bayplan.data.errors import UsageError
 from bayplan.running.exchange.averaging import Averaging, BackwardTimes, needed_bytes
 from bayplan.running.exchange.cheapest import SIZES, CheapestSums, WayCosts, measure_ways
-from bayplan.running.exchange.meeting import open_meeting
+from bayplan.running.exchange.meeting import Meeting, open_meeting
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.opening import check_environment, open_watch
 from bayplan.running.ranks.starting import take_model, take_values
@@ -29,6 +29,7 @@ def data_parallel(
     *,
     broadcast_buffers: bool = True,
     compression: torch.dtype | None = None,
+    check_finite: bool = False,
 ) -> nn.Module:
     """Train a model on all ranks at once, each with its own samples; returns the same module.
 
@@ -48,6 +49,9 @@ def data_parallel(
             `DistributedDataParallel`.
         compression: `torch.bfloat16` or `torch.float16` to round gradients on their way between
             hosts, which halves the bytes there and costs their last digits. None changes nothing.
+        check_finite: whether a backward whose gradients are infinite or not a number ends with an
+            error on all ranks, which names parameter and rank. Takes another look at all gradients;
+            not for loops that scale losses until gradients are finite.
     """
     if not distributed.is_initialized():
         raise UsageError(
@@ -62,7 +66,7 @@ def data_parallel(
         check_environment()
         _check_model(model)
         take_model(_own_tensors(model))
-        state = DataParallel(model, watch, compression)
+        state = DataParallel(model, watch, compression, check_finite=check_finite)
     if broadcast_buffers and any(True for _ in model.buffers()):
         model.register_forward_pre_hook(lambda module, _: state.take_buffers())
     model.__dict__[_ATTRIBUTE] = state
@@ -106,7 +110,12 @@ class DataParallel:
     """
 
     def __init__(
-        self, model: nn.Module, watch: Watch, compression: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        watch: Watch,
+        compression: torch.dtype | None = None,
+        *,
+        check_finite: bool = False,
     ) -> None:
         self._model, self._watch = model, watch
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -121,6 +130,7 @@ class DataParallel:
             CheapestSums(ways, self.costs),
             num_ranks=num_ranks,
             buckets=_filled(self._trained),
+            board=_StoreBoard(self._meeting) if check_finite else None,
         )
         self.averaging.on_end = self._after_backward
 
@@ -155,6 +165,30 @@ class DataParallel:
             planned = plan_buckets(self._trained, self.times.ready, self.costs)
             self._meeting.store.set(key, msgspec.json.encode(planned).decode())
         return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
+
+
+class _StoreBoard:
+    """A board in the store where ranks meet."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def write(self, names: Sequence[str]) -> None:
+        """See `Board`."""
+        self._meeting.store.set(f"infinite{self._meeting.rank}", ", ".join(names))
+
+    def read(self) -> str:
+        """See `Board`."""
+        store, ranks = self._meeting.store, range(self._meeting.world_size)
+        told = [
+            f"{store.get(f'infinite{rank}').decode()} on rank {rank}"
+            for rank in ranks
+            if store.check([f"infinite{rank}"])
+        ]
+        return (
+            f"gradients are infinite or not a number: {'; '.join(told)}. Lower the learning rate,"
+            " or look for a division by zero there"
+        )
 
 
 def plan_buckets(

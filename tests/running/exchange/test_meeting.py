@@ -7,7 +7,7 @@ from bayplan.running.ranks.launching import launch
 NUM_RANKS = 4
 TIMEOUT_SECONDS = 250.0
 SCRIPT = """
-import json, os, sys
+import json, os, resource, sys, time, warnings
 from functools import cached_property
 from pathlib import Path
 import torch
@@ -55,9 +55,54 @@ found["one unwilling"] = summed(meeting("e", is_willing=rank != 2).sums(RANKS, a
 found["all unwilling"] = summed(meeting("f", is_willing=False).sums(RANKS, all_bytes))
 RANKS = (1, 3)
 found["some"] = summed(meeting("g").sums(RANKS, all_bytes))
+RANKS = range(world_size)
 losses = LossSums(meeting("h").sums(range(world_size), LossSums.needed_bytes(2)), 2)
 told = [losses.add(torch.tensor([rank + 10.0 * at, 1.0, 2.0])) for at in range(5)]
 found["losses"] = [one if one is None else one.tolist() for one in told + losses.rest()]
+
+# Every way, for every dtype and odd sizes; whole numbers are exact in all of them.
+found["wrong"] = []
+for name, kind in (("i", Meeting), ("j", Emulated)):
+    ways = meeting(name, kind).ways(RANKS, all_bytes, is_scattered=True)
+    found[f"ways {name}"] = list(ways)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for count in (1, 7, 4097, 600_001):
+            next(iter(ways.values())).forget_rooms()
+            room = next(iter(ways.values())).room(count, dtype, cpu)
+            for way, sums in ways.items():
+                heard = []
+                room.copy_(torch.arange(count) % 5 + rank)
+                sums.begin(room, heard.append).wait()
+                expected = world_size * (torch.arange(count) % 5) + sum(RANKS)
+                dist.barrier()  # a callback may come after the sum
+                is_right = torch.equal(room.double(), expected.double())
+                is_told = [one.size_bytes for one in heard] == [room.nbytes]
+                if not is_right or not is_told or heard[0].ended_seconds < heard[0].begun_seconds:
+                    found["wrong"].append((name, way, str(dtype), count, is_right, is_told))
+rounding = meeting("k", Emulated).ways(RANKS, all_bytes, wire_dtype=torch.bfloat16)
+room = rounding["hierarchical"].room(COUNT, torch.float32, cpu)
+room.copy_(torch.linspace(1, 2, COUNT) + rank)
+rounding["hierarchical"].now(room)
+expected = world_size * torch.linspace(1, 2, COUNT) + sum(RANKS)
+found["rounded by"] = ((room - expected).abs() / expected).max().item()
+
+# Who is late is told.
+late, heard = meeting("l").ways(RANKS, all_bytes)["shared"], []
+room = late.room(8, torch.float32, cpu)
+for turn in range(2):
+    dist.barrier()
+    time.sleep(0.2 * turn * (rank == 2))
+    late.begin(room, heard.append).wait()
+found["late"] = (heard[1].last_rank, heard[1].waited_seconds > 0.1)
+
+# No memory to share on one rank.
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    found["too small"] = summed(meeting("m").sums(RANKS, all_bytes))
+found["warned"] = [str(one.message) for one in seen]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 (results / f"{rank}.json").write_text(json.dumps(found))
 dist.barrier()
 dist.destroy_process_group()
@@ -88,3 +133,11 @@ def test_ranks_sum_up_whichever_way_they_share(tmp_path):
         # Two batches later; the parts of batch n are 0 to 3, and ten times n each.
         sums = [[6.0 + 40 * at, 4.0, 8.0] for at in range(5)]
         assert found["losses"] == [None, None, *sums]
+        assert found["ways i"] == ["shared", "ring", "scattered"]
+        assert found["ways j"] == ["hierarchical", "ring", "scattered"]
+        assert found["wrong"] == []
+        assert 0 < found["rounded by"] < 2**-7
+        assert found["late"] == [2, rank != 2]
+        assert found["too small"] == ["SocketSums", of_four]
+        (warning,) = found["warned"] if rank == 0 else [""]
+        assert rank or warning.startswith("ranks cannot share memory (rank 1: [Errno 27]")

@@ -8,13 +8,15 @@ that are accumulated first, parameters that are frozen later.
 NOTE [ Unused parameters ]
 A rank that does not use a parameter has no hook called for it. When its backward ends it takes part
 with zeros. Behind the gradients of the last bucket each rank says which parameters it has used, so
-all know which nobody has used: their `.grad` stays as it was.
+all know which nobody has used: their `.grad` stays as it was. There a rank also says if any of its
+gradients is not finite.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -23,13 +25,24 @@ from bayplan import torch_private
 from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.exchange.sums import Sum, Sums, room_bytes
 
-__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "needed_bytes"]
+__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "Board", "needed_bytes"]
 
 _USED = "which parameters are used"  # no parameter has such a name
 
 
 class AveragingFault(RuntimeError):
     """Gradients came in a way that cannot be averaged."""
+
+
+class Board(Protocol):
+    """Where ranks write what is wrong with their gradients, for all to read."""
+
+    def write(self, names: Sequence[str]) -> None:
+        """Name this rank's parameters whose gradients are not finite."""
+
+    def read(self) -> str:
+        """What all ranks wrote, in words."""
+        ...
 
 
 @dataclass
@@ -80,6 +93,7 @@ class Averaging:
         num_ranks: how many there are.
         buckets: names of parameters that travel together, in the order they leave; of one dtype and
             device each. Every parameter is in one.
+        board: for gradients that are not finite, which all ranks then refuse; None does not look.
 
     Attributes:
         times: of the last backward.
@@ -95,8 +109,10 @@ class Averaging:
         *,
         num_ranks: int,
         buckets: Sequence[Sequence[str]],
+        board: Board | None = None,
     ) -> None:
-        self._parameters, self._sums, self._share = parameters, sums, 1 / num_ranks
+        self._parameters, self._sums, self._num_ranks = parameters, sums, num_ranks
+        self._board, self._infinite = board, list[str]()
         self._numbers = {name: at for at, name in enumerate(parameters)}
         self._is_on, self._is_inside = True, False
         self.times = BackwardTimes()
@@ -173,8 +189,10 @@ class Averaging:
         gradient, view = parameter.grad.detach(), self._buckets.views[name]
         if gradient.layout is not torch.strided:
             raise AveragingFault(f"the gradient of {name} is sparse; use sparse=False")
-        torch.mul(gradient, self._share, out=view)
+        torch.mul(gradient, 1 / self._num_ranks, out=view)
         parameter.grad = view
+        if self._board is not None and not torch.isfinite(view.sum()):
+            self._infinite.append(name)
         self.times.ready[name] = time.perf_counter()
         self._buckets.took(name)
         if len(self.times.ready) == len(self._parameters):
@@ -183,6 +201,7 @@ class Averaging:
     def _begin(self) -> None:
         self._is_inside = True
         self.times = BackwardTimes()
+        self._infinite.clear()
         self._buckets.hear = self.times.sums.append
         self._buckets.begin_step(self._expected, range(len(self.buckets)))
         torch_private.after_backward(self._end)
@@ -195,6 +214,9 @@ class Averaging:
         else:
             for name in self.times.ready:
                 marks[self._numbers[name]] = 1
+        if self._board is not None and self._infinite:
+            self._board.write(self._infinite)
+            marks[0] = 2 * self._num_ranks  # more than all ranks together can say otherwise
         self._buckets.took(_USED)
 
     def _end(self) -> None:
@@ -208,6 +230,8 @@ class Averaging:
             self._buckets.finish(number)
         self._buckets.wait()
         times.done_seconds = time.perf_counter()
+        if self._board is not None and self._buckets.views[_USED][0] > self._num_ranks:
+            raise AveragingFault(self._board.read())
         if len(times.ready) < len(self._parameters):
             self._give_to_unused()
         self.on_end()

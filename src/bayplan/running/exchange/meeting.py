@@ -5,6 +5,7 @@ for. Whether memory is shared is decided for a whole set of ranks: all of it or 
 """
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
-_YES, _NO = "yes", "no"
+_YES = "yes"
 # Ways to sum up.
 RING, SCATTERED, SHARED, HIERARCHICAL = "ring", "scattered", "shared", "hierarchical"
 
@@ -164,32 +165,40 @@ class Meeting:
         self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str
     ) -> Blocks | None:
         """The blocks of this rank's host; None if any rank has none."""
+        block: Block | None = None
+        answer, told, found = _YES, "", dict[int, Block]()
         try:
             block = Block.make(data_bytes)
             told = msgspec.json.encode(_Opened(os.getpid(), block.file, block.size_bytes)).decode()
-        except OSError:
-            block, told = None, ""
+        except OSError as fault:
+            answer = f"rank {self.rank}: {fault}"
         self.store.set(f"{name}/block{self.rank}", told)
-        found = [self._of_other(f"{name}/block{rank}", block, rank) for rank in own]
-        is_opened = None not in found
-        self.store.set(f"{name}/opened{self.rank}", _YES if is_opened else _NO)
-        answers = {self.store.get(f"{name}/opened{rank}").decode() for rank in ranks}
-        blocks = [one for one in found if one is not None]
-        for one in blocks:
+        try:
+            for rank in own:
+                opened = block if rank == self.rank else self._of_other(f"{name}/block{rank}")
+                found |= {} if opened is None else {rank: opened}
+        except OSError as fault:
+            answer = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/opened{self.rank}", answer)
+        answers = [self.store.get(f"{name}/opened{rank}").decode() for rank in ranks]
+        for one in found.values():
             one.close_file()
-        if answers != {_YES}:
+        faults = [one for one in answers if one != _YES]
+        if faults:
+            if self.rank == ranks[0]:
+                warnings.warn(
+                    f"ranks cannot share memory ({faults[0]}), so sums go through sockets, which is"
+                    " slower",
+                    stacklevel=2,
+                )
             return None
-        at = own.index(self.rank)
+        at, blocks = own.index(self.rank), [found[rank] for rank in own]
         return Blocks(load(self.cache), blocks, at, patience_seconds=_PATIENCE_SECONDS)
 
-    def _of_other(self, key: str, own: Block | None, rank: int) -> Block | None:
-        if rank == self.rank:
-            return own
+    def _of_other(self, key: str) -> Block | None:
+        """That of another rank; None if it has none, which it tells itself."""
         told = self.store.get(key)
         if not told:
             return None
         place = msgspec.json.decode(told, type=_Opened)
-        try:
-            return Block.of_other(place.process, place.file, place.size_bytes)
-        except OSError:
-            return None
+        return Block.of_other(place.process, place.file, place.size_bytes)

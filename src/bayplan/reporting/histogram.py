@@ -1,8 +1,8 @@
 """Messages by size class: how many, how fast, and whose time it was.
 
-Columns and size classes are those of a reference report on Horovod, so that runs can be laid next to
-it. KB and MB count in 1024s there. Mbps is 2**20 bits a second of bus bandwidth: what each rank of a
-ring of n moves, which is 2 (n - 1) / n times the message. A class's rate is the mean of its
+Columns and size classes are those of a reference report on Horovod, so that runs can be laid next
+to it. KB and MB count in 1024s there. Mbps is 2**20 bits a second of bus bandwidth: what each rank
+of a ring of n moves, which is 2 (n - 1) / n times the message. A class's rate is the mean of its
 messages' rates. Classes are 10 MB wide up to 100 MB, and 50 MB wide above; where exactly the report
 changes from one to the other cannot be seen in it.
 """

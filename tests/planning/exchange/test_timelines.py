@@ -65,6 +65,16 @@ def test_horovod_that_blocks_looks_again_when_its_messages_have_ended(
     assert words_of(blocked) == ["a", "bcd"]
 
 
+def test_horovod_may_fuse_what_was_queued_and_is_not_there_yet(make_row, make_link, words_of):
+    """All is queued by the second look, at 2, and the message waits for the last gradient, at 4."""
+    settings = {"threshold_bytes": 100 * UNIT, "cycle_seconds": 2.0}
+    plan = horovod_timeline(
+        make_row([1, 1, 1, 1]), make_link(0.0), seen_seconds=lambda one: 0.5, **settings
+    )
+    assert words_of(plan) == ["abcd"]
+    assert plan.buckets[0].begin_seconds == 4.0
+
+
 def test_horovods_first_look_moves_all_that_follow(make_row, make_link):
     row = make_row([1], gaps=[0.0])
     plan = horovod_timeline(

@@ -3,8 +3,9 @@
 Each gives the same kind of plan, so that ends and hidden shares stand next to each other.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import floor
 
 from bayplan.data.errors import UsageError
@@ -36,6 +37,7 @@ def horovod_timeline(
     cycle_seconds: float,
     first_cycle_seconds: float = 0.0,
     is_blocking: bool = False,
+    seen_seconds: Callable[[Gradient], float] | None = None,
     backward_seconds: float | None = None,
 ) -> BucketPlan:
     """Send as Horovod does: look at fixed times what is ready, and fuse that up to a threshold.
@@ -52,6 +54,9 @@ def horovod_timeline(
         first_cycle_seconds: the first look, from the begin of backward.
         is_blocking: the next look is not before all messages of the last one have ended, as with
             sums on the CPU. With NCCL they are queued, and looks go on.
+        seen_seconds: from when on looks see a gradient, in the order of gradients; None for when it
+            is ready. A GPU's gradients are seen once their computation is queued, long before, so
+            that a message may have to wait for what was fused into it.
         backward_seconds: how long backward takes; None if it ends with the last gradient.
     """
     check_order(gradients)
@@ -61,43 +66,42 @@ def horovod_timeline(
             " 0 or more, and more than 0"
         )
     backward = _backward(gradients, backward_seconds)
-    waiting = deque(gradients)
+    seen = [one.ready_seconds if seen_seconds is None else seen_seconds(one) for one in gradients]
     parcels: list[Parcel] = []
-    look = first_cycle_seconds
-    while waiting:
-        if waiting[0].ready_seconds > look:  # looks that find nothing
-            missing = (waiting[0].ready_seconds - look) / cycle_seconds
-            look += cycle_seconds * max(1, floor(missing))
+    look, first = first_cycle_seconds, 0
+    while first < len(gradients):
+        if seen[first] > look:  # looks that find nothing
+            look += cycle_seconds * max(1, floor((seen[first] - look) / cycle_seconds))
             continue
-        ready = deque[Gradient]()
-        while waiting and waiting[0].ready_seconds <= look:
-            ready.append(waiting.popleft())
-        while ready:
-            parcels.append(parcel_of(_fused(ready, threshold_bytes), held_until=look))
+        last = bisect_right(seen, look)
+        found = deque(gradients[first:last])
+        first = last
+        while found:
+            parcels.append(parcel_of(_fused(found, threshold_bytes), held_until=look))
         look += cycle_seconds
         if is_blocking:
             look = max(look, send(parcels, link, backward_seconds=backward).buckets[-1].end_seconds)
     return send(parcels, link, backward_seconds=backward)
 
 
-def _fused(ready: deque[Gradient], threshold_bytes: int) -> list[Gradient]:
+def _fused(found: deque[Gradient], threshold_bytes: int) -> list[Gradient]:
     """Take the first gradient, and all that Horovod fuses with it."""
-    taken = [ready.popleft()]
+    taken = [found.popleft()]
     passed: list[Gradient] = []
     size = taken[0].size_bytes
     passed_bytes = 0
-    while ready:
-        following = ready[0]
+    while found:
+        following = found[0]
         fits = size + following.size_bytes <= threshold_bytes
         if following.kind == taken[0].kind and fits:
             size += following.size_bytes
-            taken.append(ready.popleft())
+            taken.append(found.popleft())
             continue
         passed_bytes += following.size_bytes
         if size + passed_bytes > threshold_bytes:
             break
-        passed.append(ready.popleft())
-    ready.extendleft(reversed(passed))
+        passed.append(found.popleft())
+    found.extendleft(reversed(passed))
     return taken
 
 

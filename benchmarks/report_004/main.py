@@ -54,8 +54,8 @@ COLUMNS = (
 MIB = 2**20
 GIANT_BYTES = 392 * MIB
 HOROVOD = {"default": (64 * MIB, 0.005), "tuned": (4 * MIB, 0.005)}
-# Within which all of backward is queued on the GPU, and so seen by Horovod. That is an assumption: it
-# gives 7 messages in a step of VGG16 with the default settings, where the report has 6.3.
+# Within which all of backward is queued on the GPU, and so seen by Horovod. An assumption: VGG16
+# then has 7 messages in a step with the default settings, where the report has 6.3.
 QUEUED_SECONDS = 0.015
 PART_BYTES = MIB  # where gradients may be cut, to see what that gains
 NEED_BYTES = 16 * MIB  # the most of a message by need, so that others can pass
@@ -104,15 +104,14 @@ def _row(
         "report_giant_share": run.giant_share,
         "planned_giant_share": _giant_share(planned, fitted) if run.giant_share else None,
     }
+    seen_share = min(1.0, QUEUED_SECONDS / seconds) if seconds else 1.0
     for name, (threshold_bytes, cycle_seconds) in HOROVOD.items():
         horovod = horovod_timeline(
             row,
             link,
             threshold_bytes=threshold_bytes,
             cycle_seconds=cycle_seconds,
-            seen_seconds=lambda one: (
-                one.ready_seconds * min(1.0, QUEUED_SECONDS / (seconds or 1.0))
-            ),
+            seen_seconds=lambda one: one.ready_seconds * seen_share,
         )
         found |= _times(f"horovod_{name}", horovod)
     found |= _times("ddp", ddp_timeline(row, link))

@@ -3,12 +3,20 @@
 import time
 from itertools import combinations, pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.errors import UsageError
-from bayplan.planning.exchange import Gradient, LinkCost, Order, least_end_seconds, plan_buckets
+from bayplan.planning.exchange import (
+    BucketPlan,
+    Gradient,
+    LinkCost,
+    Order,
+    least_end_seconds,
+    plan_buckets,
+)
 
 UNIT = 64
 ROWS = st.lists(
@@ -295,7 +303,13 @@ def test_first_layers_pass_a_giant_that_is_cut(make_row, make_link, words_of):
     assert by_need.end_of("c") == 8.0
 
 
-# Input.
+# Input and output.
+
+
+def test_a_plan_is_json_and_comes_back(make_row, make_link):
+    row = make_row([2, 5, 1], kinds="xyx")
+    plan = plan_buckets(row, make_link(0.5), part_bytes=UNIT, most_bytes=4 * UNIT)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=BucketPlan) == plan
 
 
 def test_nothing_to_exchange_is_a_plan_without_buckets(make_link):

@@ -3,9 +3,12 @@
 Few large messages spare latency, many small ones can begin early. Given when backward makes each
 gradient and what a message costs by its size, the best way to cut the row of gradients into
 messages is found exactly (see `cut_search`), and not by a threshold that somebody has to try out.
+All of it goes over one link; ranks that sum over a link of their own are planned by themselves.
 
 NOTE [ What is exact ]
-Cuts are the same for all kinds: what lies between two of them is a message for each kind. With one
+Cuts are the same for all kinds: what lies between two of them is a message for each kind. Of 400
+small random rows with two kinds, 14 would have ended earlier had each kind been cut by itself, by 8
+hundredths at most; but finding that takes a search over the places of all kinds together. With one
 kind and a cost of latency and size over bandwidth, no other grouping ends earlier, be it of
 neighbours or not: if each message keeps its last gradient, and every other gradient goes into the
 first message that can take it, the least is left to do after each of these.

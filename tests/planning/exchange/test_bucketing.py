@@ -260,6 +260,17 @@ def test_by_need_the_end_and_the_number_of_messages_are_the_same(
     assert len(by_need.buckets) == len(by_ready.buckets)
 
 
+@given(row=ROWS, latency=LATENCIES, overlap=st.sampled_from([0.25, 0.5, 1.0]))
+def test_by_need_the_end_is_no_later_where_starts_overlap(row, latency, overlap, make_row):
+    row = make_row(*zip(*row, strict=True))
+    link = LinkCost(
+        seconds=lambda size: latency + size / UNIT,
+        overlapped_seconds=lambda size: overlap * size / UNIT,
+    )
+    by_ready, by_need = (plan_buckets(row, link, part_bytes=UNIT, order=order) for order in Order)
+    assert by_need.end_seconds <= by_ready.end_seconds + 1e-9
+
+
 @given(row=ROWS, latency=LATENCIES)
 def test_by_need_the_last_made_gradient_is_in_the_smallest_message_that_allows_that(
     row, latency, make_row, make_link

@@ -61,11 +61,11 @@ def plan_buckets(
 ) -> BucketPlan:
     """Find the messages whose exchange ends earliest; of those, the fewest.
 
-    By need, the exchange ends at the same time and has as many messages as by readiness, but the
-    last ones, with the first layers' gradients, are as small as they can be. Whenever the link is
-    free, it takes the waiting message that the next forward needs first, so a message waits for at
-    most one that is needed later. What that asks for is that gradients come when they should:
-    ranks keep to the plan's order even if one is late.
+    By need, the exchange ends no later than by readiness and has as many messages, but the last
+    ones, with the first layers' gradients, are as small as they can be. Whenever the link is free,
+    it takes the waiting message that the next forward needs first, so a message waits for at most
+    one that is needed later. All of that holds if gradients come when they should: ranks keep to
+    the plan's order even if one is late.
 
     Args:
         gradients: in the order in which backward makes them.

@@ -68,9 +68,9 @@ def send_by_need(
 ) -> BucketPlan:
     """Send what is waiting in the order in which the next forward needs it.
 
-    The link is never idle while a message waits, so the last one ends when it does in the order of
-    readiness: any such order has the same work to do since the same moment. A message that is
-    ready waits for at most one that is needed later, which was under way already.
+    The link is never idle while a message could be on it, so the last one ends no later than in any
+    other order, that of readiness included. A message waits for at most one that is needed later,
+    which was under way already.
     """
     waiting = list(parcels)
     ordered: list[Parcel] = []

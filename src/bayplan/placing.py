@@ -5,7 +5,7 @@ operators or by parameters, or where modules are named; the rest follows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.plan import Bucket, Plan, Request, Stage
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.fit_choice import peak_bytes
+from bayplan.planning.exchange import Gradient, LinkCost, plan_buckets
 from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
@@ -50,7 +51,9 @@ __all__ = ["place"]
 Progress = Callable[[str, int, int], None]
 FindLinks = Callable[[], LinkSpeeds | None]
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+# Of buckets where it is not known when gradients come, or how fast they are summed: an eighth of
+# all, so that most leave before the last ones are made.
+_BUCKET_SHARE, _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 / 8, 256 << 10, 25 << 20
 
 
 def place(
@@ -142,10 +145,7 @@ class _Placing:
         self, needs: RankNeeds, actions: Sequence[Sequence[Action]], fits: Mapping[Key, Fit]
     ) -> StepTimes | None:
         """How long a step takes; unknown between machines, whose links are unknown."""
-        if len({one.node for one in self.wishes.placement.places}) > 1:
-            return None
-        self.on_progress("measuring how fast ranks talk", 0, 1)
-        links = self.find_links()
+        links = self._links
         if links is None:
             return None
         with one_thread_prices(self.device, cache=cache_directory()) as price:
@@ -336,7 +336,10 @@ class _Placing:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradients of the same stages together, the last first, as backward makes them."""
+        """Gradients that travel together, in the order that backward makes them.
+
+        Those of one stage are planned from when it makes them and from how fast they are summed.
+        """
         stages_of: dict[str, tuple[int, ...]] = {}
         for stage, gradients in enumerate(self.staged.assignment.gradients):
             for name in gradients:
@@ -354,8 +357,43 @@ class _Placing:
                 stages=stages_of[group[0]],
             )
             for names in alike.values()
-            for group in _filled(names, sizes)
+            for group in self._groups(names, sizes, stages_of[names[0]])
         )
+
+    def _groups(
+        self, names: Sequence[str], sizes: Mapping[str, int], stages: Sequence[int]
+    ) -> list[list[str]]:
+        """Gradients of the same stages as groups that travel together."""
+        stage, num_ranks = stages[0], len({*self._ranks_of(stages)})
+        if num_ranks == 1:
+            return [list(names)]  # they stay where they are
+        if len(stages) > 1 or self._links is None:
+            return _filled(names, sizes)
+        num_replicas = len(self.stages[stage].devices)
+        size = max(2, self.num_samples // self.wishes.num_micro_batches // num_replicas)
+        seconds = self._fits.plain((stage, size)).seconds.gradients
+        made = dict(zip(self.staged.assignment.gradients[stage], seconds, strict=True))
+        links = self._links
+        link = LinkCost(seconds=lambda size_bytes: links.reduce_seconds(size_bytes, num_ranks))
+        plan = plan_buckets(
+            [
+                Gradient(name=name, size_bytes=sizes[name], ready_seconds=made[name])
+                for name in sorted(names, key=made.__getitem__)
+            ],
+            link,
+        )
+        return [[part.name for part in bucket.parts] for bucket in plan.buckets]
+
+    def _ranks_of(self, stages: Sequence[int]) -> Iterator[int]:
+        return (rank for stage in stages for rank in self.stages[stage].devices)
+
+    @cached_property
+    def _links(self) -> LinkSpeeds | None:
+        """How fast ranks talk; unknown between machines."""
+        if len({one.node for one in self.wishes.placement.places}) > 1:
+            return None
+        self.on_progress("measuring how fast ranks talk", 0, 1)
+        return self.find_links()
 
 
 def _is_in(path: str, module: str) -> bool:
@@ -365,9 +403,11 @@ def _is_in(path: str, module: str) -> bool:
 def _filled(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
     """Groups that are full before the next one begins."""
     groups: list[list[str]] = []
-    filled = _BUCKET_BYTES
+    share = int(_BUCKET_SHARE * sum(sizes[name] for name in names))
+    most = min(max(share, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
+    filled = most
     for name in names:
-        if filled + sizes[name] > _BUCKET_BYTES:
+        if filled + sizes[name] > most:
             groups.append([])
             filled = 0
         groups[-1].append(name)

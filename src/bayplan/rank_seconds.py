@@ -11,6 +11,7 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.planning.pipelines.clock import StepCosts
 from bayplan.planning.pipelines.rank_memory import Key
+from bayplan.planning.pipelines.stage_seconds import StageSeconds
 from bayplan.profiling.signatures import OperatorCosts
 from bayplan.rank_needs import RankNeeds
 from bayplan.stage_orders import Fit
@@ -47,13 +48,33 @@ class RankSeconds:
             bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
             links=self.links,
             num_cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else math.inf,
+            early=self._early,
         )
+
+    def _early(self, rank: int, action: Action) -> dict[int, float]:
+        """How long before a backward ends it has made the gradients of each bucket."""
+        if action.kind is not _K.BACKWARD:
+            return {}
+        names = self.needs.staged.assignment.gradients[action.stage]
+        own = self._stage_seconds(rank, action)
+        made = dict(zip(names, own.gradients, strict=True))
+        return {
+            bucket: own.backward - max(made.get(name, 0.0) for name in self._names(bucket))
+            for bucket in self.needs.pipeline.holders(rank)
+        }
+
+    def _names(self, bucket: int) -> tuple[str, ...]:
+        return self.needs.buckets[bucket].parameters
+
+    def _stage_seconds(self, rank: int, action: Action) -> StageSeconds:
+        pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
+        (size,) = (piece.end - piece.begin for at, piece in pieces if at == action.index)
+        return self.fits[action.stage, size].seconds
 
     def _seconds(self, rank: int, action: Action) -> float:
         pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
         first, *_ = (at for at, _ in pieces)
-        (size,) = (piece.end - piece.begin for at, piece in pieces if at == action.index)
-        seconds = self.fits[action.stage, size].seconds
+        seconds = self._stage_seconds(rank, action)
         own = {
             _K.FORWARD: seconds.forward,
             _K.BACKWARD: seconds.backward,

@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 
 from bayplan.data.errors import UsageError
+from bayplan.planning.exchange import Gradient, LinkCost, plan_buckets
 from bayplan.running.exchange.averaging import Averaging, BackwardTimes, needed_bytes
 from bayplan.running.exchange.cheapest import SIZES, CheapestSums, WayCosts, measure_ways
 from bayplan.running.exchange.meeting import Meeting, open_meeting
@@ -162,7 +163,7 @@ class DataParallel:
         """Rank 0's plan, on all ranks."""
         key = "buckets"
         if self._meeting.rank == 0:
-            planned = plan_buckets(self._trained, self.times.ready, self.costs)
+            planned = _planned_names(self._trained, self.times.ready, self.costs)
             self._meeting.store.set(key, msgspec.json.encode(planned).decode())
         return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
 
@@ -191,18 +192,29 @@ class _StoreBoard:
         )
 
 
-def plan_buckets(
+def _planned_names(
     parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float], costs: WayCosts
 ) -> list[list[str]]:
     """Names of parameters that travel together, in the order they leave.
 
     Args:
         parameters: all that are trained.
-        ready: by name, when a gradient was there; unused ones are not.
+        ready: by name, when a gradient was there; what was not used comes last.
         costs: of sums.
     """
-    order = sorted(parameters, key=lambda name: ready.get(name, float("inf")))
-    return _filled({name: parameters[name] for name in reversed(order)})
+    first, last = min(ready.values()), max(ready.values())
+    gradients = [
+        Gradient(
+            name=name,
+            size_bytes=parameters[name].nbytes,
+            ready_seconds=ready.get(name, last) - first,
+            kind=f"{parameters[name].dtype} {parameters[name].device}",
+        )
+        for name in sorted(parameters, key=lambda name: ready.get(name, last))
+    ]
+    link = LinkCost.table((size, costs.seconds(size)) for size in SIZES)
+    plan = plan_buckets(gradients, link)
+    return [[part.name for part in bucket.parts] for bucket in plan.buckets]
 
 
 def _filled(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -6,7 +6,7 @@ and each answer is judged by about what it takes on a rank: `in flight x held + 
 rank with such stages fits is decided by a walk of its list (`fit_choice`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,18 +68,20 @@ class TracedStage:
         """What it computes with some values packed."""
         return self.step.with_packs(packs).program
 
-    def gradients(self, packs: tuple[str, ...]) -> frozenset[int]:
-        """The buffers of gradients of parameters."""
-        return self._made_by_backward(packs, slice(self.num_gradients))
+    def gradients(self, packs: tuple[str, ...]) -> list[frozenset[int]]:
+        """The buffers of each parameter's gradient."""
+        return self._made_by_backward(packs)[: self.num_gradients]
 
     def made_back(self, packs: tuple[str, ...]) -> frozenset[int]:
         """The buffers of gradients for other stages."""
-        return self._made_by_backward(packs, slice(self.num_gradients, None))
+        return frozenset().union(*self._made_by_backward(packs)[self.num_gradients :])
 
-    def _made_by_backward(self, packs: tuple[str, ...], which: slice) -> frozenset[int]:
+    def _made_by_backward(self, packs: tuple[str, ...]) -> list[frozenset[int]]:
         step = self.step.with_packs(packs)
-        nodes = (node for node in step.backward_outputs[which] if node is not None)
-        return frozenset(buffer for node in nodes for buffer in step.buffers_of[node])
+        return [
+            frozenset() if node is None else frozenset(step.buffers_of[node])
+            for node in step.backward_outputs
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,14 +239,21 @@ class StageSearch:
         )
         swapped = arrangement.apply(program)
         done, made_back = swapped.program, traced.made_back(packs)
+        gradients = traced.gradients(packs)
         memory = stage_memory(
-            done, plain_schedule(done), made_back=made_back, gradients=traced.gradients(packs)
+            done,
+            plain_schedule(done),
+            made_back=made_back,
+            gradients=frozenset().union(*gradients),
         )
-        return Fit(order, memory, self._seconds(swapped, made_back), swapped.size_bytes)
+        seconds = self._seconds(swapped, made_back, gradients)
+        return Fit(order, memory, seconds, swapped.size_bytes)
 
-    def _seconds(self, swapped: Swapped, made_back: frozenset[int]) -> StageSeconds:
+    def _seconds(
+        self, swapped: Swapped, made_back: frozenset[int], gradients: Sequence[frozenset[int]]
+    ) -> StageSeconds:
         schedule = plain_schedule(swapped.program)
-        seconds = stage_seconds(swapped.program, schedule, made_back=made_back)
+        seconds = stage_seconds(swapped.program, schedule, made_back=made_back, gradients=gradients)
         if self.tier is None or not swapped.swap_ops:
             return seconds
         lane = lane_seconds(swapped, schedule, self.tier)

@@ -129,3 +129,19 @@ def test_no_schedule_is_faster_than_its_work(make_pipeline, name):
 def test_no_cores_are_refused():
     with pytest.raises(ValueError, match="num_cores is 0"):
         SharedCores(0)
+
+
+def test_a_sum_that_begins_in_the_middle_of_a_backward_ends_earlier(make_pipeline):
+    pipeline = make_pipeline([[0, 1]], micro_batches=1, buckets=((0, 1),))
+    speed = LinkSpeed(latency_seconds=0.0, bytes_per_second=100.0)
+
+    def seconds(**early):
+        early = {int(name[1:]): one for name, one in early.items()}
+        more = {"bucket_bytes": (150, 50), "early": lambda rank, action: early}
+        return times(pipeline, reduce=speed, **more).seconds
+
+    assert seconds() == pytest.approx(1 + 2 + 1.5 + 0.5)
+    assert seconds(_0=1.5) == pytest.approx(1 + 2 + 0.5)  # all of the first sum is hidden
+    assert seconds(_0=2.0, _1=0.5) == pytest.approx(1 + 2)
+    # One order on all ranks: the second is never before the first.
+    assert seconds(_1=1.5) == pytest.approx(1 + 2 + 1.5 + 0.5)

@@ -2,7 +2,8 @@
 
 The lists decide the order; `SharedCores` decides how fast. Sends and reduces go on by themselves. A
 receive waits until its messages are here, an update until its sums are, and the end of a step
-until all ranks have the loss: of the same batch, or of an earlier one where backward lags.
+until all ranks have the loss: of the same batch, or of an earlier one where backward lags. A sum
+begins in the middle of the backward that makes its last gradient.
 
 Between two ranks messages go one after the other, and so do the sums of the same ranks.
 """
@@ -11,6 +12,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.link_speeds import LinkSpeeds
@@ -42,6 +45,8 @@ class StepCosts:
         bucket_bytes: by bucket.
         links: between ranks.
         num_cores: that all ranks share.
+        early: of a rank's backward that is the last of its stage, by bucket, how many seconds
+            before its end it has made the bucket's gradients.
     """
 
     seconds: Callable[[int, Action], float]
@@ -50,6 +55,7 @@ class StepCosts:
     bucket_bytes: Sequence[int]
     links: LinkSpeeds
     num_cores: float = math.inf
+    early: Callable[[int, Action], Mapping[int, float]] = lambda rank, action: {}
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class _Run:
             if batch < 0 or batch >= self.num_calls:
                 self._next(rank)  # nothing to do yet
             elif action.kind in _COMPUTES:
-                self._compute(rank, action, self.costs.seconds(rank, action))
+                self._compute_stage(rank, action, batch)
                 return
             elif action.kind is _K.UPDATE and position == len(self.actions[rank]) - 1:
                 if not self._has_sums(rank, call):
@@ -217,15 +223,46 @@ class _Run:
                 )
             )
 
-    def _compute(self, rank: int, action: Action, seconds: float) -> None:
+    def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
+        """Compute, and post sums on the way: those that the list has right behind the action."""
+        seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
+        behind = takewhile(
+            lambda one: one.kind not in _COMPUTES, self.actions[rank][position + 1 :]
+        )
+        buckets = [one.index for one in behind if one.kind is _K.REDUCE]
+        early = self.costs.early(rank, action) if buckets else {}
+        posts: list[tuple[float, Callable[[], None]]] = []
+        at = 0.0
+        for bucket in buckets:  # in their order, so none before the one before it
+            at = max(at, seconds - early.get(bucket, 0.0))
+            posts.append((at, partial(self._post, rank, bucket, batch)))
+        self._compute(rank, action, seconds, posts)
+
+    def _compute(
+        self,
+        rank: int,
+        action: Action,
+        seconds: float,
+        posts: Sequence[tuple[float, Callable[[], None]]] = (),
+    ) -> None:
+        """Compute for some seconds, and do something at some times within them, rising."""
         since = self.cores.now_seconds
 
-        def done() -> None:
-            self._note(rank, action, Lane.COMPUTE, since)
-            self._next(rank)
-            self._go_on(rank)
+        def go_on(left: Sequence[tuple[float, Callable[[], None]]], done_seconds: float) -> None:
+            until = left[0][0] if left else seconds
 
-        self.cores.begin(seconds, cores=1.0, then=done)
+            def reached() -> None:
+                if left:
+                    left[0][1]()
+                    go_on(left[1:], until)
+                    return
+                self._note(rank, action, Lane.COMPUTE, since)
+                self._next(rank)
+                self._go_on(rank)
+
+            self.cores.begin(until - done_seconds, cores=1.0, then=reached)
+
+        go_on(posts, 0.0)
 
     def _letters(self, rank: int, action: Action, batch: int) -> list[_Letter]:
         is_back = action.kind in (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
@@ -237,13 +274,19 @@ class _Run:
             for letter in self._letters(rank, action, batch):
                 self._send(letter)
         elif action.kind is _K.REDUCE:
-            bucket, members = action.index, self.pipeline.members[action.index]
-            self.posted[bucket, batch].add(rank)
-            if self.posted[bucket, batch] == {*members}:
-                links = self.costs.links
-                seconds = links.reduce_seconds(self.costs.bucket_bytes[bucket], len(members))
-                cores = links.reduce_cores(len(members))
-                self._queue(members, seconds, cores, lambda: self.summed.add((bucket, batch)))
+            self._post(rank, action.index, batch)
+
+    def _post(self, rank: int, bucket: int, batch: int) -> None:
+        """A rank has its part of a sum, which begins with the last one; again does nothing."""
+        members, posted = self.pipeline.members[bucket], self.posted[bucket, batch]
+        if rank in posted:
+            return
+        posted.add(rank)
+        if posted == {*members}:
+            links = self.costs.links
+            seconds = links.reduce_seconds(self.costs.bucket_bytes[bucket], len(members))
+            cores = links.reduce_cores(len(members))
+            self._queue(members, seconds, cores, lambda: self.summed.add((bucket, batch)))
 
     def _send(self, letter: _Letter) -> None:
         message, is_back, _ = letter

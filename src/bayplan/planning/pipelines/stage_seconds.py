@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from bayplan.data.program import Program
 
@@ -15,15 +16,21 @@ class StageSeconds:
     Attributes:
         backward: what is recomputed for it included.
         backward_input: the part of it that other stages wait for.
+        gradients: of each parameter, the seconds of backward after which its gradient is there.
     """
 
     forward: float
     backward: float
     backward_input: float
+    gradients: tuple[float, ...] = ()
 
 
 def stage_seconds(
-    program: Program, schedule: Sequence[int], *, made_back: frozenset[int] = frozenset()
+    program: Program,
+    schedule: Sequence[int],
+    *,
+    made_back: frozenset[int] = frozenset(),
+    gradients: Sequence[frozenset[int]] = (),
 ) -> StageSeconds:
     """What a stage's program takes when it runs in an order.
 
@@ -31,6 +38,7 @@ def stage_seconds(
         program: of forward and backward, priced.
         schedule: the order.
         made_back: buffers of gradients for other stages.
+        gradients: the buffers of each parameter's gradient.
     """
     executions = list(program.executions(schedule))
     first = program.first_backward
@@ -40,8 +48,12 @@ def stage_seconds(
         if needed.intersection(op.writes):
             needed.update(op.reads)
             for_others += op.seconds
+    made: dict[int, float] = {}
+    for op, end in zip(backward, accumulate(op.seconds for op in backward), strict=True):
+        made |= dict.fromkeys(op.writes, end)
     return StageSeconds(
         forward=sum(op.seconds for op in forward),
         backward=sum(op.seconds for op in backward),
         backward_input=for_others,
+        gradients=tuple(max((made.get(b, 0.0) for b in own), default=0.0) for own in gradients),
     )

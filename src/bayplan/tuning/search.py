@@ -1,0 +1,233 @@
+"""`Search`: which setting to compare with the best so far, and when to stop.
+
+NOTE [ How it ends ]
+1. A setting is open while the chance that it is faster than the best by more than the margin is
+   above 5 %, by prediction, by how wrong predictions have been, and by what was measured.
+2. The margin is 2 %, or a quarter of the scatter of steps where that is more: what a hundred steps
+   can just tell apart. Less is not worth having, or cannot be seen.
+3. The open setting with the largest expected gain is compared next. Others are never measured.
+4. When no candidate is open, Optuna proposes a few inside the ranges. When none of these is open
+   either, or the steps are used up, it is over.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from bayplan.data.errors import UsageError
+from bayplan.data.exchange_settings import ExchangeSettings
+from bayplan.data.tuning_record import ComparedSetting
+from bayplan.tuning.beliefs import Beliefs, Comparison, Outlook
+from bayplan.tuning.noise import Noise, log_middle
+from bayplan.tuning.options import TuningOptions
+from bayplan.tuning.proposing import propose
+from bayplan.tuning.space import SearchSpace
+
+__all__ = ["Predict", "Search"]
+
+Predict = Callable[[ExchangeSettings], float]
+
+_CHANCE = 0.05
+_OF_SCATTER = 0.25
+_MOST_PROPOSALS = 6  # to be measured, in one search
+_ASKED_AT_ONCE = 24
+_ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
+_FEWEST_STEPS, _MOST_STEPS = 5, 10  # of a block; of five, two may be spoilt
+
+
+class Search:
+    """One search; what it knows ends with the network it was learnt on.
+
+    Attributes:
+        settings: candidates, and what was proposed.
+        predicted_seconds: of each.
+        best: index of the best so far.
+        noise: of the steps so far.
+        num_proposed: settings that Optuna has added.
+
+    Args:
+        space: what to choose from.
+        predict: seconds of a step under a setting; any unit, for only ratios count.
+        options: how to search.
+        begin_with: the best so far of an earlier search; by default the best by prediction.
+        known: what earlier runs found, against `begin_with`.
+        surprise: how far predictions are known to be off, as a logarithm.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        predict: Predict,
+        options: TuningOptions,
+        *,
+        begin_with: ExchangeSettings | None = None,
+        known: Sequence[ComparedSetting] = (),
+        surprise: float = 0.0,
+    ) -> None:
+        self._space, self._predict, self._options = space, predict, options
+        self._expected_error = max(options.expected_error, surprise)
+        self.settings: list[ExchangeSettings] = []
+        self.predicted_seconds: list[float] = []
+        for one in space.candidates:
+            self._add(one)
+        self._comparisons: list[Comparison] = []
+        self._logs: dict[int, list[float]] = {}  # of seconds of steps, by setting
+        self.num_proposed = 0
+        self.noise = Noise()
+        self.best = min(range(len(self.settings)), key=self.predicted_seconds.__getitem__)
+        if begin_with is not None and space.contains(begin_with):
+            self.best = self._index(begin_with)
+        self._first = self.best
+        for one in known:
+            if space.contains(one.setting) and one.setting != begin_with:
+                variance = one.spread**2 + _ANOTHER_DAY**2
+                index = self._index(one.setting)
+                self._comparisons.append(
+                    Comparison(index, self.best, math.log(one.ratio), variance)
+                )
+        self.num_known = len(self._comparisons)
+        self.beliefs = self._believe()
+
+    def forget_known(self) -> None:
+        """What earlier runs found does not hold here."""
+        self._comparisons = self._comparisons[self.num_known :]
+        self.num_known = 0
+        self.beliefs = self._believe()
+
+    @property
+    def least_gain(self) -> float:
+        """What a change must gain, whatever the noise."""
+        return self._options.least_gain
+
+    @property
+    def error(self) -> float:
+        """How far ratios of predictions are off, as learnt so far."""
+        return self.beliefs.error
+
+    @property
+    def margin(self) -> float:
+        """See rule 2."""
+        return max(self.least_gain, _OF_SCATTER * self.noise.step_spread)
+
+    @property
+    def block_steps(self) -> int:
+        """So many that one comparison tells a difference of the margin, if that is a few."""
+        wanted = 4 * math.pi * (self.noise.step_spread / self.margin) ** 2
+        return max(_FEWEST_STEPS, min(math.ceil(wanted), _MOST_STEPS))
+
+    def note(self, index: int, seconds: Sequence[float]) -> None:
+        """Take in the steps of a block."""
+        self._logs.setdefault(index, []).extend(map(math.log, seconds))
+        self.noise.add(seconds)
+        if index == self.best:
+            self.noise.add_again(log_middle(seconds))
+
+    def compare(
+        self, challenger: int, its_seconds: Sequence[float], best_seconds: Sequence[float]
+    ) -> None:
+        """Take in two blocks, noted already, that were run side by side."""
+        variance = sum(
+            self.noise.block_variance(len(seconds)) for seconds in (its_seconds, best_seconds)
+        )
+        log_ratio = log_middle(its_seconds) - log_middle(best_seconds)
+        self._comparisons.append(Comparison(challenger, self.best, log_ratio, variance))
+        self.beliefs = self._believe()
+        best = min(self.compared, key=lambda index: self.outlook(index).mean)
+        if best != self.best:
+            self.best = best
+            self.noise.forget_blocks()
+
+    @property
+    def compared(self) -> list[int]:
+        """Settings that were measured, now or in an earlier run, and the one begun with."""
+        found = {self._first, *(one.first for one in self._comparisons)}
+        return sorted(found | {one.second for one in self._comparisons})
+
+    def outlook(self, index: int) -> Outlook:
+        """How a setting may compare with the best so far."""
+        return self.beliefs.outlook(index, self.best)
+
+    @property
+    def open(self) -> dict[int, Outlook]:
+        """See rule 1."""
+        edge = math.log1p(-self.margin)
+        outlooks = {index: self.outlook(index) for index in range(len(self.settings))}
+        return {
+            index: one
+            for index, one in outlooks.items()
+            if index != self.best and one.chance_below(edge) > _CHANCE
+        }
+
+    def challenger(self) -> int | None:
+        """The setting to compare with the best next; None if it is over."""
+        candidates = self.open or self._proposed()
+        if not candidates:
+            return None
+        return max(candidates, key=lambda index: candidates[index].expected_gain)
+
+    def log_seconds(self, index: int) -> float | None:
+        """The middle of all steps with a setting; None if there were none."""
+        logs = self._logs.get(index)
+        return median(logs) if logs else None
+
+    def doubt(self, index: int) -> float:
+        """How far that middle may be off by chance, nearly always."""
+        return 2 * math.sqrt(self.noise.block_variance(len(self._logs[index])))
+
+    def found(self) -> tuple[ComparedSetting, ...]:
+        """What later runs may begin with."""
+        outlooks = ((index, self.outlook(index)) for index in self.compared)
+        return tuple(
+            ComparedSetting(
+                setting=self.settings[index], ratio=math.exp(one.mean), spread=one.spread
+            )
+            for index, one in outlooks
+            if index != self.best
+        )
+
+    def _proposed(self) -> dict[int, Outlook]:
+        """Open ones among what Optuna proposes; the others are forgotten."""
+        left = _MOST_PROPOSALS - self.num_proposed
+        if not self._space.ranges or left <= 0:
+            return {}
+        count = len(self.settings)
+        proposals = propose(
+            self._space,
+            [(one, self.outlook(index).mean) for index, one in enumerate(self.settings)],
+            count=_ASKED_AT_ONCE,
+            seed=self._options.seed + len(self._comparisons),
+        )
+        for one in proposals:
+            self._index(one)
+        self.beliefs = self._believe()
+        gains = {index: one.expected_gain for index, one in self.open.items() if index >= count}
+        chosen = max(gains, key=lambda index: gains[index], default=None)
+        kept = [] if chosen is None else [self.settings[chosen]]
+        del self.settings[count:], self.predicted_seconds[count:]
+        for one in kept:
+            self._add(one)
+        self.num_proposed += len(kept)
+        self.beliefs = self._believe()
+        return {count: self.outlook(count)} if kept else {}
+
+    def _index(self, setting: ExchangeSettings) -> int:
+        if setting not in self.settings:
+            self._add(setting)
+        return self.settings.index(setting)
+
+    def _add(self, setting: ExchangeSettings) -> None:
+        seconds = self._predict(setting)
+        if not 0 < seconds < math.inf:
+            raise UsageError(
+                f"a step with {setting} is predicted to take {seconds} s, must be more than 0"
+            )
+        self.settings.append(setting)
+        self.predicted_seconds.append(seconds)
+
+    def _believe(self) -> Beliefs:
+        return Beliefs(
+            self.settings,
+            self.predicted_seconds,
+            self._comparisons,
+            expected_error=self._expected_error,
+        )

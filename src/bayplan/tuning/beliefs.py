@@ -30,7 +30,7 @@ __all__ = ["Beliefs", "Comparison", "Outlook"]
 
 Floats = NDArray[np.float64]
 
-_SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the error, times the expected one
+_SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the error, times the expected one
 _OF_NUMBERS = 0.4  # the error that numbers make, over that of kinds
 _DOUBT = 0.7  # how far the error's size may be from the expected one, as a logarithm
 

@@ -53,7 +53,8 @@ class TrialLog:
         self._reduced_bytes = reduced_bytes
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(path).open("w", encoding="utf-8", newline="")
+            # Open for as long as there are trials.
+            self._file = Path(path).open("w", encoding="utf-8", newline="")  # noqa: SIM115
         except OSError as fault:
             raise FileFault(f"cannot write {path}: {fault.strerror}") from fault
         self._rows = csv.writer(self._file, lineterminator="\n")

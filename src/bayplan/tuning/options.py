@@ -13,7 +13,8 @@ class TuningOptions:
 
     Attributes:
         least_gain: what a change must gain to be worth having, as a share of a step.
-        most_steps: of one search.
+        most_steps: of one search; None for 200 on a quiet link and 500 on one where steps scatter
+            by more than `least_gain`.
         first_steps: of a run that are not to be counted, while caches and pages fill.
         switch_steps: after each change of the setting that are not to be counted.
         expected_error: how far predictions are off, one against the other, before any was
@@ -24,7 +25,7 @@ class TuningOptions:
     """
 
     least_gain: float = 0.02
-    most_steps: int = 500
+    most_steps: int | None = None
     first_steps: int = 3
     switch_steps: int = 1
     expected_error: float = 0.3
@@ -42,5 +43,5 @@ class TuningOptions:
             ("watched_steps", 1, 10_000),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise UsageError(f"{name} is {value}, must be from {least:g} to {most:g}")

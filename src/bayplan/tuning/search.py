@@ -6,7 +6,9 @@ NOTE [ How it ends ]
 2. The margin is 2 %, or a quarter of the scatter of steps where that is more: what a hundred steps
    can just tell apart. Less is not worth having, or cannot be seen.
 3. The open setting with the largest expected gain is compared next. Others are never measured.
-4. When no candidate is open, Optuna proposes a few inside the ranges. When none of these is open
+   One that wins is compared once more before it is taken for the best.
+4. Where the best so far takes no longer than a step without any exchange, nothing is open.
+5. When no candidate is open, Optuna proposes a few inside the ranges. When none of these is open
    either, or the steps are used up, it is over.
 """
 
@@ -21,6 +23,7 @@ from bayplan.tuning.beliefs import Beliefs, Comparison, Outlook
 from bayplan.tuning.noise import Noise, log_middle
 from bayplan.tuning.options import TuningOptions
 from bayplan.tuning.proposing import propose
+from bayplan.tuning.rounds import Rounds
 from bayplan.tuning.space import SearchSpace
 
 __all__ = ["Predict", "Search"]
@@ -29,9 +32,11 @@ Predict = Callable[[ExchangeSettings], float]
 
 _CHANCE = 0.05
 _OF_SCATTER = 0.25
+_WIN = 0.25  # of the margin, that the best so far is changed for
 _MOST_PROPOSALS = 6  # to be measured, in one search
 _ASKED_AT_ONCE = 24
 _ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
+_QUIET_STEPS, _LOUD_STEPS = 200, 500
 _FEWEST_STEPS, _MOST_STEPS = 5, 10  # of a block; of five, two may be spoilt
 
 
@@ -52,6 +57,7 @@ class Search:
         begin_with: the best so far of an earlier search; by default the best by prediction.
         known: what earlier runs found, against `begin_with`.
         surprise: how far predictions are known to be off, as a logarithm.
+        floor_seconds: what a step takes without any exchange.
     """
 
     def __init__(
@@ -63,36 +69,37 @@ class Search:
         begin_with: ExchangeSettings | None = None,
         known: Sequence[ComparedSetting] = (),
         surprise: float = 0.0,
+        floor_seconds: float | None = None,
     ) -> None:
         self._space, self._predict, self._options = space, predict, options
+        self._floor_seconds = floor_seconds
         self._expected_error = max(options.expected_error, surprise)
         self.settings: list[ExchangeSettings] = []
         self.predicted_seconds: list[float] = []
         for one in space.candidates:
             self._add(one)
-        self._comparisons: list[Comparison] = []
+        self._known: list[Comparison] = []
+        self._rounds = Rounds()
+        self._unsure: int | None = None  # a setting that has won once only
         self._logs: dict[int, list[float]] = {}  # of seconds of steps, by setting
         self.num_proposed = 0
         self.noise = Noise()
         self.best = min(range(len(self.settings)), key=self.predicted_seconds.__getitem__)
         if begin_with is not None and space.contains(begin_with):
             self.best = self._index(begin_with)
+            self._known = self._remembered(known)
         self._first = self.best
-        for one in known:
-            if space.contains(one.setting) and one.setting != begin_with:
-                variance = one.spread**2 + _ANOTHER_DAY**2
-                index = self._index(one.setting)
-                self._comparisons.append(
-                    Comparison(index, self.best, math.log(one.ratio), variance)
-                )
-        self.num_known = len(self._comparisons)
         self.beliefs = self._believe()
 
     def forget_known(self) -> None:
         """What earlier runs found does not hold here."""
-        self._comparisons = self._comparisons[self.num_known :]
-        self.num_known = 0
+        self._known.clear()
         self.beliefs = self._believe()
+
+    @property
+    def num_known(self) -> int:
+        """Settings of which an earlier run knew."""
+        return len(self._known)
 
     @property
     def least_gain(self) -> float:
@@ -130,18 +137,23 @@ class Search:
             self.noise.block_variance(len(seconds)) for seconds in (its_seconds, best_seconds)
         )
         log_ratio = log_middle(its_seconds) - log_middle(best_seconds)
-        self._comparisons.append(Comparison(challenger, self.best, log_ratio, variance))
+        self._rounds.add(Comparison(challenger, self.best, log_ratio, variance))
         self.beliefs = self._believe()
-        best = min(self.compared, key=lambda index: self.outlook(index).mean)
-        if best != self.best:
-            self.best = best
+        winner = min(self.compared, key=lambda index: self.outlook(index).mean)
+        self._unsure = None
+        if self.outlook(winner).mean > -_WIN * self.margin:
+            return  # the same, nearly; to change would only cost steps
+        if winner == challenger and self._rounds.count(challenger, self.best) == 1:
+            self._unsure = challenger  # the block that it was compared with may have been spoilt
+        else:
+            self.best = winner
             self.noise.forget_blocks()
 
     @property
     def compared(self) -> list[int]:
         """Settings that were measured, now or in an earlier run, and the one begun with."""
-        found = {self._first, *(one.first for one in self._comparisons)}
-        return sorted(found | {one.second for one in self._comparisons})
+        pairs = [{one.first, one.second} for one in self._comparisons]
+        return sorted({self._first}.union(*pairs))
 
     def outlook(self, index: int) -> Outlook:
         """How a setting may compare with the best so far."""
@@ -149,8 +161,10 @@ class Search:
 
     @property
     def open(self) -> dict[int, Outlook]:
-        """See rule 1."""
+        """See rule 1; none where the best so far costs hardly more than no exchange at all."""
         edge = math.log1p(-self.margin)
+        if self.is_at_floor:
+            return {}
         outlooks = {index: self.outlook(index) for index in range(len(self.settings))}
         return {
             index: one
@@ -158,9 +172,27 @@ class Search:
             if index != self.best and one.chance_below(edge) > _CHANCE
         }
 
+    @property
+    def is_at_floor(self) -> bool:
+        """Whether less than the margin is left to gain, whatever the setting."""
+        log_seconds = self.log_seconds(self.best)
+        if self._floor_seconds is None or log_seconds is None:
+            return False
+        return math.log(self._floor_seconds) - log_seconds >= math.log1p(-self.margin)
+
+    @property
+    def most_steps(self) -> int:
+        """So many may be run, with the noise there is."""
+        is_quiet = self.noise.step_spread <= self.least_gain
+        return self._options.most_steps or (_QUIET_STEPS if is_quiet else _LOUD_STEPS)
+
     def challenger(self) -> int | None:
         """The setting to compare with the best next; None if it is over."""
-        candidates = self.open or self._proposed()
+        if self._unsure is not None:
+            return self._unsure
+        if self.is_at_floor:
+            return None
+        candidates = self.open or self._add_proposal()
         if not candidates:
             return None
         return max(candidates, key=lambda index: candidates[index].expected_gain)
@@ -185,30 +217,42 @@ class Search:
             if index != self.best
         )
 
-    def _proposed(self) -> dict[int, Outlook]:
-        """Open ones among what Optuna proposes; the others are forgotten."""
-        left = _MOST_PROPOSALS - self.num_proposed
-        if not self._space.ranges or left <= 0:
+    def _remembered(self, known: Sequence[ComparedSetting]) -> list[Comparison]:
+        """What earlier runs found of settings that are still to choose from."""
+        return [
+            Comparison(
+                first=self._index(one.setting),
+                second=self.best,
+                log_ratio=math.log(one.ratio),
+                variance=one.spread**2 + _ANOTHER_DAY**2,
+            )
+            for one in known
+            if self._space.contains(one.setting) and one.setting != self.settings[self.best]
+        ]
+
+    def _add_proposal(self) -> dict[int, Outlook]:
+        """Add the best of what Optuna proposes, if it is open."""
+        if not self._space.ranges or self.num_proposed == _MOST_PROPOSALS:
             return {}
-        count = len(self.settings)
         proposals = propose(
             self._space,
             [(one, self.outlook(index).mean) for index, one in enumerate(self.settings)],
             count=_ASKED_AT_ONCE,
-            seed=self._options.seed + len(self._comparisons),
+            seed=self._options.seed + self._rounds.total,
         )
+        count = len(self.settings)
         for one in proposals:
             self._index(one)
         self.beliefs = self._believe()
-        gains = {index: one.expected_gain for index, one in self.open.items() if index >= count}
-        chosen = max(gains, key=lambda index: gains[index], default=None)
-        kept = [] if chosen is None else [self.settings[chosen]]
+        gains = {index: one.expected_gain for index, one in self.open.items()}
+        chosen = max(gains, key=lambda index: gains[index], default=count)
+        kept = [self.settings[chosen]] if gains else []
         del self.settings[count:], self.predicted_seconds[count:]
-        for one in kept:
+        for one in kept:  # the others would only be in the way
             self._add(one)
         self.num_proposed += len(kept)
         self.beliefs = self._believe()
-        return {count: self.outlook(count)} if kept else {}
+        return self.open
 
     def _index(self, setting: ExchangeSettings) -> int:
         if setting not in self.settings:
@@ -223,6 +267,10 @@ class Search:
             )
         self.settings.append(setting)
         self.predicted_seconds.append(seconds)
+
+    @property
+    def _comparisons(self) -> list[Comparison]:
+        return [*self._known, *self._rounds.merged]
 
     def _believe(self) -> Beliefs:
         return Beliefs(

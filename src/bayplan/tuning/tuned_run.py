@@ -30,6 +30,7 @@ class _Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     trial: Trial | None = None
     fault: str = ""
+    is_users: bool = False  # a mistake of theirs, not a bug of ours
 
 
 class TunedRun:
@@ -70,7 +71,7 @@ class TunedRun:
         self._group = distributed.new_group()
         self._trial: Trial | None = None
         self._seconds: list[float] = []
-        self._fault = ""
+        self._fault: Exception | None = None  # on rank 0
 
     @property
     def is_tuning(self) -> bool:
@@ -96,7 +97,8 @@ class TunedRun:
             return self._trial
         decision = self._decided()
         if decision.trial is None:
-            raise BayplanError(f"tuning failed on rank {_DECIDES}: {decision.fault}")
+            kind = UsageError if decision.is_users else RuntimeError
+            raise kind(f"tuning failed on rank {_DECIDES}: {decision.fault}") from self._fault
         self._trial = decision.trial
         if self._trial.setting != self.setting:
             self._apply(self._trial.setting)
@@ -117,9 +119,12 @@ class TunedRun:
         return msgspec.json.decode(data.cpu().numpy().tobytes(), type=_Decision)
 
     def _decide(self, tuner: Tuner) -> _Decision:
-        if not self._fault:
+        if self._fault is None:
             self._attempt(tuner.ask)
-        return _Decision(fault=self._fault) if self._fault else _Decision(trial=tuner.ask())
+        if self._fault is None:
+            return _Decision(trial=tuner.ask())
+        told = f"{type(self._fault).__name__}: {self._fault}"
+        return _Decision(fault=told, is_users=isinstance(self._fault, BayplanError))
 
     def _end(self) -> None:
         """Let rank 0 know how long the slowest rank took for each step."""
@@ -135,7 +140,7 @@ class TunedRun:
         try:
             job()
         except Exception as fault:  # whatever it is, all ranks raise it before the next step
-            self._fault = f"{type(fault).__name__}: {fault}"
+            self._fault = fault
 
     def _now(self) -> float:
         if self._device.type == "cuda":

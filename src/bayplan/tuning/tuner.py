@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from bayplan.data.errors import UsageError
 from bayplan.data.exchange_settings import ExchangeSettings
 from bayplan.data.tuning_record import ComparedSetting, TuningKey, TuningRecord
 from bayplan.tuning.changes import ChangeDetector
@@ -47,6 +48,8 @@ class Tuner:
             for all candidates, and may then know better.
         options: how to search.
         known: what an earlier run found for the same model and ranks.
+        floor_seconds: what a step takes without any exchange, where that was measured; a setting
+            that comes near it ends the search.
         on_outcome: told of every trial that ends, and of the result of every search.
 
     Example:
@@ -68,10 +71,13 @@ class Tuner:
         options: TuningOptions | None = None,
         *,
         known: TuningRecord | None = None,
+        floor_seconds: float | None = None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         self._space, self._predict, self._on_outcome = space, predict, on_outcome
-        self._options = options or TuningOptions()
+        self._options, self._floor_seconds = options or TuningOptions(), floor_seconds
+        if floor_seconds is not None and not 0 < floor_seconds < math.inf:
+            raise UsageError(f"floor_seconds is {floor_seconds}, must be more than 0")
         self._known_seconds = known.step_seconds if known is not None else None
         self.num_searches = self._num_trials = 0
         self.verdict = ""
@@ -146,6 +152,7 @@ class Tuner:
             begin_with=begin_with,
             known=known,
             surprise=surprise,
+            floor_seconds=self._floor_seconds,
         )
         self.num_searches += 1
         self.num_steps = 0
@@ -200,7 +207,7 @@ class Tuner:
         """Decide what to compare next, or that it is over."""
         search, options = self._search, self._options
         steps = 2 * (search.block_steps + options.switch_steps)
-        has_room = self.num_steps + steps <= options.most_steps
+        has_room = self.num_steps + steps <= search.most_steps
         challenger = search.challenger() if has_room else None
         if challenger is None:
             self.is_finished = True
@@ -226,8 +233,11 @@ class Tuner:
         spread, doubt = search.noise.step_spread, search.doubt(search.best)
         for one in seconds:
             if self._detector.hear(math.log(one) - usual, spread=spread, doubt=doubt):
-                surprise = abs(log_middle(seconds[-_LATEST_STEPS:]) - usual)
-                self._begin(begin_with=self.best, surprise=surprise)
+                explained = math.log(
+                    self._predict(self.best) / search.predicted_seconds[search.best]
+                )
+                surprise = log_middle(seconds[-_LATEST_STEPS:]) - usual - explained
+                self._begin(begin_with=self.best, surprise=abs(surprise))
                 return True
         return False
 

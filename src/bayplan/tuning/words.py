@@ -26,6 +26,8 @@ def verdict_of(search: Search, *, num_steps: int) -> str:
             f"stopped at the most steps allowed: {number} could still be faster, by up to"
             f" {most:.1%}"
         )
+    elif search.is_at_floor:
+        parts.append(f"without any exchange a step is less than {search.margin:.1%} faster")
     else:
         reason = "the least gain worth a change"
         if search.margin > search.least_gain:

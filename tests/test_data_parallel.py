@@ -8,11 +8,12 @@ from bayplan.running.ranks.launching import launch
 
 TIMEOUT_SECONDS = 250.0
 SCRIPT = """
-import copy, json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 from torch import distributed, nn
 import bayplan
+from bayplan.data.exchange_settings import ExchangeSettings
 from bayplan.running.exchange.averaging import AveragingFault
 
 results = Path(sys.argv[1])
@@ -137,6 +138,30 @@ def accumulated(step):
 expected = trained(alone, accumulated_alone, set_to_none=False)
 found["accumulated"] = apart(expected, trained(ours, accumulated, set_to_none=False))
 
+# Settings change how gradients travel, at any time between two steps, and no result.
+alone, ours = made(), bayplan.data_parallel(made())
+SETTINGS = ("planned", "fusion_threshold=0", "fusion_threshold=1KiB", "algorithm=ring",
+            "algorithm=reduce_scatter", "hierarchical_allreduce=on", "hierarchical_allreduce=off",
+            "fusion_threshold=64MiB,cycle_time=5", "cycle_time=1", "strip=4KiB", "planned")
+def whole_again(step):
+    torch.stack([loss_of(alone, samples(step, one)) for one in range(num_ranks)]).mean().backward()
+num_buckets = {}
+def switched(step):
+    exchange = bayplan.exchange_of(ours)
+    exchange.use(ExchangeSettings.parse(SETTINGS[step]))
+    loss_of(ours, samples(step, rank)).backward()
+    num_buckets[SETTINGS[step]] = len(exchange.averaging.buckets)
+steps = len(SETTINGS)
+expected = trained(alone, whole_again, steps=steps)
+found["switched"] = apart(expected, trained(ours, switched, steps=steps))
+num_trained = sum(one.requires_grad for one in ours.parameters())
+found["settings count"] = (num_buckets["fusion_threshold=0"] == num_trained
+                           > num_buckets["fusion_threshold=1KiB"]
+                           > num_buckets["fusion_threshold=64MiB,cycle_time=5"])
+exchange = bayplan.exchange_of(ours)
+found["text"] = exchange.text()
+found["predicts"] = exchange.predict(exchange.settings) > 0
+
 # Several dtypes.
 mixed = made(torch.float32)
 mixed.head.double(); mixed.even.bfloat16(); mixed.odd.bfloat16()
@@ -194,7 +219,10 @@ def refusal(call):
 found["twice"] = refusal(lambda: bayplan.data_parallel(ours))
 found["not exchanged"] = refusal(lambda: bayplan.exchange_of(made()))
 found["nothing trained"] = refusal(lambda: bayplan.data_parallel(made().requires_grad_(False)))
-found["compression"] = refusal(lambda: bayplan.data_parallel(made(), compression=torch.int8))
+os.environ["BAYPLAN_SHARED_MEMORY"] = "0"
+found["unknown way"] = refusal(lambda: bayplan.data_parallel(made(), settings="algorithm=shared"))
+del os.environ["BAYPLAN_SHARED_MEMORY"]
+found["compression"] = refusal(lambda: bayplan.data_parallel(made(), settings="compression=int8"))
 class Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -244,6 +272,8 @@ YES = (
     "times",
     "strides",
     "several dtypes",
+    "settings count",
+    "predicts",
     "failed",
     "apart after a failure",
 )
@@ -254,9 +284,16 @@ def test_it_is_so_on_all_ranks(found, what):
     assert [own[what] for own in found] == [True] * len(found)
 
 
-@pytest.mark.parametrize("what", ["apart from one process", "unused", "accumulated"])
+@pytest.mark.parametrize("what", ["apart from one process", "unused", "accumulated", "switched"])
 def test_float64_is_as_one_process(found, what):
     assert max(own[what] for own in found) < 1e-12
+
+
+def test_what_was_exchanged_is_told(found):
+    for rank, own in enumerate(found):
+        assert "|count|mean size/MB|" in own["text"]
+        assert "in the last of 11 backwards, sums were under way for" in own["text"]
+        assert any("has waited" in line for line in own["text"].splitlines()) or rank
 
 
 def test_float32_is_as_distributed_data_parallel(found):
@@ -270,7 +307,8 @@ def test_float32_is_as_distributed_data_parallel(found):
         ("twice", "UsageError: data_parallel was called twice"),
         ("not exchanged", "UsageError: nothing exchanges this model's gradients"),
         ("nothing trained", "UsageError: no parameter of the model is trained"),
-        ("compression", "UsageError: compression is torch.int8; use torch.bfloat16"),
+        ("compression", "cannot read 'compression=int8' as settings"),
+        ("unknown way", "gradients cannot be summed by shared here; there are ring, scattered"),
         ("second gradient", "AveragingFault: head."),
         ("not a number", "gradients are infinite or not a number: head."),
     ],

@@ -1,6 +1,7 @@
 """`bayplan.data_parallel`: the same module on every rank, with gradients averaged over all."""
 
 import atexit
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -9,10 +10,20 @@ import torch
 from torch import distributed, nn
 
 from bayplan.data.errors import UsageError
-from bayplan.planning.exchange import Gradient, LinkCost, plan_buckets
+from bayplan.data.exchange_settings import ExchangeSettings
+from bayplan.planning.exchange import (
+    BucketPlan,
+    Gradient,
+    LinkCost,
+    filled_timeline,
+    horovod_timeline,
+    plan_buckets,
+)
+from bayplan.reporting.histogram import histogram, histogram_text
 from bayplan.running.exchange.averaging import Averaging, BackwardTimes, needed_bytes
-from bayplan.running.exchange.cheapest import SIZES, CheapestSums, WayCosts, measure_ways
+from bayplan.running.exchange.cheapest import SIZES, WayCosts, measure_ways
 from bayplan.running.exchange.meeting import Meeting, open_meeting
+from bayplan.running.exchange.settled import sums_by
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.opening import check_environment, open_watch
 from bayplan.running.ranks.starting import take_model, take_values
@@ -28,8 +39,8 @@ _ATTRIBUTE = "_bayplan_data_parallel"
 def data_parallel(
     model: nn.Module,
     *,
+    settings: ExchangeSettings | str = "planned",
     broadcast_buffers: bool = True,
-    compression: torch.dtype | None = None,
     check_finite: bool = False,
 ) -> nn.Module:
     """Train a model on all ranks at once, each with its own samples; returns the same module.
@@ -46,10 +57,11 @@ def data_parallel(
 
     Args:
         model: on this rank's device; its trained parameters must not change later.
+        settings: how gradients travel, where that is not to be planned: `ExchangeSettings`, or as
+            they print, `fusion_threshold=25MiB,algorithm=ring`. `compression=bf16` rounds gradients
+            on their way between hosts: half the bytes, and their last digits are lost.
         broadcast_buffers: whether rank 0's buffers count before every forward in training, as under
             `DistributedDataParallel`.
-        compression: `torch.bfloat16` or `torch.float16` to round gradients on their way between
-            hosts, which halves the bytes there and costs their last digits. None changes nothing.
         check_finite: whether a backward whose gradients are infinite or not a number ends with an
             error on all ranks, which names parameter and rank. Takes another look at all gradients;
             not for loops that scale losses until gradients are finite.
@@ -59,15 +71,14 @@ def data_parallel(
             "data_parallel needs a process group; start the script with torchrun and call"
             " torch.distributed.init_process_group() first"
         )
-    if compression not in (None, torch.bfloat16, torch.float16):
-        raise UsageError(f"compression is {compression}; use torch.bfloat16, torch.float16 or None")
+    chosen = ExchangeSettings.parse(settings) if isinstance(settings, str) else settings
     watch = open_watch()
     with watch.telling():
         watch.doing = "data_parallel, before the first step"
         check_environment()
         _check_model(model)
         take_model(_own_tensors(model))
-        state = DataParallel(model, watch, compression, check_finite=check_finite)
+        state = DataParallel(model, watch, chosen, check_finite=check_finite)
     if broadcast_buffers and any(True for _ in model.buffers()):
         model.register_forward_pre_hook(lambda module, _: state.take_buffers())
     model.__dict__[_ATTRIBUTE] = state
@@ -108,32 +119,47 @@ class DataParallel:
     Attributes:
         averaging: does it.
         costs: what sums take here, by the way they are made.
+        settings: those in use.
     """
 
     def __init__(
         self,
         model: nn.Module,
         watch: Watch,
-        compression: torch.dtype | None = None,
+        settings: ExchangeSettings,
         *,
         check_finite: bool = False,
     ) -> None:
-        self._model, self._watch = model, watch
+        self._model, self._watch, self.settings = model, watch, settings
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._meeting = open_meeting()
-        self._num_backwards = 0
+        self._num_backwards = self._num_plans = 0
+        self._messages: list[tuple[int, float]] = []
+        self._waits: defaultdict[int, float] = defaultdict(float)
         num_ranks = distributed.get_world_size()
-        room_bytes = max(needed_bytes(self._trained), sum(SIZES))
-        ways = self._meeting.ways(range(num_ranks), room_bytes, wire_dtype=compression)
-        self.costs = _measured(ways, next(iter(self._trained.values())).device)
+        needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
+        self._ways = self._meeting.ways(range(num_ranks), needed, is_scattered=True)
+        self.costs = _measured(self._ways, next(iter(self._trained.values())).device)
         self.averaging = Averaging(
             self._trained,
-            CheapestSums(ways, self.costs),
+            sums_by(settings, self._ways, self.costs),
             num_ranks=num_ranks,
             buckets=_filled(self._trained),
             board=_StoreBoard(self._meeting) if check_finite else None,
         )
         self.averaging.on_end = self._after_backward
+
+    def use(self, settings: ExchangeSettings) -> None:
+        """Exchange in another way from the next backward on; to be called on all ranks at once.
+
+        Results do not change, but for the order of additions, and for compression.
+
+        Raises:
+            UsageError: this machine cannot do so.
+        """
+        sums = sums_by(settings, self._ways, self.costs)
+        self.settings = settings
+        self.averaging.lay_out(self._planned(), sums)
 
     def take_buffers(self) -> None:
         """Before a forward: end what has failed, and take rank 0's buffers."""
@@ -146,6 +172,36 @@ class DataParallel:
         """Of the last backward that was exchanged."""
         return self.averaging.times
 
+    @property
+    def messages(self) -> Sequence[tuple[int, float]]:
+        """Bytes and seconds of every sum so far, the wait for other ranks left out."""
+        return self._messages
+
+    @property
+    def waits(self) -> dict[int, float]:
+        """By rank, how many seconds this one has waited for it so far, where that is known."""
+        return dict(self._waits)
+
+    def predict(self, settings: ExchangeSettings) -> float:
+        """Seconds of backward with its exchange, from what is known of both."""
+        return self._plan(settings).end_seconds
+
+    def text(self) -> str:
+        """What was exchanged so far, how much of it was hidden, and who was waited for."""
+        num_ranks, times = distributed.get_world_size(), self.times
+        lines = [histogram_text(histogram(self._messages, num_ranks=num_ranks))]
+        hidden = max(0.0, times.exchange_seconds - times.unhidden_seconds)
+        lines.append(
+            f"in the last of {self._num_backwards} backwards, sums were under way for"
+            f" {1e3 * times.exchange_seconds:.1f} ms, {1e3 * hidden:.1f} ms of them behind backward"
+        )
+        lines += [
+            f"rank {self._meeting.rank} has waited {seconds:.3f} s for rank {rank}"
+            for rank, seconds in sorted(self._waits.items())
+            if rank != self._meeting.rank
+        ]
+        return "\n".join(lines)
+
     def close(self) -> None:
         """Leave the other ranks in peace: this one is done. Happens at exit by itself."""
         self.averaging.close()
@@ -156,16 +212,51 @@ class DataParallel:
     def _after_backward(self) -> None:
         self._num_backwards += 1
         self._watch.doing = f"data_parallel, after backward {self._num_backwards}"
+        for one in self.times.sums:
+            seconds = one.ended_seconds - one.begun_seconds - one.waited_seconds
+            self._messages.append((one.size_bytes, max(0.0, seconds)))
+            if one.last_rank is not None:
+                self._waits[one.last_rank] += one.waited_seconds
         if self._num_backwards == _WATCHED_BACKWARDS:
             self.averaging.lay_out(self._planned())
 
     def _planned(self) -> list[list[str]]:
-        """Rank 0's plan, on all ranks."""
-        key = "buckets"
+        """Names of parameters that travel together, as rank 0 plans them."""
+        self._num_plans += 1
+        key = f"buckets{self._num_plans}"
         if self._meeting.rank == 0:
-            planned = _planned_names(self._trained, self.times.ready, self.costs)
-            self._meeting.store.set(key, msgspec.json.encode(planned).decode())
+            buckets = self._plan(self.settings).buckets
+            names = [[part.name for part in bucket.parts] for bucket in buckets]
+            self._meeting.store.set(key, msgspec.json.encode(names).decode())
         return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
+
+    def _plan(self, settings: ExchangeSettings) -> BucketPlan:
+        link = LinkCost.table((size, self.costs.seconds(size)) for size in SIZES)
+        threshold_bytes, gradients = settings.fusion_threshold_bytes, self._gradients()
+        if threshold_bytes is None:
+            return plan_buckets(gradients, link)
+        if settings.cycle_time_ms:
+            cycle_seconds = settings.cycle_time_ms / 1e3
+            return horovod_timeline(
+                gradients, link, threshold_bytes=threshold_bytes, cycle_seconds=cycle_seconds
+            )
+        return filled_timeline(gradients, link, threshold_bytes=threshold_bytes)
+
+    def _gradients(self) -> list[Gradient]:
+        """In the order of the last backward; what was not used comes last."""
+        ready = self.times.ready
+        first, last = min(ready.values(), default=0.0), max(ready.values(), default=0.0)
+        # As long as there was no backward: the last first.
+        order = sorted(reversed(list(self._trained)), key=lambda name: ready.get(name, last))
+        return [
+            Gradient(
+                name=name,
+                size_bytes=self._trained[name].nbytes,
+                ready_seconds=ready.get(name, last) - first,
+                kind=f"{self._trained[name].dtype} {self._trained[name].device}",
+            )
+            for name in order
+        ]
 
 
 class _StoreBoard:
@@ -190,31 +281,6 @@ class _StoreBoard:
             f"gradients are infinite or not a number: {'; '.join(told)}. Lower the learning rate,"
             " or look for a division by zero there"
         )
-
-
-def _planned_names(
-    parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float], costs: WayCosts
-) -> list[list[str]]:
-    """Names of parameters that travel together, in the order they leave.
-
-    Args:
-        parameters: all that are trained.
-        ready: by name, when a gradient was there; what was not used comes last.
-        costs: of sums.
-    """
-    first, last = min(ready.values()), max(ready.values())
-    gradients = [
-        Gradient(
-            name=name,
-            size_bytes=parameters[name].nbytes,
-            ready_seconds=ready.get(name, last) - first,
-            kind=f"{parameters[name].dtype} {parameters[name].device}",
-        )
-        for name in sorted(parameters, key=lambda name: ready.get(name, last))
-    ]
-    link = LinkCost.table((size, costs.seconds(size)) for size in SIZES)
-    plan = plan_buckets(gradients, link)
-    return [[part.name for part in bucket.parts] for bucket in plan.buckets]
 
 
 def _filled(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:

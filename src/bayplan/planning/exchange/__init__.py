@@ -6,6 +6,7 @@ from bayplan.planning.exchange.bucketing import Order, plan_buckets
 from bayplan.planning.exchange.link_cost import LinkCost
 from bayplan.planning.exchange.timelines import (
     ddp_timeline,
+    filled_timeline,
     horovod_timeline,
     one_by_one_timeline,
     one_message_timeline,
@@ -19,6 +20,7 @@ __all__ = [
     "Order",
     "PlannedBucket",
     "ddp_timeline",
+    "filled_timeline",
     "horovod_timeline",
     "least_end_seconds",
     "one_by_one_timeline",

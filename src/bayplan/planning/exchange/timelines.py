@@ -18,6 +18,7 @@ __all__ = [
     "DDP_FIRST_BYTES",
     "HOROVOD_DEFAULTS",
     "ddp_timeline",
+    "filled_timeline",
     "horovod_timeline",
     "one_by_one_timeline",
     "one_message_timeline",
@@ -156,6 +157,33 @@ def one_by_one_timeline(
     """Send every gradient when it is ready."""
     check_order(gradients)
     parcels = [parcel_of([one]) for one in gradients]
+    return send(parcels, link, backward_seconds=_backward(gradients, backward_seconds))
+
+
+def filled_timeline(
+    gradients: Sequence[Gradient],
+    link: LinkCost,
+    *,
+    threshold_bytes: int,
+    backward_seconds: float | None = None,
+) -> BucketPlan:
+    """Send messages of neighbours that are as large as a threshold allows; larger ones go alone.
+
+    Example:
+        >>> link = LinkCost.affine(latency_seconds=0.0, bytes_per_second=1)
+        >>> row = [Gradient(name=name, size_bytes=2, ready_seconds=0.0) for name in "abc"]
+        >>> plan = filled_timeline(row, link, threshold_bytes=4)
+        >>> [[part.name for part in bucket.parts] for bucket in plan.buckets]
+        [['a', 'b'], ['c']]
+    """
+    check_order(gradients)
+    groups: list[list[Gradient]] = []
+    for one in gradients:
+        size = sum(each.size_bytes for each in groups[-1]) if groups else 0
+        if not groups or groups[-1][0].kind != one.kind or size + one.size_bytes > threshold_bytes:
+            groups.append([])
+        groups[-1].append(one)
+    parcels = [parcel_of(group) for group in groups]
     return send(parcels, link, backward_seconds=_backward(gradients, backward_seconds))
 
 

@@ -134,10 +134,14 @@ class Averaging:
         )
         self._expected = dict.fromkeys((*self._parameters, _USED), 1)
 
-    def lay_out(self, buckets: Sequence[Sequence[str]]) -> None:
+    def lay_out(self, buckets: Sequence[Sequence[str]], sums: Sums | None = None) -> None:
         """Other buckets from the next backward on; gradients that are there move over.
 
         To be called on all ranks at once, between two backwards.
+
+        Args:
+            buckets: as before.
+            sums: another way to make the same sums, with the same rooms; None for as before.
         """
         views = self._buckets.views
         kept = {
@@ -146,6 +150,7 @@ class Averaging:
             if parameter.grad is not None and _is_same(parameter.grad, views[name])
         }
         self._sums.forget_rooms()
+        self._sums = self._sums if sums is None else sums
         self._lay_out(buckets)
         for name, gradient in kept.items():
             self._parameters[name].grad = self._buckets.views[name].copy_(gradient)

@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
-import torch
 from torch import distributed
 
 from bayplan import torch_private
@@ -119,7 +118,6 @@ class Meeting:
         ranks: Sequence[int],
         data_bytes: int,
         *,
-        wire_dtype: torch.dtype | None = None,
         is_scattered: bool = False,
     ) -> dict[str, Sums]:
         """Ways to sum up over some ranks, by name; none on all others.
@@ -127,7 +125,6 @@ class Meeting:
         Args:
             ranks: in order.
             data_bytes: what rooms for all that is to be summed take; the first way has them.
-            wire_dtype: what numbers are rounded to between hosts; None for as they are.
             is_scattered: whether to have `ScatteredSums`, too, which needs more connections.
         """
         # A group of its own: its sums are begun in another thread.
@@ -157,7 +154,6 @@ class Meeting:
             group,
             leaders=leaders,
             is_leader=own[0] == self.rank,
-            wire_dtype=wire_dtype,
         )
         return {SHARED if leaders is None else HIERARCHICAL: shared, **sockets}
 

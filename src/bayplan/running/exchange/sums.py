@@ -30,10 +30,9 @@ __all__ = [
     "SocketSums",
     "Sum",
     "Sums",
+    "job_of",
     "room_bytes",
 ]
-
-_STRIP_BYTES = 1 << 20
 
 
 class Pending(Protocol):
@@ -95,7 +94,13 @@ class Sums(Protocol):
 
 
 class SocketSums:
-    """Through the process group; with gloo, in a ring."""
+    """Through the process group; with gloo, in a ring.
+
+    Attributes:
+        wire_dtype: what numbers are rounded to on their way; None for as they are.
+    """
+
+    wire_dtype: torch.dtype | None = None
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
@@ -110,17 +115,18 @@ class SocketSums:
     def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
         """See `Sums`."""
         begun_seconds = time.perf_counter()
-        work = distributed.all_reduce(numbers, group=self._group, async_op=True)
+        sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
+        work = distributed.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
         if hear is not None:
             work.get_future().add_done_callback(
                 lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
             )
-        return work
+        return work if sent is numbers else _Widened(work, sent, numbers)
 
     def now(self, numbers: torch.Tensor) -> None:
         """See `Sums`."""
-        distributed.all_reduce(numbers, group=self._group)
+        self.begin(numbers).wait()
 
     @property
     def shared_bytes(self) -> int:
@@ -173,8 +179,14 @@ class SharedSums:
         leaders: of the first rank of each host; None if there is one host. On ranks that are not
             among them, whatever says that there are several.
         is_leader: whether this rank is the first of its host.
+
+    Attributes:
         wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
+        strip_bytes: that are summed at a time where there are several hosts.
     """
+
+    wire_dtype: torch.dtype | None = None
+    strip_bytes: int = 1 << 20
 
     def __init__(
         self,
@@ -184,10 +196,9 @@ class SharedSums:
         *,
         leaders: object | None = None,
         is_leader: bool = False,
-        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
-        self._leaders, self._is_leader, self._wire_dtype = leaders, is_leader, wire_dtype
+        self._leaders, self._is_leader = leaders, is_leader
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
         self._thread = CopyThread("bayplan-sums")
@@ -239,7 +250,7 @@ class SharedSums:
 
     def _across(self, numbers: torch.Tensor, offset: int) -> Wait:
         size = numbers.element_size()
-        strips = list(_strips(numbers.numel(), _STRIP_BYTES // size)) or [(0, 0)]
+        strips = list(_strips(numbers.numel(), self.strip_bytes // size)) or [(0, 0)]
         turns = [self._blocks.begin_turn() for _ in strips]
         works: list[Pending] = []
         waits: list[Wait] = []
@@ -258,7 +269,7 @@ class SharedSums:
     def _begin_between(self, strip: torch.Tensor) -> Pending:
         """Begin to sum a strip over hosts."""
         assert isinstance(self._leaders, distributed.ProcessGroup), "a member has it"
-        sent = strip if self._wire_dtype is None else strip.to(self._wire_dtype)
+        sent = strip if self.wire_dtype is None else strip.to(self.wire_dtype)
         work = distributed.all_reduce(sent, group=self._leaders, async_op=True)
         assert work is not None, "this rank is a member of the group"
         return work if sent is strip else _Widened(work, sent, strip)
@@ -303,7 +314,12 @@ def _begun(
             now = time.perf_counter()
             hear(Sum(size_bytes, begun_seconds, now, last, waited_seconds))
 
-    return _Job(thread.submit(run))
+    return job_of(thread.submit(run))
+
+
+def job_of(future: Future[None]) -> Pending:
+    """Something that a thread does, as a sum that is on its way."""
+    return _Job(future)
 
 
 def _strips(count: int, most: int) -> Iterator[tuple[int, int]]:

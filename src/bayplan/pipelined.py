@@ -9,7 +9,7 @@ import atexit
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from bayplan.preparing import Preparation
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.losses import LossSums
 from bayplan.running.exchange.meeting import Meeting, open_meeting
-from bayplan.running.exchange.sums import Sums, room_bytes
+from bayplan.running.exchange.sums import Sum, Sums, room_bytes
 from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
@@ -175,6 +175,11 @@ class PipelinedStep:
     def staleness(self) -> tuple[int, ...]:
         """For each update so far, how many updates old the weights were it was computed with."""
         return () if self._kept is None else tuple(self._kept[1].staleness)
+
+    @property
+    def sums(self) -> Sequence[Sum]:
+        """Of gradients over ranks, that were made so far."""
+        return () if self._kept is None else self._kept[0].sums
 
     @property
     def shared_bytes(self) -> int:

@@ -31,6 +31,7 @@ from bayplan.data.errors import BayplanError, UsageError
 from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord
 from bayplan.pipelined import PipelinedStep, bind
+from bayplan.reporting.histogram import message_classes
 from bayplan.runner import question_of
 from bayplan.running.ranks.census import Census, open_census
 from bayplan.running.ranks.failures import ToldFailure
@@ -127,7 +128,10 @@ class _Training:
                 self._tell(num_steps, losses[-1], time.perf_counter() - began)
         events = self._bound.journal.events()  # before those of the flush, which does but a part
         losses += map(float, self._bound.flush())
-        device = msgspec.structs.replace(recording.result.devices[0], events=events)
+        seconds = ((one.size_bytes, one.own_seconds) for one in self._bound.sums)
+        device = msgspec.structs.replace(
+            recording.result.devices[0], events=events, messages=message_classes(seconds)
+        )
         if self._census is not None:
             peak_bytes = max(device.step_peak_bytes[1:], default=device.peak_bytes)
             by_kind = self._census.by_kind(peak_bytes)

@@ -213,8 +213,7 @@ class DataParallel:
         self._num_backwards += 1
         self._watch.doing = f"data_parallel, after backward {self._num_backwards}"
         for one in self.times.sums:
-            seconds = one.ended_seconds - one.begun_seconds - one.waited_seconds
-            self._messages.append((one.size_bytes, max(0.0, seconds)))
+            self._messages.append((one.size_bytes, one.own_seconds))
             if one.last_rank is not None:
                 self._waits[one.last_rank] += one.waited_seconds
         if self._num_backwards == _WATCHED_BACKWARDS:

@@ -205,6 +205,10 @@ def run(
     ] = None,
     swap_dir: SwapDir = None,
     swap_size: SwapSize = None,
+    histogram: Annotated[
+        bool,
+        Parameter(negative="", help="Show sums of gradients by message size, of each rank."),
+    ] = False,
     dry_run: Annotated[
         bool, Parameter(negative="", help="Check that the plan belongs to the step; run nothing.")
     ] = False,
@@ -254,10 +258,13 @@ def run(
             swap_dir=swap_dir,
             swap_size=swap_size,
             epoch_samples=epoch_samples or IMAGENET_SAMPLES,
+            histogram=histogram,
             json=json,
         )
     if epoch_samples is not None:
         raise UsageError("--epoch-samples is about many ranks; this plan is for one device")
+    if histogram:
+        raise UsageError("--histogram is about sums over many ranks; this plan is for one device")
     from bayplan.runner import check_run, question_of, run_plan
 
     question = question_of(given, target=target)

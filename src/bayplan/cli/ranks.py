@@ -282,6 +282,7 @@ def run_plan_on_ranks(
     swap_dir: Path | None = None,
     swap_size: str | None = None,
     epoch_samples: int,
+    histogram: bool = False,
     json: bool,
 ) -> int:
     """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
@@ -289,7 +290,7 @@ def run_plan_on_ranks(
     from bayplan.data.units import parse_bytes
     from bayplan.many_ranks import INTERRUPTED, run_on_ranks
     from bayplan.reporting.progress import ProgressBar
-    from bayplan.reporting.ranks import pipeline_text, ranks_text
+    from bayplan.reporting.ranks import exchange_text, pipeline_text, ranks_text
 
     with ProgressBar() as bar:
         for line in pipeline_text(plan).splitlines():
@@ -318,6 +319,8 @@ def run_plan_on_ranks(
     else:
         print(f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}")
         print(ranks_text(done.measured))
+        if histogram:
+            print(exchange_text(done.measured))
         print(f"logs of all ranks are in {logs}")
     if done.exit_code == INTERRUPTED:
         num_steps = len(done.measured.step_seconds)

@@ -14,8 +14,17 @@ import msgspec
 
 from bayplan.data.checks import check_not_negative
 from bayplan.data.errors import UsageError
+from bayplan.data.record import MessageClass
 
-__all__ = ["COLUMNS", "HistogramRow", "histogram", "histogram_text", "size_class"]
+__all__ = [
+    "COLUMNS",
+    "HistogramRow",
+    "histogram",
+    "histogram_text",
+    "message_classes",
+    "rows_of",
+    "size_class",
+]
 
 COLUMNS = (
     "count",
@@ -88,6 +97,44 @@ def histogram(messages: Iterable[tuple[int, float]], *, num_ranks: int) -> list[
     ]
 
 
+def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass, ...]:
+    """Messages as a record keeps them: summed up by class.
+
+    Example:
+        >>> (one,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
+        >>> one.upper_bytes, one.count, one.total_bytes, one.seconds
+        (1048576, 2, 1572864, 2.0)
+    """
+    found = sorted(messages)
+    return tuple(
+        MessageClass(
+            upper_bytes=end,
+            count=len(own),
+            total_bytes=sum(size_bytes for size_bytes, _ in own),
+            seconds=sum(seconds for _, seconds in own),
+        )
+        for (_, end), group in groupby(found, key=lambda message: size_class(message[0]))
+        for own in [list(group)]
+    )
+
+
+def rows_of(classes: Iterable[MessageClass], *, num_ranks: int) -> list[HistogramRow]:
+    """The same table of what a record keeps; a class's rate is then that of all its bytes."""
+    known = list(classes)
+    all_seconds = sum(one.seconds for one in known)
+    moved = 2 * (num_ranks - 1) / num_ranks
+    return [
+        _row(
+            size_class(one.upper_bytes),
+            [(one.total_bytes / one.count, one.seconds / one.count)] * one.count,
+            moved=moved,
+            all_seconds=all_seconds,
+        )
+        for one in known
+        if one.count
+    ]
+
+
 def histogram_text(rows: Sequence[HistogramRow]) -> str:
     """A table in Markdown, with the cells of the reports: two digits everywhere."""
     lines = [("   ", *COLUMNS), ("---",) * (len(COLUMNS) + 1)]
@@ -108,7 +155,7 @@ def histogram_text(rows: Sequence[HistogramRow]) -> str:
 
 def _row(
     limits: tuple[int, int],
-    messages: Sequence[tuple[int, float]],
+    messages: Sequence[tuple[float, float]],
     *,
     moved: float,
     all_seconds: float,

@@ -4,10 +4,11 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan, StageOrder
 from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
+from bayplan.reporting.histogram import histogram_text, rows_of
 from bayplan.reporting.kinds import kind_lines
 from bayplan.reporting.plans import choice_counts, choice_lines, table_text
 
-__all__ = ["pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
+__all__ = ["exchange_text", "pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
 
 _MOST_KEPT = 5
 
@@ -33,6 +34,22 @@ def ranks_text(record: RunRecord) -> str:
     ]
     columns = ("device", "stage", "peak MiB", "predicted", "busy %", "predicted")
     return "\n".join([table_text(columns, rows), *_step_lines(record)])
+
+
+def exchange_text(record: RunRecord) -> str:
+    """Sums of gradients by size class, of each rank that made any."""
+    tables = [
+        f"sums of rank {rank}, without waits for other ranks\n"
+        + histogram_text(rows_of(device.messages, num_ranks=_num_replicas(record, device)))
+        for rank, device in enumerate(record.devices)
+        if device.messages
+    ]
+    return "\n\n".join(tables) or "no gradient is summed over ranks: no stage has replicas"
+
+
+def _num_replicas(record: RunRecord, device: DeviceRecord) -> int:
+    """How many ranks share a stage with this one."""
+    return sum(not {*one.stages}.isdisjoint(device.stages) for one in record.devices)
 
 
 def _step_lines(record: RunRecord) -> list[str]:

@@ -59,6 +59,11 @@ class Sum:
     last_rank: int | None = None
     waited_seconds: float = 0.0
 
+    @property
+    def own_seconds(self) -> float:
+        """Without the wait for other ranks."""
+        return max(0.0, self.ended_seconds - self.begun_seconds - self.waited_seconds)
+
 
 Hear = Callable[[Sum], None]
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.exchange.sums import Sum
 from bayplan.running.stages.delivering import TakeGradient
 
 __all__ = ["Gradients"]
@@ -20,6 +21,9 @@ class Gradients:
     Args:
         parameters: by name.
         buckets: by number; each of this rank's parameters is in one at most.
+
+    Attributes:
+        sums: that were made so far.
     """
 
     def __init__(
@@ -27,6 +31,8 @@ class Gradients:
     ) -> None:
         self._parameters = parameters
         self._sums = BucketSums(parameters, buckets)
+        self.sums: list[Sum] = []
+        self._sums.hear = self.sums.append
         # Of this step so far:
         self._totals: dict[str, torch.Tensor] = {}
         self._kept: set[int] = set()  # where the memory of those is that were not copied

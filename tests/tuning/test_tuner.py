@@ -15,6 +15,12 @@ from bayplan.tuning.tuner import Tuner
 MIB = 1 << 20
 KEY = TuningKey.of(model="m", hosts=["a", "a"], devices=["cpu", "cpu"], torch_version="2.13")
 SPACE = SearchSpace.of_thresholds([MIB, 25 * MIB])
+KINDS = SearchSpace(
+    tuple(
+        ExchangeSettings(algorithm=name)
+        for name in (Algorithm.RING, Algorithm.HIERARCHICAL, Algorithm.SHARED)
+    )
+)
 
 
 def of_threshold(setting):
@@ -101,7 +107,7 @@ def test_a_prediction_that_is_right_costs_fewer_steps_than_a_wrong_one(make_worl
 
 
 def test_ranges_find_what_candidates_leave_out(make_world, make_machine, drive_tuner):
-    world = make_world(4, error=0.2)
+    world = make_world(19, error=0.2)
     coarse = tuple(
         ExchangeSettings(fusion_threshold_bytes=size, algorithm=name)
         for size in (MIB // 4, 64 * MIB)
@@ -139,10 +145,10 @@ def test_the_best_by_prediction_runs_first_and_is_usable_at_once():
 
 
 def test_who_goes_first_alternates_and_only_a_change_of_the_setting_is_ignored():
-    tuner = Tuner(SPACE, lambda setting: 1.0)  # all are predicted alike, so all are run
-    trials = finish(tuner, lambda setting: 1.0 if setting == SPACE.candidates[0] else 1.5)
-    pairs = [trial.setting == SPACE.candidates[0] for trial in trials[1:]]
-    assert pairs == [True, False, False, True]
+    first = KINDS.candidates[0]
+    tuner = Tuner(KINDS, lambda setting: 1.0)  # all are predicted alike, so all are run
+    trials = finish(tuner, lambda setting: 1.0 if setting == first else 1.5)
+    assert [trial.setting == first for trial in trials[1:]] == [True, False, False, True]
     assert [trial.num_ignored for trial in trials] == [3, 0, 1, 1, 1]
 
 
@@ -160,15 +166,21 @@ def test_a_search_that_is_over_keeps_its_setting_for_good():
         tuner.tell([])
 
 
-def test_a_spoilt_comparison_is_found_out():
-    tuner = Tuner(SPACE, lambda setting: 1.0)
-    true = {SPACE.candidates[0]: 1.0, SPACE.candidates[1]: 0.8, SPACE.candidates[2]: 1.2}
-    num_told = 0
+def test_a_win_over_a_spoilt_block_is_found_out():
+    true = dict(zip(KINDS.candidates, (1.0, 1.2, 1.3), strict=True))
+    tuner = Tuner(KINDS, lambda setting: 1.0)
+    trials = []
     while not tuner.is_finished:
-        num_told += 1
-        factor = 2.0 if num_told == 3 else 1.0  # a challenger's whole block
-        told(tuner, lambda setting, factor=factor: true[setting] * factor)
-    assert tuner.best == SPACE.candidates[1]
+        factor = 3.0 if len(trials) == 1 else 1.0  # the best so far, beside the first challenger
+        trials.append(told(tuner, lambda setting, factor=factor: true[setting] * factor))
+        assert tuner.best == KINDS.candidates[0]
+    assert len(trials) > 5, "the first comparison was made again"
+
+
+def test_a_setting_as_fast_as_a_step_without_exchange_ends_the_search_at_once():
+    tuner = Tuner(KINDS, lambda setting: 1.0, floor_seconds=0.99)
+    assert len(finish(tuner, lambda setting: 1.0)) == 1
+    assert "without any exchange a step is less than 2.0% faster" in tuner.verdict
 
 
 # --- what it says ---
@@ -178,9 +190,9 @@ def test_the_verdict_says_what_was_found_and_what_was_left_out():
     tuner = Tuner(SPACE, of_threshold)
     finish(tuner)
     assert tuner.verdict == (
-        "fusion_threshold=1MiB is best: 101 ms a step, steps scatter by 0.2%; 3 of 3 settings"
-        f" measured in {tuner.num_steps} steps; no other is likely to be faster by more than 2.0%,"
-        " the least gain worth a change"
+        "fusion_threshold=1MiB is best: 101 ms a step, steps scatter by 0.2%; 2 of 3 settings"
+        " measured, 1 ruled out by prediction (ratios taken to be off by 36%) in 22 steps; no other"
+        " is likely to be faster by more than 2.0%, the least gain worth a change"
     )
 
 
@@ -204,8 +216,8 @@ def test_the_result_is_reported_last_with_all_that_was_measured_of_it():
     assert outcomes[-1].is_result
     assert outcomes[-1].trial.setting == tuner.best
     assert outcomes[-1].num_steps == tuner.num_steps
-    slow = [one for one in outcomes if one.trial.setting.fusion_threshold_bytes == 25 * MIB]
-    assert slow[-1].ratio == pytest.approx(of_threshold(slow[0].trial.setting) / 0.101, rel=0.01)
+    planned = [one for one in outcomes if one.trial.setting == ExchangeSettings()]
+    assert planned[-1].ratio == pytest.approx(of_threshold(ExchangeSettings()) / 0.101, rel=0.01)
 
 
 # --- what changes ---
@@ -334,6 +346,12 @@ def test_times_that_are_none_are_refused(seconds, message):
 def test_a_prediction_that_is_no_time_is_refused(seconds):
     with pytest.raises(UsageError, match=r"is predicted to take .* must be more than 0"):
         Tuner(SPACE, lambda setting: seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.nan])
+def test_a_floor_that_is_no_time_is_refused(seconds):
+    with pytest.raises(UsageError, match=r"floor_seconds is .*, must be more than 0"):
+        Tuner(SPACE, of_threshold, floor_seconds=seconds)
 
 
 @pytest.mark.parametrize(

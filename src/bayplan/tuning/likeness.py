@@ -12,7 +12,7 @@ from bayplan.data.exchange_settings import ExchangeSettings
 __all__ = ["Likeness"]
 
 _OWN = 0.1  # share of an error that is each setting's own, however near the other is
-_REACH = 3.0  # in doublings: buckets twice as large are nearly the same, 16 times are not
+_REACH = 3.0  # in doublings: buckets twice as large are nearly the same, 64 times are not
 _UNIT_BYTES = 1 << 14  # smaller buckets all cost their latency
 _UNIT_MS = 0.5
 
@@ -29,7 +29,7 @@ class Likeness(NamedTuple):
         >>> twice = ExchangeSettings(fusion_threshold_bytes=2 << 20)
         >>> large = ExchangeSettings(fusion_threshold_bytes=64 << 20)
         >>> [round(Likeness.of(small, each).of_numbers, 2) for each in (small, twice, large)]
-        [1.0, 0.8, 0.01]
+        [1.0, 0.85, 0.12]
         >>> Likeness.of(small, ExchangeSettings())
         Likeness(of_kind=0.0, of_numbers=0.0)
     """

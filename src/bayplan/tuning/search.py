@@ -33,6 +33,7 @@ Predict = Callable[[ExchangeSettings], float]
 _CHANCE = 0.05
 _OF_SCATTER = 0.25
 _WIN = 0.25  # of the margin, that the best so far is changed for
+_SURE = 0.8  # the chance of being faster that it is changed for
 _MOST_PROPOSALS = 6  # to be measured, in one search
 _ASKED_AT_ONCE = 24
 _ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
@@ -140,14 +141,15 @@ class Search:
         self._rounds.add(Comparison(challenger, self.best, log_ratio, variance))
         self.beliefs = self._believe()
         winner = min(self.compared, key=lambda index: self.outlook(index).mean)
+        outlook = self.outlook(winner)
         self._unsure = None
-        if self.outlook(winner).mean > -_WIN * self.margin:
-            return  # the same, nearly; to change would only cost steps
+        if outlook.mean > -_WIN * self.margin or outlook.chance_below(0.0) < _SURE:
+            return  # nearly the same, and to change costs steps; or not to be believed yet
         if winner == challenger and self._rounds.count(challenger, self.best) == 1:
             self._unsure = challenger  # the block that it was compared with may have been spoilt
-        else:
-            self.best = winner
-            self.noise.forget_blocks()
+            return
+        self.best = winner
+        self.noise.forget_blocks()
 
     @property
     def compared(self) -> list[int]:

@@ -43,6 +43,8 @@ class TunedRun:
         tuner: on rank 0; None on all others.
         apply: makes the next step run with a setting; called between steps, on every rank.
         device: of messages: cpu for gloo, this rank's GPU for NCCL.
+        clock: seconds from any moment on, when all that was begun is done; by default the process's
+            clock, on a GPU after waiting for it.
 
     On every rank of a script::
 
@@ -58,20 +60,29 @@ class TunedRun:
         apply: Callable[[ExchangeSettings], None],
         *,
         device: torch.device = _CPU,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if not distributed.is_initialized():
             raise UsageError("tuning needs torch.distributed.init_process_group() first")
-        rank = distributed.get_rank()
-        if (tuner is not None) != (rank == _DECIDES):
-            which = "has none" if tuner is None else "has one too"
-            raise UsageError(f"rank {_DECIDES} alone has the tuner, but rank {rank} {which}")
         self.setting: ExchangeSettings | None = None
         self._tuner, self._apply, self._device = tuner, apply, device
+        self._clock = clock or self._waited_clock
         # Of its own, so that its messages never meet those of a step that is still on its way.
         self._group = distributed.new_group()
+        self._check_tuners()
         self._trial: Trial | None = None
         self._seconds: list[float] = []
         self._fault: Exception | None = None  # on rank 0
+
+    def _check_tuners(self) -> None:
+        """Refuse on all ranks at once, so that none waits for one that has gone."""
+        found = torch.zeros(distributed.get_world_size(), dtype=torch.int32, device=self._device)
+        found[distributed.get_rank()] = int(self._tuner is not None)
+        distributed.all_reduce(found, group=self._group)
+        having = [rank for rank, has_one in enumerate(found.tolist()) if has_one]
+        if having != [_DECIDES]:
+            told = f"ranks {', '.join(map(str, having))} have one" if having else "no rank has one"
+            raise UsageError(f"rank {_DECIDES} alone must have the tuner, but {told}")
 
     @property
     def is_tuning(self) -> bool:
@@ -85,9 +96,9 @@ class TunedRun:
         if trial.num_steps is None:
             yield trial.setting
             return
-        begun = self._now()
+        begun = self._clock()
         yield trial.setting
-        self._seconds.append(self._now() - begun)
+        self._seconds.append(self._clock() - begun)
         if len(self._seconds) == trial.num_steps:
             self._end()
 
@@ -142,7 +153,7 @@ class TunedRun:
         except Exception as fault:  # whatever it is, all ranks raise it before the next step
             self._fault = fault
 
-    def _now(self) -> float:
+    def _waited_clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -43,5 +43,5 @@ def _counts(search: Search) -> str:
     if known:
         told += f", {known} of them in earlier runs"
     if others:
-        told += f", {others} ruled out by prediction, whose ratios are off by {search.error:.1%}"
+        told += f", {others} ruled out by prediction (ratios taken to be off by {search.error:.0%})"
     return told

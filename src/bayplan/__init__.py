@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bayplan.fitted import fit
     from bayplan.pipelined import bind
     from bayplan.replicated import data_parallel, exchange_of, no_sync
+    from bayplan.tuned import tune
 
 __all__ = [
     "BayplanError",
@@ -37,6 +38,7 @@ __all__ = [
     "record",
     "scale",
     "simulate",
+    "tune",
 ]
 
 _HOME_OF = {
@@ -57,6 +59,7 @@ _HOME_OF = {
     "record": "bayplan.api",
     "scale": "bayplan.api",
     "simulate": "bayplan.api",
+    "tune": "bayplan.tuned",
 }
 
 

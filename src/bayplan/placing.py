@@ -16,6 +16,7 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import OptimizerSource
 from bayplan.data.actions import Action
+from bayplan.data.bucket_file import BucketFile
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.plan import Bucket, Plan, Request, Stage
@@ -364,6 +365,9 @@ class _Placing:
         self, names: Sequence[str], sizes: Mapping[str, int], stages: Sequence[int]
     ) -> list[list[str]]:
         """Gradients of the same stages as groups that travel together."""
+        if self.wishes.buckets:
+            found = ([name for name in own if name in names] for own in self._checked_buckets)
+            return [group for group in found if group]
         stage, num_ranks = stages[0], len({*self._ranks_of(stages)})
         if num_ranks == 1:
             return [list(names)]  # they stay where they are
@@ -383,6 +387,12 @@ class _Placing:
             link,
         )
         return [[part.name for part in bucket.parts] for bucket in plan.buckets]
+
+    @cached_property
+    def _checked_buckets(self) -> tuple[tuple[str, ...], ...]:
+        known = (name for own in self.staged.assignment.gradients for name in own)
+        BucketFile(model="another", buckets=self.wishes.buckets).check(known)
+        return self.wishes.buckets
 
     def _ranks_of(self, stages: Sequence[int]) -> Iterator[int]:
         return (rank for stage in stages for rank in self.stages[stage].devices)

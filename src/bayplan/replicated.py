@@ -23,7 +23,7 @@ from bayplan.reporting.histogram import histogram, histogram_text
 from bayplan.running.exchange.averaging import Averaging, BackwardTimes, needed_bytes
 from bayplan.running.exchange.cheapest import SIZES, WayCosts, measure_ways
 from bayplan.running.exchange.meeting import Meeting, open_meeting
-from bayplan.running.exchange.settled import sums_by
+from bayplan.running.exchange.settled import costs_by, sums_by
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.opening import check_environment, open_watch
 from bayplan.running.ranks.starting import take_model, take_values
@@ -182,6 +182,11 @@ class DataParallel:
         """By rank, how many seconds this one has waited for it so far, where that is known."""
         return dict(self._waits)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """By rank, its host."""
+        return self._meeting.hosts
+
     def predict(self, settings: ExchangeSettings) -> float:
         """Seconds of backward with its exchange, from what is known of both."""
         return self._plan(settings).end_seconds
@@ -230,7 +235,8 @@ class DataParallel:
         return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
 
     def _plan(self, settings: ExchangeSettings) -> BucketPlan:
-        link = LinkCost.table((size, self.costs.seconds(size)) for size in SIZES)
+        costs = costs_by(settings, self.costs)
+        link = LinkCost.table((size, costs.seconds(size)) for size in SIZES)
         threshold_bytes, gradients = settings.fusion_threshold_bytes, self._gradients()
         if threshold_bytes is None:
             return plan_buckets(gradients, link)

@@ -37,6 +37,7 @@ class Wishes:
         limit_bytes: for each rank; what does not fit as it is gets recomputed, packed or swapped.
         may_pack: whether activations may be packed.
         space: where each rank's activations may be swapped to; None repeats and packs only.
+        buckets: names of parameters whose gradients travel together; empty for as planned.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
     """
@@ -57,6 +58,7 @@ class Wishes:
     limit_bytes: int | None = None
     may_pack: bool = True
     space: SwapSpace | None = None
+    buckets: tuple[tuple[str, ...], ...] = ()
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
 

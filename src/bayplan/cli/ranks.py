@@ -99,6 +99,13 @@ class RankOptions:
         ),
     ] = False
 
+    buckets: Annotated[
+        Path | None,
+        Parameter(
+            help="Gradients that travel together, by a file of `bayplan tune`. Default: planned."
+        ),
+    ] = None
+
     memory_per_rank: Annotated[
         str | None,
         Parameter(
@@ -127,6 +134,8 @@ class RankOptions:
         time_limit: float = 10.0,
     ) -> "Wishes":
         """The same, understood, with what one device's plans may be told as well."""
+        from bayplan.data import files
+        from bayplan.data.bucket_file import BucketFile
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
         from bayplan.data.units import parse_bytes
@@ -150,6 +159,7 @@ class RankOptions:
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
             may_pack=pack,
             space=space,
+            buckets=() if self.buckets is None else files.read(self.buckets, BucketFile).buckets,
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
             time_limit_seconds=time_limit,
         )

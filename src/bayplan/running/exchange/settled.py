@@ -11,7 +11,7 @@ from bayplan.running.exchange.cycled import CycledSums
 from bayplan.running.exchange.meeting import HIERARCHICAL, RING, SCATTERED, SHARED
 from bayplan.running.exchange.sums import SharedSums, SocketSums, Sums
 
-__all__ = ["sums_by"]
+__all__ = ["costs_by", "sums_by"]
 
 _WAY_OF = {
     Algorithm.RING: RING,
@@ -42,16 +42,24 @@ def sums_by(settings: ExchangeSettings, ways: Mapping[str, Sums], costs: WayCost
             sums.wire_dtype = _WIRE_DTYPES[settings.compression]
         if isinstance(sums, SharedSums):
             sums.strip_bytes = settings.strip_bytes
-    allowed = _allowed(settings, ways)
     # Rooms are those of the first way, whichever makes the sums.
-    kept = {name: own for name, own in costs.seconds_of.items() if name in allowed}
-    found: Sums = CheapestSums(ways, WayCosts(kept))
+    found: Sums = CheapestSums(ways, costs_by(settings, costs))
     if settings.cycle_time_ms:
         found = CycledSums(found, settings.cycle_time_ms / 1e3)
     return found
 
 
-def _allowed(settings: ExchangeSettings, ways: Mapping[str, Sums]) -> list[str]:
+def costs_by(settings: ExchangeSettings, costs: WayCosts) -> WayCosts:
+    """The costs of those ways that settings allow.
+
+    Raises:
+        UsageError: there is no such way here.
+    """
+    allowed = _allowed(settings, costs.seconds_of)
+    return WayCosts({name: costs.seconds_of[name] for name in allowed})
+
+
+def _allowed(settings: ExchangeSettings, ways: Mapping[str, object]) -> list[str]:
     if settings.algorithm is not Algorithm.AUTO:
         way = _WAY_OF[settings.algorithm]
     elif settings.hierarchical_allreduce:

@@ -10,13 +10,22 @@ from exchange.sets import GradientSet
 from ranks.turns import Contestant, check_same_losses, over_all_ranks, paired, take_turns
 from torch import distributed
 
+import bayplan
+from bayplan.data.exchange_settings import ExchangeSettings
 from bayplan.replicated import exchange_of
 from bayplan.running.exchange.meeting import open_meeting
 from bayplan.running.exchange.sums import Sums
 
-__all__ = ["sums_of_sizes", "whole_step"]
+__all__ = ["sums_of_sizes", "tuned", "whole_step"]
 
 Row = dict[str, Any]
+SWEEP = (
+    "planned",
+    *(f"fusion_threshold={size}" for size in ("0", "256KiB", "1MiB", "5MiB", "25MiB", "100MiB")),
+    "algorithm=ring",
+    "fusion_threshold=5MiB,algorithm=ring",
+    "fusion_threshold=25MiB,algorithm=ring",
+)
 _STEPS_TO_SETTLE = 4  # buckets are planned after two
 _DEFAULT = "ddp 25"
 
@@ -55,6 +64,35 @@ def whole_step(
         "unhidden_ms": 1e3 * exchange.times.unhidden_seconds,
         "exchange_ms": 1e3 * exchange.times.exchange_seconds,
     }
+    ours.close()
+    return row
+
+
+def tuned(name: str, given: GradientSet, *, backward_ms: float, rounds: int) -> Row:
+    """How soon the tuner ends, and how far what it finds is from the best of a sweep."""
+    ours = Ours(given, backward_ms)
+    exchange = exchange_of(ours.model)
+    tuning = bayplan.tune(ours.model, is_fresh=True)
+    num_steps = 0
+    while not tuning.is_finished:
+        with tuning.step():
+            ours.step()
+        num_steps += 1
+    found, verdict = tuning.settings, tuning.verdict
+    tuning.close()
+    candidates = dict.fromkeys([found, *(ExchangeSettings.parse(text) for text in SWEEP)])
+    seconds: dict[str, list[float]] = {str(one): [] for one in candidates}
+    for at in range(rounds):
+        for one in candidates if at % 2 else reversed(candidates):
+            exchange.use(one)
+            ours.step()  # the first one after a change is not like the others
+            seconds[str(one)] += take_turns({"ours": ours}, rounds=2, steps_per_turn=1)["ours"]
+    middle = {text: statistics.median(own) for text, own in seconds.items()}
+    best = min(middle, key=middle.__getitem__)
+    row: Row = {"case": name, "set": given.name, "ranks": distributed.get_world_size()}
+    row |= {"backward_ms": backward_ms, "rounds": rounds, "tuner_steps": num_steps}
+    row |= {"found": str(found), "verdict": verdict, "best_of_sweep": best, "seconds": middle}
+    row |= paired("found_over_best", seconds[str(found)], seconds[best])
     ours.close()
     return row
 

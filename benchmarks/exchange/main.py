@@ -41,8 +41,10 @@ COLUMNS = (
     "ring_over_shared",
     "ring_over_hierarchical",
     "fastest",
+    "tuner_steps",
+    "found_over_best",
 )
-CASES = ("one host", "sums, one host", "two hosts", "sums, two hosts")
+CASES = ("one host", "sums, one host", "two hosts", "sums, two hosts", "tuner")
 
 
 def main() -> None:
@@ -87,12 +89,28 @@ def _full(chosen: Sequence[str], rounds: int) -> list[Launch]:
     if "sums, two hosts" in chosen:
         between = _sums("sums, two hosts", SIZES_BETWEEN, rounds)
         found += [Launch(num_ranks, [between], num_hosts=2) for num_ranks in (4, 8)]
+    if "tuner" in chosen:
+        found += [
+            Launch(num_ranks, [_tuner(one, one.backward_ms, rounds)], num_hosts=num_hosts)
+            for num_ranks, num_hosts, one in (
+                (2, 1, SETS[1]),
+                (4, 1, SETS[0]),
+                (4, 1, SETS[1]),
+                (4, 2, SETS_BETWEEN[1]),
+            )
+        ]
     return found
+
+
+def _tuner(one: GradientSet, backward_ms: float, rounds: int) -> dict[str, Any]:
+    given = {"given": asdict(one), "backward_ms": backward_ms, "rounds": rounds}
+    return {"kind": "tuner", "name": "tuner", **given}
 
 
 def _quick() -> list[Launch]:
     small = replace(SETS[1], divisor=400)
     jobs = [_step("one host", small, 2.0, 1), _sums("sums, one host", SIZES[:2], 1)]
+    jobs.append(_tuner(small, 2.0, 1))
     return [Launch(2, jobs), Launch(2, [_step("two hosts", small, 2.0, 1)], num_hosts=2)]
 
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _rows(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from exchange.jobs import sums_of_sizes, whole_step
+    from exchange.jobs import sums_of_sizes, tuned, whole_step
     from exchange.sets import GradientSet
     from harness import say
     from torch import distributed
@@ -38,7 +38,8 @@ def _rows(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "sums":
             found = sums_of_sizes(**job)
         else:
-            found = [whole_step(job.pop("name"), GradientSet(**job.pop("given")), **job)]
+            function = tuned if kind == "tuner" else whole_step
+            found = [function(job.pop("name"), GradientSet(**job.pop("given")), **job)]
         rows += found
         if distributed.get_rank() == 0:
             for row in found:

@@ -67,7 +67,7 @@ def test_a_search_is_told_trial_by_trial_and_ends_with_its_best(tmp_path):
         num_trials = 0
         while not tuner.is_finished:
             trial = tuner.ask()
-            tuner.tell([seconds(trial.setting)] * trial.num_steps)
+            tuner.tell([seconds(trial.setting) for _ in range(trial.num_steps)])
             num_trials += 1
             assert len(rows_of(path)) >= num_trials
     rows = rows_of(path)

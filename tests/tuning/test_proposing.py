@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,9 @@ def test_without_optuna_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"pip install 'bayplan\[tune\]'"):
         proposals()
+
+
+def test_a_tuner_is_there_without_waiting_for_optuna_or_torch():
+    script = "import sys, bayplan.tuning.tuner; print({'optuna', 'torch'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

@@ -41,10 +41,10 @@ def finish(tuner, seconds=of_threshold):
     return trials
 
 
-# --- how good, and how soon ---
+# --- how good, and how soon: on seeds on which no constant of the tuner was chosen ---
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(2000, 2020))
 def test_on_a_quiet_link_it_ends_within_200_steps_and_5_percent_of_the_best(
     seed, make_world, make_machine, drive_tuner
 ):
@@ -62,7 +62,7 @@ def test_noise_and_long_steps_cost_steps_but_little_of_the_result(
     noise, make_world, make_machine, drive_tuner
 ):
     excesses = []
-    for seed in range(20):
+    for seed in range(2000, 2020):
         world = make_world(seed, error=0.2)
         machine = make_machine(world.truth, noise=noise, seed=seed)
         tuner = Tuner(world.space, world.predicted.step_seconds)
@@ -74,7 +74,7 @@ def test_noise_and_long_steps_cost_steps_but_little_of_the_result(
 
 
 def test_a_machine_that_grows_slower_does_not_mislead_it(make_world, make_machine, drive_tuner):
-    for seed in range(10):
+    for seed in range(2000, 2010):
         world = make_world(seed, error=0.2)
         machine = make_machine(world.truth, noise=0.01, seed=seed, drift=0.0005)  # 10 % in 200
         tuner = Tuner(world.space, world.predicted.step_seconds)
@@ -242,7 +242,7 @@ def test_a_link_that_becomes_five_times_slower_leads_to_another_setting(
     noise, knows_better, make_world, make_machine, drive_tuner
 ):
     num_changed = 0
-    for seed in range(12):
+    for seed in range(2000, 2012):
         world = make_world(seed, error=0.2)
         machine, believed = make_machine(world.truth, noise=noise, seed=seed), [world.predicted]
         tuner = watching(world, machine, lambda one, now=believed: now[0].step_seconds(one))

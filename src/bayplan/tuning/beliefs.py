@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bayplan.data.exchange_settings import ExchangeSettings
-from bayplan.tuning.likeness import Likeness
+from bayplan.tuning.likeness import likeness
 
 __all__ = ["Beliefs", "Comparison", "Outlook"]
 
@@ -101,11 +101,11 @@ class Beliefs:
         expected_error: float,
     ) -> None:
         self._mean: Floats = np.log(np.array(predicted_seconds, dtype=np.float64))
+        alike = likeness(settings)
         # Of two settings, the errors' difference has twice the variance of each.
-        alike = np.array([[Likeness.of(a, b) for b in settings] for a in settings]) / 2
         units = [
-            alike[:, :, 0] * expected_error**2,
-            alike[:, :, 1] * (_OF_NUMBERS * expected_error) ** 2,
+            alike.of_kind * expected_error**2 / 2,
+            alike.of_numbers * (_OF_NUMBERS * expected_error) ** 2 / 2,
         ]
         seen: Floats = np.zeros((len(comparisons), len(settings)))
         for row, one in enumerate(comparisons):

@@ -1,15 +1,19 @@
-"""How alike two settings are, so that what one teaches about a prediction holds for the other.
+"""How alike settings are, so that what one teaches about a prediction holds for another.
 
 A prediction that is 10 % too low for buckets of 8 MiB will be so for 12 MiB, and less surely for
 buckets of 256 KiB: it is the latency that it has wrong. For another algorithm it says nothing.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bayplan.data.exchange_settings import ExchangeSettings
 
-__all__ = ["Likeness"]
+__all__ = ["Likeness", "likeness"]
 
 _OWN = 0.1  # share of an error that is each setting's own, however near the other is
 _REACH = 3.0  # in doublings: buckets twice as large are nearly the same, 64 times are not
@@ -18,34 +22,35 @@ _UNIT_MS = 0.5
 
 
 class Likeness(NamedTuple):
-    """Both from 0, nothing in common, to 1, the same.
+    """A row and a column for each setting; from 0, nothing in common, to 1, the same.
 
     Attributes:
         of_kind: whether they differ in numbers alone.
         of_numbers: how near these are; 0 for those of two kinds.
-
-    Example:
-        >>> small = ExchangeSettings(fusion_threshold_bytes=1 << 20)
-        >>> twice = ExchangeSettings(fusion_threshold_bytes=2 << 20)
-        >>> large = ExchangeSettings(fusion_threshold_bytes=64 << 20)
-        >>> [round(Likeness.of(small, each).of_numbers, 2) for each in (small, twice, large)]
-        [1.0, 0.85, 0.12]
-        >>> Likeness.of(small, ExchangeSettings())
-        Likeness(of_kind=0.0, of_numbers=0.0)
     """
 
-    of_kind: float
-    of_numbers: float
+    of_kind: NDArray[np.float64]
+    of_numbers: NDArray[np.float64]
 
-    @classmethod
-    def of(cls, one: ExchangeSettings, other: ExchangeSettings) -> "Likeness":
-        """Compare two settings."""
-        if one == other:
-            return cls(1.0, 1.0)
-        if _kind(one) != _kind(other):
-            return cls(0.0, 0.0)
-        squares = sum((a - b) ** 2 for a, b in zip(_numbers(one), _numbers(other), strict=True))
-        return cls(1.0, (1 - _OWN) * math.exp(-squares / (2 * _REACH**2)))
+
+def likeness(settings: Sequence[ExchangeSettings]) -> Likeness:
+    """Compare settings, of which no two are equal, each with each.
+
+    Example:
+        >>> sizes = [1 << 20, 2 << 20, 64 << 20]
+        >>> fused = [ExchangeSettings(fusion_threshold_bytes=size) for size in sizes]
+        >>> alike = likeness([*fused, ExchangeSettings()])
+        >>> alike.of_numbers[0].round(2).tolist(), alike.of_kind[0].tolist()
+        ([1.0, 0.85, 0.12, 0.0], [1.0, 1.0, 1.0, 0.0])
+    """
+    numbers = np.array([_numbers(one) for one in settings])
+    kinds = [_kind(one) for one in settings]
+    codes = np.array([kinds.index(one) for one in kinds])
+    of_kind = (codes[:, None] == codes[None, :]).astype(np.float64)
+    squares = ((numbers[:, None, :] - numbers[None, :, :]) ** 2).sum(axis=2)
+    of_numbers = of_kind * (1 - _OWN) * np.exp(-squares / (2 * _REACH**2))
+    np.fill_diagonal(of_numbers, 1.0)
+    return Likeness(of_kind, of_numbers)
 
 
 def _kind(settings: ExchangeSettings) -> tuple[object, ...]:

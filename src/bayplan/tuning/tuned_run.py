@@ -68,21 +68,13 @@ class TunedRun:
         self._tuner, self._apply, self._device = tuner, apply, device
         self._clock = clock or self._waited_clock
         # Of its own, so that its messages never meet those of a step that is still on its way.
-        self._group = distributed.new_group()
+        group = distributed.new_group()
+        assert isinstance(group, distributed.ProcessGroup), "every rank is a member"
+        self._group = group
         self._check_tuners()
         self._trial: Trial | None = None
         self._seconds: list[float] = []
         self._fault: Exception | None = None  # on rank 0
-
-    def _check_tuners(self) -> None:
-        """Refuse on all ranks at once, so that none waits for one that has gone."""
-        found = torch.zeros(distributed.get_world_size(), dtype=torch.int32, device=self._device)
-        found[distributed.get_rank()] = int(self._tuner is not None)
-        distributed.all_reduce(found, group=self._group)
-        having = [rank for rank, has_one in enumerate(found.tolist()) if has_one]
-        if having != [_DECIDES]:
-            told = f"ranks {', '.join(map(str, having))} have one" if having else "no rank has one"
-            raise UsageError(f"rank {_DECIDES} alone must have the tuner, but {told}")
 
     @property
     def is_tuning(self) -> bool:
@@ -101,6 +93,16 @@ class TunedRun:
         self._seconds.append(self._clock() - begun)
         if len(self._seconds) == trial.num_steps:
             self._end()
+
+    def _check_tuners(self) -> None:
+        """Refuse on all ranks at once, so that none waits for one that has gone."""
+        found = torch.zeros(distributed.get_world_size(), dtype=torch.int32, device=self._device)
+        found[distributed.get_rank()] = int(self._tuner is not None)
+        distributed.all_reduce(found, group=self._group)
+        having = [rank for rank, has_one in enumerate(found.tolist()) if has_one]
+        if having != [_DECIDES]:
+            told = f"ranks {', '.join(map(str, having))} have one" if having else "no rank has one"
+            raise UsageError(f"rank {_DECIDES} alone must have the tuner, but {told}")
 
     def _current(self) -> Trial:
         """The trial that goes on, or what rank 0 says is next."""

@@ -201,8 +201,10 @@ def test_parts_never_make_the_end_later(row, latency, overlap, bend, make_row):
 def test_with_latency_and_bandwidth_alone_parts_gain_nothing(row, latency, make_row, make_link):
     row = make_row(*zip(*row, strict=True))
     whole = plan_buckets(row, make_link(latency))
-    cut = plan_buckets(row, make_link(latency), part_bytes=UNIT)
-    assert cut.end_seconds == pytest.approx(whole.end_seconds)
+    free = plan_buckets(row, make_link(latency), part_bytes=UNIT)
+    assert free.end_seconds == pytest.approx(whole.end_seconds)
+    names = [part.name for bucket in free.buckets for part in bucket.parts]
+    assert names == [one.name for one in row]  # and none is cut in vain
 
 
 def test_parts_help_where_a_start_overlaps_the_message_before(make_row):

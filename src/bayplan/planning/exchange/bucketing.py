@@ -62,10 +62,10 @@ def plan_buckets(
     """Find the messages whose exchange ends earliest; of those, the fewest.
 
     By need, the exchange ends no later than by readiness and has as many messages, but the last
-    ones, with the first layers' gradients, are as small as they can be. Whenever the link is free,
-    it takes the waiting message that the next forward needs first, so a message waits for at most
-    one that is needed later. All of that holds if gradients come when they should: ranks keep to
-    the plan's order even if one is late.
+    ones, with the first layers' gradients, are as small as they can be, for which others may be cut
+    that need not. Whenever the link is free, it takes the waiting message that the next forward
+    needs first, so a message waits for at most one that is needed later. All of that holds if
+    gradients come when they should: ranks keep to the plan's order even if one is late.
 
     Args:
         gradients: in the order in which backward makes them.
@@ -90,7 +90,12 @@ def plan_buckets(
     check_order(gradients)
     pieces = list(_pieces(gradients, _grain(part_bytes, most_bytes)))
     atoms = [
-        Atom(part.size_bytes, gradients[place].ready_seconds, gradients[place].kind)
+        Atom(
+            size_bytes=part.size_bytes,
+            ready_seconds=gradients[place].ready_seconds,
+            kind=gradients[place].kind,
+            begins=not part.begin_bytes,
+        )
         for place, part in pieces
     ]
     is_by_need = order is Order.NEED

@@ -28,11 +28,16 @@ _Numbers = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Atom:
-    """What is never cut: a gradient, or a part of one."""
+    """What is never cut: a gradient, or a part of one.
+
+    Attributes:
+        begins: whether a gradient begins with it.
+    """
 
     size_bytes: int
     ready_seconds: float
     kind: str
+    begins: bool = True
 
 
 def best_cuts(
@@ -45,7 +50,8 @@ def best_cuts(
     """Where messages begin, and the end of the row.
 
     Of all cuts whose last message ends earliest, those with the fewest messages. If there are
-    several, each message ends as early as it can in its number; then the later ones are small.
+    several, each message ends as early as it can in its number; then gradients are whole where they
+    can be, and the later messages small.
 
     Args:
         atoms: in the order in which they are ready; one or more.
@@ -59,7 +65,8 @@ def best_cuts(
         earliest[after] = costs.ends(earliest[:after], after).min()
     end = float(earliest[-1])
     levels = _levels(costs, end * (1 + _SAME))
-    return _path(costs, levels, end, late_ones_small=late_ones_small)
+    begins = numpy.array([atom.begins for atom in atoms])
+    return _path(costs, levels, end, begins, late_ones_small=late_ones_small)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,12 @@ def _levels(costs: _Costs, goal: float) -> list[_Numbers]:
 
 
 def _path(
-    costs: _Costs, levels: Sequence[_Numbers], end: float, *, late_ones_small: bool
+    costs: _Costs,
+    levels: Sequence[_Numbers],
+    end: float,
+    begins: NDArray[numpy.bool_],
+    *,
+    late_ones_small: bool,
 ) -> list[int]:
     """The cuts, found from the last one on."""
     slack = end * _SAME
@@ -166,8 +178,10 @@ def _path(
         numbers = costs.number[:after, after]
         before = numpy.maximum(number - numbers, -1)
         free = numpy.array([levels[at][cut] if at >= 0 else inf for cut, at in enumerate(before)])
-        # The last of all that end as early, so that little is in the message.
-        cut = int(numpy.flatnonzero(costs.ends(free, after) <= allowed + slack)[-1])
+        is_early = costs.ends(free, after) <= allowed + slack
+        if not late_ones_small and (is_early & begins[:after]).any():
+            is_early &= begins[:after]
+        cut = int(numpy.flatnonzero(is_early)[-1])  # so that little is in the message
         latest = allowed - float(costs.busy[cut, after])  # for the link to be free
         allowed = max(latest, float(free[cut])) if late_ones_small else float(free[cut])
         number -= int(numbers[cut])

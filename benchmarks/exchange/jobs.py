@@ -15,6 +15,7 @@ from bayplan.data.exchange_settings import ExchangeSettings
 from bayplan.replicated import exchange_of
 from bayplan.running.exchange.meeting import open_meeting
 from bayplan.running.exchange.sums import Sums
+from bayplan.tuning.options import TuningOptions
 
 __all__ = ["sums_of_sizes", "tuned", "whole_step"]
 
@@ -68,11 +69,14 @@ def whole_step(
     return row
 
 
-def tuned(name: str, given: GradientSet, *, backward_ms: float, rounds: int) -> Row:
+def tuned(
+    name: str, given: GradientSet, *, backward_ms: float, rounds: int, most_steps: int | None
+) -> Row:
     """How soon the tuner ends, and how far what it finds is from the best of a sweep."""
     ours = Ours(given, backward_ms)
     exchange = exchange_of(ours.model)
-    tuning = bayplan.tune(ours.model, is_fresh=True)
+    options = TuningOptions(most_steps=most_steps)
+    tuning = bayplan.tune(ours.model, is_fresh=True, options=options)
     num_steps = 0
     while not tuning.is_finished:
         with tuning.step():

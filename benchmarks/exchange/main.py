@@ -102,15 +102,17 @@ def _full(chosen: Sequence[str], rounds: int) -> list[Launch]:
     return found
 
 
-def _tuner(one: GradientSet, backward_ms: float, rounds: int) -> dict[str, Any]:
+def _tuner(
+    one: GradientSet, backward_ms: float, rounds: int, most_steps: int | None = None
+) -> dict[str, Any]:
     given = {"given": asdict(one), "backward_ms": backward_ms, "rounds": rounds}
-    return {"kind": "tuner", "name": "tuner", **given}
+    return {"kind": "tuner", "name": "tuner", **given, "most_steps": most_steps}
 
 
 def _quick() -> list[Launch]:
     small = replace(SETS[1], divisor=400)
     jobs = [_step("one host", small, 2.0, 1), _sums("sums, one host", SIZES[:2], 1)]
-    jobs.append(_tuner(small, 2.0, 1))
+    jobs.append(_tuner(small, 2.0, 1, most_steps=40))
     return [Launch(2, jobs), Launch(2, [_step("two hosts", small, 2.0, 1)], num_hosts=2)]
 
 

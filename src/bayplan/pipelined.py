@@ -28,6 +28,7 @@ from bayplan.preparing import Preparation
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.losses import LossSums
 from bayplan.running.exchange.meeting import Meeting, open_meeting
+from bayplan.running.exchange.neighbours import Neighbours, meet_neighbours
 from bayplan.running.exchange.sums import Sum, Sums, room_bytes
 from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
@@ -259,6 +260,7 @@ class PipelinedStep:
             has_tags=distributed.get_backend() == "gloo",
             swap=self._swap,
             replicas=self._replicas,
+            neighbours=self._neighbours,
         )
         preparation.check()
         if self._kept is None:
@@ -271,6 +273,11 @@ class PipelinedStep:
     @cached_property
     def _meeting(self) -> Meeting:
         return open_meeting()
+
+    @cached_property
+    def _neighbours(self) -> Neighbours:
+        """Ranks whose large messages are copied straight out of their memory."""
+        return meet_neighbours(self._meeting, is_ordered=self._plan.static_order)
 
     @cached_property
     def _loss_sums(self) -> LossSums:

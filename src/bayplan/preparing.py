@@ -24,6 +24,7 @@ from bayplan.planning.pipelines.routing import Message, Piece
 from bayplan.pricing import free_prices
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.bucket_sums import GradientBucket
+from bayplan.running.exchange.neighbours import Neighbours
 from bayplan.running.exchange.sums import Sums
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
@@ -68,6 +69,8 @@ class Preparation:
         has_tags: whether the transport tells messages between two ranks apart.
         swap: where this rank swaps to.
         replicas: by stage of this rank, those to synchronise BatchNorm with.
+        neighbours: ranks whose large messages are copied out of their memory, where that is a
+            CPU's; None for sockets alone.
     """
 
     plan: Plan
@@ -77,6 +80,7 @@ class Preparation:
     has_tags: bool
     swap: RankSwap
     replicas: Mapping[int, Replicas] = field(default_factory=dict)
+    neighbours: Neighbours | None = None
 
     def worker(
         self,
@@ -381,6 +385,7 @@ class Preparation:
             tag=_SALTS
             * (((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at)
             + self._salt,
+            neighbours=self.neighbours if self._device.type == "cpu" else None,
         )
 
     @cached_property

@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import distributed
 
+from bayplan.running.exchange.neighbours import Neighbours
+from bayplan.running.exchange.sums import Pending
 from bayplan.running.ranks.forms import Form, Parcel
 
 __all__ = ["Arrival", "Departure", "Route"]
@@ -29,6 +31,7 @@ class Route:
         there: the same samples, counted in the piece of the other end.
         is_shared: whether others get some of these values, too.
         tag: tells messages between two ranks apart, where the transport can.
+        neighbours: who copies large messages out of each other's memory; None for sockets alone.
     """
 
     peer: int
@@ -37,6 +40,29 @@ class Route:
     there: Parcel
     is_shared: bool = False
     tag: int = 0
+    neighbours: Neighbours | None = None
+
+    def send(self, message: torch.Tensor) -> Pending:
+        """Begin to send."""
+        if self._near is not None:
+            return self._near.send(message, self.peer, self.tag)
+        work = distributed.isend(message, self.peer, tag=self.tag)
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    def receive(self, room: torch.Tensor) -> Pending:
+        """Begin to receive."""
+        if self._near is not None:
+            return self._near.receive(room, self.peer, self.tag)
+        work = distributed.irecv(room, self.peer, tag=self.tag)
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    @cached_property
+    def _near(self) -> Neighbours | None:
+        """Those that this message is copied by; the same answer at both ends."""
+        near, size_bytes = self.neighbours, self.here.offsets[-1]
+        return near if near is not None and near.reach(self.peer, size_bytes) else None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -53,15 +79,13 @@ class Departure:
     """
 
     routes: tuple[Route, ...]
-    _sent: list[tuple[distributed.Work, torch.Tensor]] = field(default_factory=list)
+    _sent: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
 
     def send(self, values: Values) -> None:
         """Begin to send; the values may be dropped, but not changed."""
         for route in self.routes:
             message = route.here.packed([values[name] for name in route.names])
-            work = distributed.isend(message, route.peer, tag=route.tag)
-            assert work is not None, "this rank is a member of the group"
-            self._sent.append((work, message))
+            self._sent.append((route.send(message), message))
 
     def held(self) -> Iterator[torch.Tensor]:
         """What is on its way."""
@@ -94,7 +118,7 @@ class Arrival:
     device: torch.device
     is_sum: bool = False
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
-    _coming: list[tuple[distributed.Work, Route, torch.Tensor, bool]] = field(default_factory=list)
+    _coming: list[tuple[Pending, Route, torch.Tensor, bool]] = field(default_factory=list)
 
     @cached_property
     def sources(self) -> tuple[tuple[int, int], ...]:
@@ -111,9 +135,7 @@ class Arrival:
             if landing is None:
                 size_bytes = route.here.offsets[-1]
                 landing = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-            work = distributed.irecv(landing, route.peer, tag=route.tag)
-            assert work is not None, "this rank is a member of the group"
-            self._coming.append((work, route, landing, is_packed))
+            self._coming.append((route.receive(landing), route, landing, is_packed))
 
     def held(self) -> Iterator[torch.Tensor]:
         """What came, and room for what comes."""

@@ -1,0 +1,77 @@
+"""Large messages between real ranks, in order and out of it, and ranks that may not be read."""
+
+import json
+
+from bayplan.running.ranks.launching import launch
+
+SCRIPT = """
+import ctypes, json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from bayplan.running.exchange import neighbours as module
+from bayplan.running.exchange.meeting import Meeting, open_meeting
+from bayplan.running.exchange.neighbours import LEAST_BYTES, meet_neighbours
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, found = dist.get_rank(), {}
+COUNT = LEAST_BYTES // 4 + 3
+
+def exchanged(near, order):
+    '''Both ranks send three messages and wait for the other's in some order.'''
+    other = 1 - rank
+    sent = [torch.arange(COUNT) * 1.0 + 100 * rank + at for at in range(3)]
+    rooms = [torch.empty(COUNT) for _ in range(3)]
+    coming = [near.receive(room, other, tag) for tag, room in enumerate(rooms)]
+    going = [near.send(message, other, tag) for tag, message in enumerate(sent)]
+    for at in order:
+        coming[at].wait()
+    for one in going:
+        one.wait()
+    expected = [torch.arange(COUNT) * 1.0 + 100 * other + at for at in range(3)]
+    return all(map(torch.equal, rooms, expected))
+
+near = meet_neighbours(open_meeting())
+found["reads"] = {str(peer): process != os.getpid() for peer, process in near.processes.items()}
+found["reach"] = [near.reach(1 - rank, LEAST_BYTES), near.reach(1 - rank, LEAST_BYTES - 1),
+                  near.reach(7, LEAST_BYTES)]
+found["in order"] = [exchanged(near, (0, 1, 2)) for _ in range(3)]
+loose = meet_neighbours(open_meeting(), is_ordered=False)
+found["in any order"] = exchanged(loose, (2, 0, 1))
+
+class Apart(Meeting):
+    hosts = ("left", "right")
+store = dist.PrefixStore("apart", dist.distributed_c10d._get_default_store())
+found["apart"] = dict(meet_neighbours(Apart(store, rank, 2, Path("."))).processes)
+
+if rank == 1:  # may not read the other
+    def refuse(*_):
+        raise OSError(1, "not permitted")
+    module._read = refuse
+found["refused"] = dict(meet_neighbours(open_meeting()).processes)
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_copy_large_messages_out_of_each_other_s_memory(tmp_path):
+    script, lines = tmp_path / "script.py", []
+    script.write_text(SCRIPT)
+    code = launch(
+        [str(script), str(tmp_path)],
+        num_ranks=2,
+        log_folder=tmp_path / "logs",
+        timeout_seconds=120.0,
+        on_line=lines.append,
+    )
+    assert code == 0, lines
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["reads"] == {str(1 - rank): True}
+        assert found["reach"] == [True, False, False]
+        assert found["in order"] == [True] * 3
+        assert found["in any order"]
+        assert found["apart"] == {}
+        assert found["refused"] == {}  # on both, for all of a host or none

@@ -179,8 +179,8 @@ class PipelinedStep:
 
     @property
     def sums(self) -> Sequence[Sum]:
-        """Of gradients over ranks, that were made so far."""
-        return () if self._kept is None else self._kept[0].sums
+        """Of gradients over ranks, the latest that were made."""
+        return () if self._kept is None else tuple(self._kept[0].sums)
 
     @property
     def shared_bytes(self) -> int:

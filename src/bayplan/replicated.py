@@ -1,7 +1,7 @@
 """`bayplan.data_parallel`: the same module on every rank, with gradients averaged over all."""
 
 import atexit
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -33,6 +33,7 @@ __all__ = ["DataParallel", "data_parallel", "exchange_of", "no_sync"]
 
 _FIRST_BUCKET_BYTES = 4 << 20  # until it is known when gradients come
 _WATCHED_BACKWARDS = 2  # the first one is slower than all others
+_MOST_MESSAGES = 1 << 16  # that are remembered; a training may go on for weeks
 _ATTRIBUTE = "_bayplan_data_parallel"
 
 
@@ -134,7 +135,7 @@ class DataParallel:
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._meeting = open_meeting()
         self._num_backwards = self._num_plans = 0
-        self._messages: list[tuple[int, float]] = []
+        self._messages: deque[tuple[int, float]] = deque(maxlen=_MOST_MESSAGES)
         self._waits: defaultdict[int, float] = defaultdict(float)
         num_ranks = distributed.get_world_size()
         needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
@@ -174,8 +175,8 @@ class DataParallel:
 
     @property
     def messages(self) -> Sequence[tuple[int, float]]:
-        """Bytes and seconds of every sum so far, the wait for other ranks left out."""
-        return self._messages
+        """Bytes and seconds of the latest sums, the wait for other ranks left out."""
+        return tuple(self._messages)
 
     @property
     def waits(self) -> dict[int, float]:
@@ -192,7 +193,7 @@ class DataParallel:
         return self._plan(settings).end_seconds
 
     def text(self) -> str:
-        """What was exchanged so far, how much of it was hidden, and who was waited for."""
+        """What was exchanged lately, how much of it was hidden, and who was waited for."""
         num_ranks, times = distributed.get_world_size(), self.times
         lines = [histogram_text(histogram(self._messages, num_ranks=num_ranks))]
         hidden = max(0.0, times.exchange_seconds - times.unhidden_seconds)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from bayplan.running.ranks.launching import launch
 
 SCRIPT = """
@@ -33,6 +35,10 @@ def exchanged(near, order):
     return all(map(torch.equal, rooms, expected))
 
 near = meet_neighbours(open_meeting())
+if not near.processes:  # the same on both ranks
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(9)
 found["reads"] = {str(peer): process != os.getpid() for peer, process in near.processes.items()}
 found["reach"] = [near.reach(1 - rank, LEAST_BYTES), near.reach(1 - rank, LEAST_BYTES - 1),
                   near.reach(7, LEAST_BYTES)]
@@ -66,6 +72,8 @@ def test_ranks_copy_large_messages_out_of_each_other_s_memory(tmp_path):
         timeout_seconds=120.0,
         on_line=lines.append,
     )
+    if code == 9:
+        pytest.skip("this machine does not let processes read each other's memory")
     assert code == 0, lines
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

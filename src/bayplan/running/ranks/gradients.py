@@ -3,6 +3,7 @@
 Every piece's loss is weighted by its samples, so sums are final and nothing is divided.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,6 +15,8 @@ from bayplan.running.stages.delivering import TakeGradient
 
 __all__ = ["Gradients"]
 
+_MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
+
 
 class Gradients:
     """The gradients of the parameters that one rank trains.
@@ -23,7 +26,7 @@ class Gradients:
         buckets: by number; each of this rank's parameters is in one at most.
 
     Attributes:
-        sums: that were made so far.
+        sums: the latest that were made.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Gradients:
     ) -> None:
         self._parameters = parameters
         self._sums = BucketSums(parameters, buckets)
-        self.sums: list[Sum] = []
+        self.sums: deque[Sum] = deque(maxlen=_MOST_SUMS)
         self._sums.hear = self.sums.append
         # Of this step so far:
         self._totals: dict[str, torch.Tensor] = {}

@@ -25,7 +25,7 @@ from bayplan.running.exchange.sums import Pending, job_of
 
 __all__ = ["LEAST_BYTES", "Neighbours", "meet_neighbours"]
 
-LEAST_BYTES = 256 << 10  # below, sockets are as fast
+LEAST_BYTES = 2 << 20  # at 1 MiB, sockets were 7 to 10 % faster on 4 ranks and 2 cores
 _READ = 1 << 30  # added to a message's tag, for word that it was read
 _SECRET = 0x62617970  # what ranks try to read of each other
 

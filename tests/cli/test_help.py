@@ -10,7 +10,7 @@ import pytest
 
 COMMANDS = [
     *("fit", "profile", "capture", "simulate"),
-    *("plan", "run"),
+    *("plan", "run", "tune"),
     *("report", "explain", "doctor"),
 ]
 

@@ -14,22 +14,26 @@ from bayplan.data.exchange_settings import EXCHANGE_HELP
 __all__ = ["tune"]
 
 _INTERRUPTED = 130
+# One line per paragraph: the terminal's width decides where to break it.
+_ABOUT = (
+    "Trains for real, until no setting can be faster by more than the noise, and says so. What was"
+    " found is kept, so that a second call ends soon; --fresh begins anew. In a script of your own"
+    " that torchrun starts, `bayplan.tune(model)` does the same while it trains."
+)
 _SETTINGS_HELP = "\n".join(
-    f"  {name.removesuffix('_bytes').removesuffix('_ms'):24}{text}"
+    f"- {name.removesuffix('_bytes').removesuffix('_ms')}: {text}"
     for name, text in EXCHANGE_HELP.items()
 )
 
 
 @app.command(
-    sort_key=7,
+    sort_key=6.5,
     help_epilogue=f"""\
 Examples:
-  bayplan tune resnet50 --batch 64 --ranks 4 --log tune.csv -o resnet50.buckets.json
-  bayplan run resnet50 --batch 64 --placement '' --ranks 4 --buckets resnet50.buckets.json
+  bayplan tune resnet50 --batch 64 --ranks 4 --log tune.csv -o tuned.json
+  bayplan run resnet50 --batch 64 --placement '' --ranks 4 --buckets tuned.json
 
-Trains for real, until no setting can be faster by more than the noise, and says so. What was found
-is kept, so that a second call ends soon; --fresh begins anew. In a script of your own that torchrun
-starts, `bayplan.tune(model)` does the same while it trains.
+{_ABOUT}
 
 Settings, with Horovod's names where it has one:
 {_SETTINGS_HELP}

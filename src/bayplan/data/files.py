@@ -24,6 +24,7 @@ _USES = {
     "bayplan/plan": "a plan is shown by `bayplan explain`, and run with -o it makes a record",
     "bayplan/record": "a record is shown by `bayplan report`",
     "bayplan/graph": "a graph is replayed by `bayplan simulate`",
+    "bayplan/buckets": "buckets are taken by `bayplan run --buckets`",
 }
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)

@@ -257,3 +257,20 @@ def test_default_store_is_the_one_the_ranks_met_in(tmp_path):
         assert torch_private.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_call_after_backward_comes_when_all_gradients_are_there():
+    weights = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    seen = []
+
+    def ready(parameter):
+        if not seen:
+            seen.append("first")
+            torch_private.after_backward(
+                lambda: seen.append([weight.grad is not None for weight in weights])
+            )
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(ready)
+    (weights[0] * weights[1] * weights[2]).sum().backward()
+    assert seen == ["first", [True] * 3]

@@ -96,7 +96,7 @@ def test_one_host(planned, trained_alone):
 
 @pytest.mark.parametrize("placement", ["0:0-1,1:0-1.0:0-1,1:0-1", "0:0-1,1:0.1:1"])
 def test_two_hosts(planned, trained_alone, placement):
-    hosts = load(ROOT / "benchmarks" / "pipeline" / "hosts.py", "bayplan_tests_hosts")
+    hosts = load(ROOT / "benchmarks" / "ranks" / "hosts.py", "bayplan_tests_hosts")
     plan = planned(placement)
     made = hosts.two_hosts()
     try:

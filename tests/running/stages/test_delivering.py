@@ -78,3 +78,8 @@ def test_an_input_can_be_a_gradient_twice_and_parts_of_a_tuple_too():
     (one,) = run([given, torch.tensor([1.0, 2.0]), taken.__setitem__])
     assert taken[0] is taken[1] is given
     assert (taken[2].item(), one.item()) == (2.0, 1.0)
+
+
+def test_a_graph_without_inputs_and_gradients_takes_whoever_takes_none():
+    run = compile_graph(handing_over(graph_of(lambda graph: (), names=""), num_gradients=0))
+    assert run([lambda number, gradient: None]) == []

@@ -26,8 +26,9 @@ def handing_over(module: fx.GraphModule, *, num_gradients: int) -> fx.GraphModul
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(module.graph, copies)
     assert isinstance(outputs, tuple | list), "a backward graph returns a list"
-    *_, last_input = (node for node in graph.nodes if node.op == "placeholder")
-    with graph.inserting_after(last_input):
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    # A half of a backward may have none: where a stage has no gradients of its own.
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
         taker = graph.placeholder("take_gradient")
     for number, gradient in enumerate(outputs[:num_gradients]):
         assert isinstance(gradient, fx.Node), "every parameter of a stage has a gradient"

@@ -5,11 +5,11 @@ backward sleeps as long as its layers have arithmetic to do, so that two cores a
 for many ranks; gradients are real bytes.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from ranks.emulation import EmulatedLayer
 from torch import Tensor, nn
 
 from bayplan.models import load
@@ -47,13 +47,28 @@ class _Layer:
     share: float
 
 
+class _Emulated(nn.Module):
+    """Scales its input by its first number; the gradient is as large as all of them."""
+
+    def __init__(self, count: int, backward_seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(count))
+        self._backward_seconds = backward_seconds
+
+    def forward(self, values: Tensor) -> Tensor:
+        outputs = values * self.weight[0]
+        if self._backward_seconds:
+            outputs.register_hook(lambda _: time.sleep(self._backward_seconds))
+        return outputs
+
+
 def model_of(given: GradientSet, backward_ms: float) -> nn.Module:
     """A chain of layers with these gradients; its batch has one sample, its forward is nothing."""
     torch.manual_seed(0)
     seconds = backward_ms / 1e3
     return nn.Sequential(
         *(
-            EmulatedLayer(4 * max(1, layer.count // given.divisor), 0.0, layer.share * seconds)
+            _Emulated(max(1, layer.count // given.divisor), layer.share * seconds)
             for layer in _layers(given.model)
         )
     )

@@ -62,6 +62,7 @@ def whole_step(
         "seconds": {who: statistics.median(own) for who, own in seconds.items()},
         "seconds_by_round": seconds,
         "num_buckets": len(exchange.averaging.buckets),
+        "way_seconds": exchange.costs.seconds_of,
         "unhidden_ms": 1e3 * exchange.times.unhidden_seconds,
         "exchange_ms": 1e3 * exchange.times.exchange_seconds,
     }

@@ -1,8 +1,9 @@
 """Sets of gradients as real models have them, made by a backward whose time is emulated.
 
 Sizes are those of our models, all divided by the same number so that many ranks fit one machine. A
-backward sleeps as long as its layers have arithmetic to do, so that two cores are enough
-for many ranks; gradients are real bytes.
+backward sleeps as long as its layers have arithmetic to do, so that two cores are enough for many
+ranks; gradients are real bytes. Layers are torch's own operators, so that a backward without sleep
+takes little more than making its gradients.
 """
 
 import time

@@ -27,8 +27,8 @@ class WayCosts:
 
     Example:
         >>> costs = WayCosts({"a": {100: 1.0, 200: 5.0}, "b": {100: 2.0, 200: 3.0}})
-        >>> costs.best(100), costs.best(190), costs.seconds(150)
-        ('a', 'b', 2.5)
+        >>> costs.best(100), costs.best(190), costs.seconds(150), costs.seconds(400)
+        ('a', 'b', 2.5, 6.0)
     """
 
     seconds_of: Mapping[str, Mapping[int, float]]
@@ -43,15 +43,13 @@ class WayCosts:
 
 
 def _between(known: Mapping[int, float], size: int) -> float:
-    """Between two sizes in proportion; beyond the largest, by bytes a second."""
+    """Between two sizes in proportion; beyond the largest, as many bytes a second as there."""
     low = max((one for one in known if one <= size), default=None)
     high = min((one for one in known if one >= size), default=None)
     if low is None:
         return known[min(known)]
     if high is None:
-        smaller = max((one for one in known if one < low), default=0)
-        slope = (known[low] - known.get(smaller, 0.0)) / (low - smaller)
-        return known[low] + max(0.0, slope) * (size - low)
+        return known[low] * size / low
     if low == high:
         return known[low]
     share = (size - low) / (high - low)

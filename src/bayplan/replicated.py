@@ -15,6 +15,7 @@ from bayplan.planning.exchange import (
     BucketPlan,
     Gradient,
     LinkCost,
+    filled,
     filled_timeline,
     horovod_timeline,
     plan_buckets,
@@ -141,11 +142,12 @@ class DataParallel:
         needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
         self._ways = self._meeting.ways(range(num_ranks), needed, is_scattered=True)
         self.costs = _measured(self._ways, next(iter(self._trained.values())).device)
+        first = filled(_gradients(self._trained, {}), threshold_bytes=_FIRST_BUCKET_BYTES)
         self.averaging = Averaging(
             self._trained,
             sums_by(settings, self._ways, self.costs),
             num_ranks=num_ranks,
-            buckets=_filled(self._trained),
+            buckets=[[one.name for one in group] for group in first],
             board=_StoreBoard(self._meeting) if check_finite else None,
         )
         self.averaging.on_end = self._after_backward
@@ -236,9 +238,9 @@ class DataParallel:
         return msgspec.json.decode(self._meeting.store.get(key), type=list[list[str]])
 
     def _plan(self, settings: ExchangeSettings) -> BucketPlan:
-        costs = costs_by(settings, self.costs)
-        link = LinkCost.table((size, costs.seconds(size)) for size in SIZES)
-        threshold_bytes, gradients = settings.fusion_threshold_bytes, self._gradients()
+        link = LinkCost(seconds=costs_by(settings, self.costs).seconds)
+        threshold_bytes = settings.fusion_threshold_bytes
+        gradients = _gradients(self._trained, self.times.ready)
         if threshold_bytes is None:
             return plan_buckets(gradients, link)
         if settings.cycle_time_ms:
@@ -247,22 +249,6 @@ class DataParallel:
                 gradients, link, threshold_bytes=threshold_bytes, cycle_seconds=cycle_seconds
             )
         return filled_timeline(gradients, link, threshold_bytes=threshold_bytes)
-
-    def _gradients(self) -> list[Gradient]:
-        """In the order of the last backward; what was not used comes last."""
-        ready = self.times.ready
-        first, last = min(ready.values(), default=0.0), max(ready.values(), default=0.0)
-        # As long as there was no backward: the last first.
-        order = sorted(reversed(list(self._trained)), key=lambda name: ready.get(name, last))
-        return [
-            Gradient(
-                name=name,
-                size_bytes=self._trained[name].nbytes,
-                ready_seconds=ready.get(name, last) - first,
-                kind=f"{self._trained[name].dtype} {self._trained[name].device}",
-            )
-            for name in order
-        ]
 
 
 class _StoreBoard:
@@ -289,19 +275,26 @@ class _StoreBoard:
         )
 
 
-def _filled(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """As backward is likely to make them: the last first, a few megabytes together."""
-    found: list[list[str]] = []
-    kind, filled = None, 0
-    for name in reversed(list(parameters)):
-        one = parameters[name]
-        own = (one.dtype, one.device)
-        if not found or own != kind or filled + one.nbytes > _FIRST_BUCKET_BYTES:
-            found.append([])
-            kind, filled = own, 0
-        found[-1].append(name)
-        filled += one.nbytes
-    return found
+def _gradients(
+    parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float]
+) -> list[Gradient]:
+    """In the order of a backward; what was not used in it comes last.
+
+    Args:
+        parameters: all that are trained, by name.
+        ready: when each gradient was there; empty before the first backward, which is then taken
+            to make the last ones first.
+    """
+    first, last = min(ready.values(), default=0.0), max(ready.values(), default=0.0)
+    return [
+        Gradient(
+            name=name,
+            size_bytes=parameters[name].nbytes,
+            ready_seconds=ready.get(name, last) - first,
+            kind=f"{parameters[name].dtype} {parameters[name].device}",
+        )
+        for name in sorted(reversed(list(parameters)), key=lambda name: ready.get(name, last))
+    ]
 
 
 def _measured(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:

@@ -31,9 +31,9 @@ from enum import StrEnum
 from itertools import pairwise
 
 from bayplan.data.errors import UsageError
+from bayplan.data.link_cost import LinkCost
 from bayplan.planning.exchange.bucket_plan import BucketPlan, Gradient, GradientPart, check_order
 from bayplan.planning.exchange.cut_search import Atom, best_cuts
-from bayplan.planning.exchange.link_cost import LinkCost
 from bayplan.planning.exchange.sending import Parcel, send, send_by_need
 
 __all__ = ["GRAIN_BYTES", "Order", "plan_buckets"]

@@ -17,7 +17,7 @@ from math import inf
 import numpy
 from numpy.typing import NDArray
 
-from bayplan.planning.exchange.link_cost import LinkCost
+from bayplan.data.link_cost import LinkCost
 
 __all__ = ["Atom", "best_cuts"]
 

@@ -10,8 +10,8 @@ A message begins when its last gradient is ready and the one before has ended.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bayplan.data.link_cost import LinkCost
 from bayplan.planning.exchange.bucket_plan import BucketPlan, Gradient, GradientPart, PlannedBucket
-from bayplan.planning.exchange.link_cost import LinkCost
 
 __all__ = ["Parcel", "parcel_of", "send", "send_by_need"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from math import floor
 
 from bayplan.data.errors import UsageError
+from bayplan.data.link_cost import LinkCost
 from bayplan.planning.exchange.bucket_plan import BucketPlan, Gradient, check_order
-from bayplan.planning.exchange.link_cost import LinkCost
 from bayplan.planning.exchange.sending import Parcel, parcel_of, send
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "DDP_FIRST_BYTES",
     "HOROVOD_DEFAULTS",
     "ddp_timeline",
+    "filled",
     "filled_timeline",
     "horovod_timeline",
     "one_by_one_timeline",
@@ -160,6 +161,26 @@ def one_by_one_timeline(
     return send(parcels, link, backward_seconds=_backward(gradients, backward_seconds))
 
 
+def filled(gradients: Sequence[Gradient], *, threshold_bytes: int) -> list[list[Gradient]]:
+    """Groups of neighbours of one kind, each full before the next one begins.
+
+    Example:
+        >>> row = [Gradient(name=name, size_bytes=2, ready_seconds=0.0) for name in "abc"]
+        >>> [[one.name for one in group] for group in filled(row, threshold_bytes=4)]
+        [['a', 'b'], ['c']]
+    """
+    groups: list[list[Gradient]] = []
+    size = 0
+    for one in gradients:
+        is_alike = groups and groups[-1][0].kind == one.kind
+        if not is_alike or size + one.size_bytes > threshold_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(one)
+        size += one.size_bytes
+    return groups
+
+
 def filled_timeline(
     gradients: Sequence[Gradient],
     link: LinkCost,
@@ -167,23 +188,9 @@ def filled_timeline(
     threshold_bytes: int,
     backward_seconds: float | None = None,
 ) -> BucketPlan:
-    """Send messages of neighbours that are as large as a threshold allows; larger ones go alone.
-
-    Example:
-        >>> link = LinkCost.affine(latency_seconds=0.0, bytes_per_second=1)
-        >>> row = [Gradient(name=name, size_bytes=2, ready_seconds=0.0) for name in "abc"]
-        >>> plan = filled_timeline(row, link, threshold_bytes=4)
-        >>> [[part.name for part in bucket.parts] for bucket in plan.buckets]
-        [['a', 'b'], ['c']]
-    """
+    """Send messages of neighbours that are as large as a threshold allows; larger ones go alone."""
     check_order(gradients)
-    groups: list[list[Gradient]] = []
-    for one in gradients:
-        size = sum(each.size_bytes for each in groups[-1]) if groups else 0
-        if not groups or groups[-1][0].kind != one.kind or size + one.size_bytes > threshold_bytes:
-            groups.append([])
-        groups[-1].append(one)
-    parcels = [parcel_of(group) for group in groups]
+    parcels = list(map(parcel_of, filled(gradients, threshold_bytes=threshold_bytes)))
     return send(parcels, link, backward_seconds=_backward(gradients, backward_seconds))
 
 

@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import distributed
 
+from bayplan.data.link_cost import LinkCost
 from bayplan.running.exchange.sums import Hear, Pending, Sums
 
 __all__ = ["CheapestSums", "WayCosts", "measure_ways"]
@@ -33,27 +35,17 @@ class WayCosts:
 
     seconds_of: Mapping[str, Mapping[int, float]]
 
+    @cached_property
+    def _links(self) -> dict[str, LinkCost]:
+        return {way: LinkCost.table(own.items()) for way, own in self.seconds_of.items()}
+
     def best(self, size_bytes: int) -> str:
         """The fastest way at a size."""
-        return min(self.seconds_of, key=lambda way: _between(self.seconds_of[way], size_bytes))
+        return min(self._links, key=lambda way: self._links[way].seconds(size_bytes))
 
     def seconds(self, size_bytes: int) -> float:
         """What the fastest way takes."""
-        return min(_between(own, size_bytes) for own in self.seconds_of.values())
-
-
-def _between(known: Mapping[int, float], size: int) -> float:
-    """Between two sizes in proportion; beyond the largest, as many bytes a second as there."""
-    low = max((one for one in known if one <= size), default=None)
-    high = min((one for one in known if one >= size), default=None)
-    if low is None:
-        return known[min(known)]
-    if high is None:
-        return known[low] * size / low
-    if low == high:
-        return known[low]
-    share = (size - low) / (high - low)
-    return (1 - share) * known[low] + share * known[high]
+        return min(link.seconds(size_bytes) for link in self._links.values())
 
 
 def measure_ways(

@@ -46,21 +46,24 @@ def known_of_others(
     script: str,
     arguments: argparse.Namespace,
     *,
+    key: str = "model",
     is_kept: Callable[[dict[str, Any]], bool] = lambda row: False,
 ) -> dict[str, Any]:
-    """Where only some models are run anew, what the last full run tells of the others.
+    """Where only some models or cases are run anew, what the last full run tells of the others.
 
     Args:
         script: the benchmark.
-        arguments: of its command line.
-        is_kept: which rows of models that are run anew stay as well.
+        arguments: of its command line; those that are run anew are in the plural of `key`.
+        key: the column that tells them apart.
+        is_kept: which rows of those that are run anew stay as well.
     """
     latest = Path(script).parent / "results" / "latest.json"
-    if arguments.quick or not arguments.models or not latest.exists():
+    chosen = getattr(arguments, f"{key}s")
+    if arguments.quick or not chosen or not latest.exists():
         return {}
     before = json.loads(latest.read_text())
     for rows in (found for found in before.values() if isinstance(found, list)):
-        rows[:] = [row for row in rows if row["model"] not in arguments.models or is_kept(row)]
+        rows[:] = [row for row in rows if row.get(key) not in chosen or is_kept(row)]
     return before
 
 

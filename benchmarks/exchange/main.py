@@ -8,7 +8,6 @@ others, so less is better, and of gloo's ring over our sums, so more is better.
 import json
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from exchange.claims import claims
 from exchange.sets import SETS, GradientSet
-from harness import finish, keep_freed_memory, options, say
+from harness import finish, keep_freed_memory, known_of_others, options, say
 from ranks.launching import Launch, run_all
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -58,7 +57,7 @@ def main() -> None:
     chosen = arguments.cases or CASES
     launches = _quick() if arguments.quick else _full(chosen, arguments.rounds)
     rows, failures = run_all(Path(__file__).with_name("rank.py"), launches)
-    rows = [*_known_of_others(arguments), *rows]
+    rows = [*known_of_others(__file__, arguments, key="case").get("rows", []), *rows]
     result: dict[str, Any] = {"rows": rows, "failures": failures}
     if not arguments.quick:
         result["claims"] = claims(rows)
@@ -129,15 +128,6 @@ def _step(name: str, one: GradientSet, backward_ms: float, rounds: int) -> dict[
 
 def _sums(name: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     return {"kind": "sums", "name": name, "sizes": sizes, "rounds": rounds}
-
-
-def _known_of_others(arguments: Namespace) -> list[dict[str, Any]]:
-    """Where only some cases are run anew, what the last full run tells of the others."""
-    latest = Path(__file__).parent / "results" / "latest.json"
-    if arguments.quick or not arguments.cases or not latest.exists():
-        return []
-    before = json.loads(latest.read_text())["rows"]
-    return [row for row in before if row["case"] not in arguments.cases]
 
 
 if __name__ == "__main__":

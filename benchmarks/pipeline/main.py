@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, keep_freed_memory, options, say
+from harness import finish, keep_freed_memory, known_of_others, options, say
 from pipeline.claims import claims
 from pipeline.models import CASES, MEMORY_CASE, Replicas, shrunk, with_boundary
 from ranks.launching import Launch, run_all
@@ -64,7 +64,7 @@ def main() -> None:
     chosen = arguments.cases or names
     launches = _quick(chosen) if arguments.quick else _full(chosen, arguments)
     rows, failures = run_all(Path(__file__).with_name("rank.py"), launches)
-    rows = [*_known_of_others(arguments), *rows]
+    rows = [*known_of_others(__file__, arguments, key="case").get("rows", []), *rows]
     result = {"rows": rows, "failures": failures, "rounds": arguments.rounds}
     if not arguments.quick:
         result["claims"] = claims(rows)
@@ -140,15 +140,6 @@ def _shrunk_replicas(case: Replicas) -> Replicas:
 
 def _job(kind: str, name: str, **told: Any) -> dict[str, Any]:
     return {"kind": kind, "name": name, **told}
-
-
-def _known_of_others(arguments: Namespace) -> list[dict[str, Any]]:
-    """Where only some cases are run anew, what the last full run tells of the others."""
-    latest = Path(__file__).parent / "results" / "latest.json"
-    if arguments.quick or not arguments.cases or not latest.exists():
-        return []
-    before = json.loads(latest.read_text())["rows"]
-    return [row for row in before if row["case"] not in arguments.cases]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
 """How a process of a benchmark becomes a rank: it enters its host and joins the others."""
 
 import ctypes
+import json
 import os
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-__all__ = ["enter_host", "join"]
+__all__ = ["do_jobs"]
+
+Row = dict[str, Any]
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def enter_host(hosts: list[dict[str, str]]) -> None:
+def _enter_host(hosts: list[dict[str, str]]) -> None:
     """Move into a network namespace; only threads made afterwards do, so before torch is imported.
 
     Args:
@@ -27,10 +33,30 @@ def enter_host(hosts: list[dict[str, str]]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = own["interface"]
 
 
-def join() -> None:
-    """One thread for each rank, and gloo between them."""
+def do_jobs(do: Callable[[Row], list[Row]]) -> None:
+    """Be a rank: join the others, do all jobs that were told, and as rank 0 write the rows.
+
+    One thread for each rank, and gloo between them.
+
+    Args:
+        do: returns the rows of one job; torch may be imported by then.
+    """
+    jobs, result = map(Path, sys.argv[1:])
+    told = json.loads(jobs.read_text())
+    _enter_host(told["hosts"])
     import torch
+    from harness import say
     from torch import distributed
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    is_first, rows = distributed.get_rank() == 0, []
+    for job in told["jobs"]:
+        found = do(job)
+        rows += found
+        for row in found if is_first else ():
+            say(json.dumps({name: row[name] for name in row if name != "seconds_by_round"}))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    if is_first:
+        result.write_text(json.dumps(rows))

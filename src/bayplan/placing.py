@@ -5,7 +5,7 @@ operators or by parameters, or where modules are named; the rest follows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,13 +16,11 @@ from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import OptimizerSource
 from bayplan.data.actions import Action
-from bayplan.data.bucket_file import BucketFile
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.plan import Bucket, Plan, Request, Stage
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.fit_choice import peak_bytes
-from bayplan.planning.exchange import Gradient, LinkCost, plan_buckets
 from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
@@ -31,6 +29,7 @@ from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.swaps import Tier
+from bayplan.rank_buckets import RankBuckets
 from bayplan.rank_needs import RankNeeds
 from bayplan.rank_pricing import StagePrices, one_thread_prices, samples_to_price
 from bayplan.rank_seconds import RankSeconds
@@ -52,9 +51,6 @@ __all__ = ["place"]
 Progress = Callable[[str, int, int], None]
 FindLinks = Callable[[], LinkSpeeds | None]
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
-# Of buckets where it is not known when gradients come, or how fast they are summed: an eighth of
-# all, so that most leave before the last ones are made.
-_BUCKET_SHARE, _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 / 8, 256 << 10, 25 << 20
 
 
 def place(
@@ -337,65 +333,16 @@ class _Placing:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradients that travel together, in the order that backward makes them.
+        """Gradients that travel together."""
+        return RankBuckets(
+            self.staged, self.stages, self.wishes.buckets, self._links, self._made_seconds
+        ).planned()
 
-        Those of one stage are planned from when it makes them and from how fast they are summed.
-        """
-        stages_of: dict[str, tuple[int, ...]] = {}
-        for stage, gradients in enumerate(self.staged.assignment.gradients):
-            for name in gradients:
-                stages_of[name] = (*stages_of.get(name, ()), stage)
-        values = {name: node.meta["val"] for name, node in self.staged.whole.gradients().items()}
-        sizes = {name: value.numel() * value.element_size() for name, value in values.items()}
-        alike: dict[object, list[str]] = {}
-        for name in reversed(stages_of):
-            key = (stages_of[name], values[name].dtype, values[name].device)
-            alike.setdefault(key, []).append(name)
-        return tuple(
-            Bucket(
-                parameters=tuple(group),
-                size_bytes=sum(sizes[name] for name in group),
-                stages=stages_of[group[0]],
-            )
-            for names in alike.values()
-            for group in self._groups(names, sizes, stages_of[names[0]])
-        )
-
-    def _groups(
-        self, names: Sequence[str], sizes: Mapping[str, int], stages: Sequence[int]
-    ) -> list[list[str]]:
-        """Gradients of the same stages as groups that travel together."""
-        if self.wishes.buckets:
-            found = ([name for name in own if name in names] for own in self._checked_buckets)
-            return [group for group in found if group]
-        stage, num_ranks = stages[0], len({*self._ranks_of(stages)})
-        if num_ranks == 1:
-            return [list(names)]  # they stay where they are
-        if len(stages) > 1 or self._links is None:
-            return _filled(names, sizes)
+    def _made_seconds(self, stage: int) -> Sequence[float]:
+        """When a stage's backward makes its gradients."""
         num_replicas = len(self.stages[stage].devices)
         size = max(2, self.num_samples // self.wishes.num_micro_batches // num_replicas)
-        seconds = self._fits.plain((stage, size)).seconds.gradients
-        made = dict(zip(self.staged.assignment.gradients[stage], seconds, strict=True))
-        links = self._links
-        link = LinkCost(seconds=lambda size_bytes: links.reduce_seconds(size_bytes, num_ranks))
-        plan = plan_buckets(
-            [
-                Gradient(name=name, size_bytes=sizes[name], ready_seconds=made[name])
-                for name in sorted(names, key=made.__getitem__)
-            ],
-            link,
-        )
-        return [[part.name for part in bucket.parts] for bucket in plan.buckets]
-
-    @cached_property
-    def _checked_buckets(self) -> tuple[tuple[str, ...], ...]:
-        known = (name for own in self.staged.assignment.gradients for name in own)
-        BucketFile(model="another", buckets=self.wishes.buckets).check(known)
-        return self.wishes.buckets
-
-    def _ranks_of(self, stages: Sequence[int]) -> Iterator[int]:
-        return (rank for stage in stages for rank in self.stages[stage].devices)
+        return self._fits.plain((stage, size)).seconds.gradients
 
     @cached_property
     def _links(self) -> LinkSpeeds | None:
@@ -408,18 +355,3 @@ class _Placing:
 
 def _is_in(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
-
-
-def _filled(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Groups that are full before the next one begins."""
-    groups: list[list[str]] = []
-    share = int(_BUCKET_SHARE * sum(sizes[name] for name in names))
-    most = min(max(share, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
-    filled = most
-    for name in names:
-        if filled + sizes[name] > most:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += sizes[name]
-    return groups

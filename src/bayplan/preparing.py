@@ -1,6 +1,5 @@
 """From a plan to one rank's worker: traced, cut, compiled and routed for one batch size."""
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,18 +19,17 @@ from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.from_plan import pipeline_of
 from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.routing import Message, Piece
+from bayplan.planning.pipelines.routing import Piece
 from bayplan.pricing import free_prices
+from bayplan.rank_routes import RankRoutes, salt_of
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.bucket_sums import GradientBucket
 from bayplan.running.exchange.neighbours import Neighbours
 from bayplan.running.exchange.sums import Sums
-from bayplan.running.ranks.batch_marks import form_of
-from bayplan.running.ranks.forms import Form, Parcel
+from bayplan.running.ranks.forms import Form
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.statistics import SharedBuffers
-from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.worker import RECEIVES_AHEAD, Part, Worker
 from bayplan.running.stages.belonging import (
@@ -54,7 +52,6 @@ from bayplan.whole_tracing import batch_tensors, named_tensors, trace_whole
 
 __all__ = ["Groups", "Preparation"]
 
-_SALTS = 97  # few, for a tag has 31 bits
 
 Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
@@ -336,84 +333,24 @@ class Preparation:
             begin=piece.begin,
             end=piece.end,
             weight=size / self.num_samples,
-            arrival=self._arrival(piece, inputs, is_back=False),
-            departure=self._departure(piece, outputs, is_back=False),
-            arrival_back=self._arrival(piece, gradients_in, is_back=True),
-            departure_back=self._departure(piece, gradients_out, is_back=True),
-        )
-
-    def _arrival(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Arrival:
-        routes = [self._route(piece, message, is_back=is_back, comes=True) for message in messages]
-        pairs = dict.fromkeys((one.source_stage, one.target_stage) for one in messages)
-        forms = (self._forms_of(*pair, is_back=is_back, is_first=True) for pair in pairs)
-        return Arrival(
-            forms=tuple(form for group in forms for form in group),
-            num_samples=piece.end - piece.begin,
-            routes=tuple(route for route in routes if route.peer != self.rank and route.names),
-            local=tuple(route for route in routes if route.peer == self.rank and route.names),
-            device=self._device,
-            is_sum=is_back,
-        )
-
-    def _departure(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Departure:
-        routes = (self._route(piece, message, is_back=is_back, comes=False) for message in messages)
-        return Departure(tuple(one for one in routes if one.peer != self.rank and one.names))
-
-    def _route(self, piece: Piece, message: Message, *, is_back: bool, comes: bool) -> Route:
-        """A message as this rank sees it.
-
-        Args:
-            piece: of this rank.
-            message: gradients go from its receiver to its sender.
-            is_back: whether it holds gradients.
-            comes: whether this rank receives it.
-        """
-        early, late, at = message.source_stage, message.target_stage, message.micro_batch
-        maker = late if is_back else early
-        peer = message.sender if comes != is_back else message.receiver
-        far_stage = early if (comes != is_back) else late
-        (far,) = (one for one in self.pipeline.routing.pieces[far_stage][at] if one.rank == peer)
-        last = far if far_stage == late else piece  # the piece of the later stage
-        forms = self._forms_of(early, late, is_back=is_back, is_first=message.begin == last.begin)
-        num_stages, num_micro_batches = len(self.plan.stages), self.plan.num_micro_batches
-        return Route(
-            peer=peer,
-            source=(maker, at),
-            here=Parcel(forms, message.begin - piece.begin, message.end - piece.begin),
-            there=Parcel(forms, message.begin - far.begin, message.end - far.begin),
-            is_shared=is_back and self._num_readers(maker) > 1,
-            tag=_SALTS
-            * (((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at)
-            + self._salt,
-            neighbours=self.neighbours if self._device.type == "cpu" else None,
+            arrival=self._routes.arrival(piece, inputs, is_back=False),
+            departure=self._routes.departure(piece, outputs, is_back=False),
+            arrival_back=self._routes.arrival(piece, gradients_in, is_back=True),
+            departure_back=self._routes.departure(piece, gradients_out, is_back=True),
         )
 
     @cached_property
-    def _salt(self) -> int:
-        """Keeps messages about batches of other forms apart.
-
-        gloo takes a message that is too short without a word, and ends the process for one that is
-        too long. Ranks that were given different batches wait instead, and their watch finds out.
-        """
-        return zlib.crc32(form_of(batch_tensors(self.step.batch)).encode()) % _SALTS
-
-    def _forms_of(
-        self, early: int, late: int, *, is_back: bool, is_first: bool
-    ) -> tuple[Form, ...]:
-        """What a message between two stages holds.
-
-        What is the same for all samples is in one of the messages of a later piece only: there it
-        is needed once, and its gradient counts once.
-        """
-        carried = next(iter(self._staged.values())).carried
-        names = carried.backward[late, early] if is_back else carried.forward[early, late]
-        forms = (self._forms[name] for name in names)
-        return tuple(form for form in forms if is_first or form.dimension is not None)
-
-    def _num_readers(self, maker: int) -> int:
-        """How many stages get gradients of a stage."""
-        carried = next(iter(self._staged.values())).carried
-        return sum(late == maker for late, _ in carried.backward)
+    def _routes(self) -> RankRoutes:
+        return RankRoutes(
+            plan=self.plan,
+            pipeline=self.pipeline,
+            rank=self.rank,
+            carried=next(iter(self._staged.values())).carried,
+            forms=self._forms,
+            device=self._device,
+            salt=salt_of(batch_tensors(self.step.batch)),
+            neighbours=self.neighbours if self._device.type == "cpu" else None,
+        )
 
     @property
     def _device(self) -> torch.device:

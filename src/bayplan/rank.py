@@ -11,7 +11,6 @@ place with their records.
 """
 
 import math
-import os
 import signal
 import sys
 import time
@@ -27,17 +26,16 @@ from torch import distributed
 
 from bayplan.api import record
 from bayplan.data import files
-from bayplan.data.errors import BayplanError, UsageError
+from bayplan.data.errors import UsageError
 from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord
 from bayplan.pipelined import PipelinedStep, bind
 from bayplan.reporting.histogram import message_classes
 from bayplan.runner import question_of
 from bayplan.running.ranks.census import Census, open_census
-from bayplan.running.ranks.failures import ToldFailure
+from bayplan.running.ranks.ending import run_to_exit
 from bayplan.running.ranks.figures import SharedFigures
 from bayplan.running.ranks.opening import open_watch
-from bayplan.running.ranks.reports import INTERRUPTED
 from bayplan.running.ranks.telling import StepLine
 from bayplan.training import TrainingStep
 
@@ -194,26 +192,7 @@ def _named(result: RunRecord, plan: Plan, rank: int, bound: PipelinedStep) -> Ru
 
 def main() -> None:
     """Run, and end with the exit code of whatever went wrong."""
-    try:
-        app(exit_on_error=False)
-    except KeyboardInterrupt:  # the launcher tells of it
-        _end(INTERRUPTED)
-    except ToldFailure as failure:
-        _end(failure.exit_code)
-    except BayplanError as fault:
-        print(f"bayplan: rank {_rank()}: {fault}", file=sys.stderr, flush=True)
-        sys.exit(fault.exit_code)
-
-
-def _end(exit_code: int) -> None:
-    """At once: Python would take down traced graphs one by one, for seconds, and nobody waits."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(exit_code)
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
+    run_to_exit(lambda: app(exit_on_error=False))
 
 
 if __name__ == "__main__":

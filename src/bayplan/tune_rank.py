@@ -4,7 +4,6 @@ Trains its part of the batch until a setting is found, and stops. Rank 0 tells o
 and writes what was found.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,10 @@ from cyclopts import App, Parameter
 from torch import distributed
 
 from bayplan.data import files
-from bayplan.data.errors import BayplanError, UsageError
+from bayplan.data.errors import UsageError
 from bayplan.questions import Question
 from bayplan.replicated import data_parallel, exchange_of
-from bayplan.running.ranks.failures import ToldFailure
+from bayplan.running.ranks.ending import run_to_exit
 from bayplan.targets import resolve_target
 from bayplan.training import call_model, loss_of, split_batch
 from bayplan.tuned import tune
@@ -72,14 +71,7 @@ def run(
 
 def main() -> None:
     """Run, and end with the exit code of whatever went wrong."""
-    try:
-        app(exit_on_error=False)
-    except ToldFailure as failure:
-        sys.stderr.flush()
-        os._exit(failure.exit_code)
-    except BayplanError as fault:
-        print(f"bayplan: {fault}", file=sys.stderr, flush=True)
-        sys.exit(fault.exit_code)
+    run_to_exit(lambda: app(exit_on_error=False))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from bayplan.data.bucket_file import BucketFile
 from bayplan.data.errors import UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
@@ -37,7 +38,7 @@ class Wishes:
         limit_bytes: for each rank; what does not fit as it is gets recomputed, packed or swapped.
         may_pack: whether activations may be packed.
         space: where each rank's activations may be swapped to; None repeats and packs only.
-        buckets: names of parameters whose gradients travel together; empty for as planned.
+        buckets: gradients that travel together; None for as planned.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         time_limit_seconds: to plan the memory of one stage.
     """
@@ -58,7 +59,7 @@ class Wishes:
     limit_bytes: int | None = None
     may_pack: bool = True
     space: SwapSpace | None = None
-    buckets: tuple[tuple[str, ...], ...] = ()
+    buckets: BucketFile | None = None
     state_per_parameter: float = 2.0
     time_limit_seconds: float = 10.0
 

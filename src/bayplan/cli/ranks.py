@@ -25,7 +25,6 @@ __all__ = [
     "run_plan_on_ranks",
 ]
 
-INTERRUPTED = 130  # the exit code of a run that Ctrl-C ended
 # Bytes of an optimizer's state for a byte of parameters.
 _STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 
@@ -159,7 +158,7 @@ class RankOptions:
             limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
             may_pack=pack,
             space=space,
-            buckets=() if self.buckets is None else files.read(self.buckets, BucketFile).buckets,
+            buckets=None if self.buckets is None else files.read(self.buckets, BucketFile),
             state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
             time_limit_seconds=time_limit,
         )

@@ -13,7 +13,6 @@ from bayplan.data.exchange_settings import EXCHANGE_HELP
 
 __all__ = ["tune"]
 
-_INTERRUPTED = 130
 # One line per paragraph: the terminal's width decides where to break it.
 _ABOUT = (
     "Trains for real, until no setting can be faster by more than the noise, and says so. What was"
@@ -69,6 +68,7 @@ def tune(
     from bayplan.data.bucket_file import BucketFile
     from bayplan.reporting.progress import ProgressBar
     from bayplan.running.ranks.launching import launch
+    from bayplan.running.ranks.reports import INTERRUPTED
 
     if ranks < 2:
         raise UsageError(f"--ranks is {ranks}; gradients are exchanged between 2 or more")
@@ -92,7 +92,7 @@ def tune(
             log_folder=logs,
             on_line=bar.say,
         )
-        if code == _INTERRUPTED:
+        if code == INTERRUPTED:
             raise KeyboardInterrupt(f"trials so far are in {log}" if log else "nothing was kept")
         if code:
             return code

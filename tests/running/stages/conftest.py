@@ -1,5 +1,6 @@
 """A step cut into stages and carried out by hand in one process, next to plain training."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from bayplan.planned import Circumstances, Decide
 from bayplan.pricing import free_prices
@@ -221,3 +223,11 @@ def check_stages(
         return plain
 
     return check
+
+
+@pytest.fixture
+def called() -> Callable[[fx.GraphModule], Counter[Any]]:
+    """How often a graph calls what."""
+    return lambda module: Counter(
+        node.target for node in module.graph.nodes if node.op == "call_function"
+    )

@@ -1,0 +1,127 @@
+"""`Chain`: a model as layers in a row, with what each costs, for planners of whole clusters.
+
+A planner that looks for cuts needs no operators: it needs to know, for every place where the model
+can be cut, what lies before it and what would be sent. Published profiles say no more, and
+a captured step is boiled down to it.
+"""
+
+from functools import cached_property
+from itertools import accumulate
+
+import msgspec
+
+from bayplan.data.checks import check_not_negative
+
+__all__ = ["Chain", "Layer"]
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What lies between two places to cut; seconds and bytes are of the chain's samples.
+
+    Attributes:
+        forward_seconds, backward_seconds: the fixed part included.
+        fixed_forward_seconds, fixed_backward_seconds: of these, what does not grow with samples.
+        parameter_bytes: of weights that are trained.
+        held_bytes: what is kept from forward to backward if nothing is recomputed.
+        passing_bytes: more than that, at the highest moment inside it.
+        sent_bytes: what a cut behind it sends on, and gets back as gradients: skip connections that
+            pass there included.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    fixed_forward_seconds: float = 0.0
+    fixed_backward_seconds: float = 0.0
+    parameter_bytes: int = 0
+    held_bytes: int = 0
+    passing_bytes: int = 0
+    sent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            **{name: getattr(self, name) for name in self.__struct_fields__ if name != "name"}
+        )
+        for phase in ("forward", "backward"):
+            fixed, whole = (getattr(self, f"{of}{phase}_seconds") for of in ("fixed_", ""))
+            if fixed > whole:
+                raise ValueError(f"fixed_{phase}_seconds is {fixed}, more than all of it: {whole}")
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Layers in a row, as they are on one kind of device.
+
+    Attributes:
+        num_samples: that all figures are of.
+        device: the kind they are of, by name; empty if unknown.
+        source: where they come from, in words.
+        spread: by what part the seconds may be off, either way.
+    """
+
+    schema: str = "bayplan/chain"
+    version: int = 1
+    name: str
+    num_samples: int
+    layers: tuple[Layer, ...]
+    device: str = ""
+    source: str
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers is empty; a chain has at least one")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples is {self.num_samples}, must be at least 1")
+        check_not_negative(spread=self.spread)
+
+    def seconds(self, first: int, last: int, num_samples: float) -> tuple[float, float]:
+        """Forward and backward of some layers, the last included, for so many samples.
+
+        Example:
+            >>> layer = Layer(name="fc", forward_seconds=3.0, backward_seconds=5.0,
+            ...     fixed_forward_seconds=1.0)
+            >>> Chain(name="one", num_samples=2, layers=(layer,), source="guess").seconds(0, 0, 1)
+            (2.0, 2.5)
+        """
+        share = num_samples / self.num_samples
+        forward, fixed_forward, backward, fixed_backward = (
+            column[last + 1] - column[first] for column in self._seconds_before
+        )
+        return (
+            fixed_forward + (forward - fixed_forward) * share,
+            fixed_backward + (backward - fixed_backward) * share,
+        )
+
+    def parameter_bytes(self, first: int, last: int) -> int:
+        """Of the weights of some layers, the last included."""
+        return self._parameters_before[last + 1] - self._parameters_before[first]
+
+    def held_bytes(self, first: int, last: int, num_samples: float) -> float:
+        """What some layers, the last included, keep for backward, for so many samples."""
+        whole = self._held_before[last + 1] - self._held_before[first]
+        return whole * num_samples / self.num_samples
+
+    def sent_bytes(self, last: int, num_samples: float) -> float:
+        """What a cut behind a layer sends, for so many samples."""
+        return self.layers[last].sent_bytes * num_samples / self.num_samples
+
+    @cached_property
+    def _seconds_before(self) -> tuple[tuple[float, ...], ...]:
+        names = (
+            "forward_seconds",
+            "fixed_forward_seconds",
+            "backward_seconds",
+            "fixed_backward_seconds",
+        )
+        return tuple(
+            tuple(accumulate((getattr(one, name) for one in self.layers), initial=0.0))
+            for name in names
+        )
+
+    @cached_property
+    def _parameters_before(self) -> tuple[int, ...]:
+        return tuple(accumulate((one.parameter_bytes for one in self.layers), initial=0))
+
+    @cached_property
+    def _held_before(self) -> tuple[int, ...]:
+        return tuple(accumulate((one.held_bytes for one in self.layers), initial=0))

@@ -13,6 +13,7 @@ from bayplan.capturing.convert import convert
 from bayplan.capturing.locate import Locator
 from bayplan.capturing.tracer import StepTracer
 from bayplan.data.device import DeviceKind
+from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock
 from bayplan.devices.meters import open_meter
 from bayplan.profiling.measure import clock_function
@@ -26,6 +27,7 @@ __all__ = [
     "Price",
     "derived_prices",
     "free_prices",
+    "graph_of",
     "measured_prices",
     "scaled_prices",
 ]
@@ -111,15 +113,20 @@ def free_prices(_: torch.device) -> Iterator[Price]:
     yield lambda node: (0.0, 0)
 
 
-def _derived_seconds(node: fx.Node, kind: DeviceKind) -> float:
-    """A node's function may call several operators, so it is watched once on fake tensors."""
+def graph_of(node: fx.Node) -> StepGraph | None:
+    """The operators behind one node of a traced step, as a graph of their own; None if none are.
+
+    A node's function may call several operators, so it is watched once on fake tensors.
+    """
     args, options = arguments_of(node)
     assert callable(node.target), "a joint graph calls functions only"
     leaves = torch_private.tree_leaves((args, options, node.meta["val"]))
     tracer = StepTracer(Locator(nn.Identity()))
     with torch_private.fake_mode_of(leaves), tracer:
         node.target(*args, **options)
-    if not tracer.nodes:
-        return 0.0
-    graph = convert(tracer, model="", gradient_storages=[])
-    return sum(derive_profile(graph, kind).seconds)
+    return convert(tracer, model="", gradient_storages=[]) if tracer.nodes else None
+
+
+def _derived_seconds(node: fx.Node, kind: DeviceKind) -> float:
+    graph = graph_of(node)
+    return 0.0 if graph is None else sum(derive_profile(graph, kind).seconds)

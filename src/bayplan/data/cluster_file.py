@@ -174,7 +174,8 @@ class ClusterFile(_Entry, kw_only=True):
             raise ValueError(f"{self.name} numbers its devices over all hosts; there is one of it")
         replace = msgspec.structs.replace
         hosts = tuple(replace(entry, count=entry.count * number) for entry in self.hosts)
-        return replace(self, name=f"{number}x{self.name}", hosts=hosts)
+        title = f"{number} times {self.title}" if self.title else ""
+        return replace(self, name=f"{number}x{self.name}", title=title, hosts=hosts)
 
     def _devices_and_joints(self) -> tuple[list[ClusterDevice], list[Joint]]:
         if self.devices:

@@ -11,7 +11,14 @@ from bayplan.data.errors import FileFault, UsageError, did_you_mean
 from bayplan.data.files import decode, read
 from bayplan.profiling.catalogue import device_names, load_device
 
-__all__ = ["THIS_MACHINE", "cluster_names", "kept_probe", "read_cluster", "read_cluster_file"]
+__all__ = [
+    "THIS_MACHINE",
+    "cluster_names",
+    "expand",
+    "kept_probe",
+    "read_cluster",
+    "read_cluster_file",
+]
 
 THIS_MACHINE = "this-machine"
 """The name of what `bayplan cluster --probe` has found here and kept."""
@@ -51,12 +58,15 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
         >>> len(read_cluster("titanv-8").devices), len(read_cluster("64xdgx-h100").devices)
         (8, 512)
     """
-    text = str(name_or_path)
-    file = read_cluster_file(text)
+    return expand(read_cluster_file(name_or_path), where=str(name_or_path))
+
+
+def expand(file: ClusterFile, *, where: str) -> Cluster:
+    """All of a cluster that was read; `where` is what an error calls it."""
     try:
         return file.cluster(_known_device)
     except ValueError as fault:
-        raise FileFault(f"{text}: {fault}") from None
+        raise FileFault(f"{where}: {fault}") from None
 
 
 def read_cluster_file(name_or_path: str | Path) -> ClusterFile:

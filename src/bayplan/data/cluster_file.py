@@ -6,6 +6,7 @@ that says everything device by device, as a `Cluster` is written, is understood 
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -105,7 +106,7 @@ class NetworkEntry(_Entry, kw_only=True):
         for devices in devices_of_hosts:
             num_wires = min(self.wires_per_host, len(devices))
             ends = [len(devices) * wire // num_wires for wire in range(num_wires + 1)]
-            sides += [tuple(devices[first:last]) for first, last in zip(ends, ends[1:])]
+            sides += [tuple(devices[first:last]) for first, last in pairwise(ends)]
         fields = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
         return Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
 
@@ -117,6 +118,7 @@ class ClusterFile(_Entry, kw_only=True):
         kinds: a full description, or the name of one in the catalogue; a kind that is not listed is
             looked for in the catalogue by its own name.
         devices: one by one, for hosts that do not list theirs.
+        network: joins hosts, if there are several.
         links, joints: by the numbers of all devices, which count on from host to host.
     """
 
@@ -145,15 +147,10 @@ class ClusterFile(_Entry, kw_only=True):
         joints += [
             entry.joint(f"joints[{at}]", (0,), len(devices)) for at, entry in enumerate(self.joints)
         ]
-        if self.network is not None:
-            of_hosts: dict[int, list[int]] = {}
-            for number, device in enumerate(devices):
-                of_hosts.setdefault(device.host, []).append(number)
-            if len(of_hosts) < 2:
-                raise ValueError(
-                    "network joins hosts, but there is one with devices; say its `count`, or leave"
-                    " network out"
-                )
+        of_hosts: dict[int, list[int]] = {}
+        for number, device in enumerate(devices):
+            of_hosts.setdefault(device.host, []).append(number)
+        if self.network is not None and len(of_hosts) > 1:
             joints.append(self.network.joint(list(of_hosts.values())))
         return Cluster(
             name=self.name,
@@ -164,6 +161,21 @@ class ClusterFile(_Entry, kw_only=True):
             links=self.links,
             joints=tuple(joints),
         )
+
+    def times(self, number: int) -> "ClusterFile":
+        """So many of the same hosts, joined by the network.
+
+        Raises:
+            ValueError: if the file does not say what would join them.
+        """
+        if number > 1 and self.network is None:
+            raise ValueError(f"{self.name} has no network, which {number} of its hosts would need")
+        if self.devices or self.links or self.joints:
+            raise ValueError(f"{self.name} numbers its devices over all hosts; there is one of it")
+        replace = msgspec.structs.replace
+        hosts = tuple(replace(entry, count=entry.count * number) for entry in self.hosts)
+        title = f"{number} times {self.title}" if self.title else ""
+        return replace(self, name=f"{number}x{self.name}", title=title, hosts=hosts)
 
     def _devices_and_joints(self) -> tuple[list[ClusterDevice], list[Joint]]:
         if self.devices:

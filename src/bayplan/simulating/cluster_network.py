@@ -160,11 +160,11 @@ class ClusterNetwork:
         return _Way((number - 1) * step_seconds, moved / total, dict(busy))
 
     def _by_hosts(self, devices: Sequence[int]) -> tuple[_Way, ...]:
-        """Within hosts, between hosts, and back; nothing where one host has all or each has one."""
+        """Within hosts, between hosts, and back; nothing where one host has all."""
         of_hosts: dict[int, list[int]] = {}
         for device in devices:
             of_hosts.setdefault(self.cluster.devices[device].host, []).append(device)
-        if len(of_hosts) in (1, len(devices)):
+        if len(of_hosts) == 1:
             return ()
         within = [self._ring(members) for members in of_hosts.values()]
         num_rings = min(len(members) for members in of_hosts.values())

@@ -89,6 +89,8 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         convolutions: what float32 convolutions reach by kind, where that is known finer than by
             `efficiency`; all of `ConvolutionKind`, or none.
         convolution_backward: of that, the share that their backward reaches.
+        convolution_scale: a factor on all of that, where it was measured with other software or on
+            a device that is only alike.
     """
 
     schema: str = "bayplan/device"
@@ -105,6 +107,7 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allocation_granularity_bytes: int = 512
     convolutions: dict[ConvolutionKind, ChannelRate] = {}
     convolution_backward: Figure | None = None
+    convolution_scale: Figure | None = None
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops_per_s:
@@ -118,9 +121,9 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         unknown = [str(kind) for kind in ConvolutionKind if kind not in self.convolutions]
         if self.convolutions and unknown:
             raise ValueError(f"convolutions lacks {', '.join(unknown)}; name all kinds or none")
-        if self.convolution_backward is not None and not self.convolution_backward.value > 0:
-            raise ValueError(
-                f"convolution_backward is {self.convolution_backward.value}, must be more than 0"
-            )
+        for name in ("convolution_backward", "convolution_scale"):
+            figure = getattr(self, name)
+            if figure is not None and not figure.value > 0:
+                raise ValueError(f"{name} is {figure.value}, must be more than 0")
         if self.allocation_granularity_bytes < 1:
             raise ValueError("allocation_granularity_bytes must be at least 1")

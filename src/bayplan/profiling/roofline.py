@@ -4,9 +4,11 @@ An operator is bound either by arithmetic or by memory traffic, so the slower of
 (Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
 either peak is one efficiency per operator class, in the device description.
 
+A device may say finer what its convolutions reach, by kernel and channels.
+
 What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
-kernels, the number of channels of a convolution, clocks that sink under load, and waiting for the
-host. A derived profile is a guess, and says so: origin `derived`, no repeats, and a spread of
+kernels, clocks that sink under load, and waiting for the host; and, where a device does not say it,
+the number of channels of a convolution. A derived profile is a guess, and says so: origin `derived`, no repeats, and a spread of
 `RELATIVE_SPREAD`.
 """
 
@@ -124,9 +126,9 @@ def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
 
 def convolution_rate(graph: StepGraph, node: Node, device: DeviceKind) -> float:
     """What a convolution reaches of the peak, by its kind and channels; see `ChannelRate`."""
-    share = 1.0
+    share = 1.0 if device.convolution_scale is None else device.convolution_scale.value
     if "backward" in node.op and device.convolution_backward is not None:
-        share = device.convolution_backward.value
+        share *= device.convolution_backward.value
     shapes = _convolution_shapes(graph, node)
     if shapes is None or min(map(len, shapes)) < 3:  # neither channels nor a kernel are known
         return share * device.convolutions[ConvolutionKind.OTHER].most.value

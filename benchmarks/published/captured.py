@@ -10,6 +10,7 @@ from functools import cache
 
 import msgspec
 import numpy
+import torch
 from reports_000_002.rows import Run
 
 from bayplan.capturing.fake import build_without_memory
@@ -38,6 +39,8 @@ __all__ = [
     "seconds_of",
 ]
 
+_MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default
+_CONVOLUTION = torch.ops.aten.convolution.default
 _Parts = tuple[float, float]  # seconds of arithmetic, seconds of traffic
 
 
@@ -58,7 +61,8 @@ class CapturedStage(msgspec.Struct, frozen=True, kw_only=True):
         sent_bytes: to the next stage; returned_bytes: to the one before.
         input_bytes: of its samples, if they come from outside.
         held_bytes: what is kept from forward to backward.
-        passing_bytes: beside that, at the highest moment.
+        index_bytes: of these, the places of maxima, which torch keeps and OneFlow finds again.
+        passing_bytes: beside that, at the highest moment of backward, without gradients of weights.
     """
 
     num_samples: int
@@ -69,7 +73,9 @@ class CapturedStage(msgspec.Struct, frozen=True, kw_only=True):
     returned_bytes: int
     input_bytes: int
     held_bytes: int
+    index_bytes: int
     passing_bytes: int
+    has_convolutions: bool
 
     @property
     def parameter_bytes(self) -> int:
@@ -125,7 +131,16 @@ def capture_stage(
     step = analyse_joint(
         graph.joint, num_forward_outputs=graph.num_forward_outputs, cost_of=lambda node: (0.0, 0)
     )
-    memory = stage_memory(step.program, plain_schedule(step.program))
+    memory = stage_memory(
+        step.program,
+        plain_schedule(step.program),
+        gradients=frozenset(
+            buffer
+            for node in step.backward_outputs
+            if node is not None
+            for buffer in step.buffers_of[node]
+        ),
+    )
     nodes = [node for node in staged.whole.nodes if staged.assignment.stage_of.get(node) == stage]
     forward = set(staged.step.op_nodes[: staged.step.op_nodes.index(None)])
     halves: tuple[list[_Parts], list[_Parts]] = ([], [])
@@ -160,7 +175,11 @@ def capture_stage(
             if given.kind == "batch" and stage == 0
         ),
         held_bytes=memory.held_bytes,
-        passing_bytes=memory.passing_bytes,
+        index_bytes=sum(
+            node.meta["val"][1].nbytes for node in nodes if node.target is _MAX_POOL
+        ),
+        passing_bytes=memory.adding_bytes - memory.held_bytes,
+        has_convolutions=any(node.target is _CONVOLUTION for node in nodes),
     )
 
 

@@ -3,23 +3,21 @@
 Where every stage's replicas have equal shares, a pipeline of 512, 512 and 1024 devices is 512
 columns of 1, 1 and 2 devices that never speak to each other until their gradients are summed up:
 
-    stage 0    0  1  2  3          columns 0 to 3, of which two stand for all; their messages take
-    stage 1    4  5  6  7          as long as all columns' messages take at once
-
-Two and not one, for a sum needs somebody to sum with.
+    stage 0    0  1  2  3          four columns, of which the first stands for all; a message of it
+    stage 1    4  5  6  7          takes as long as all four columns' messages take at once
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import gcd
 
 from bayplan.data.plan import Stage
+from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.simulating.network import Network, Transfer
 
-__all__ = ["Folded", "FoldedNetwork", "fold"]
-
-_STANDING = 2  # columns that stand for all
+__all__ = ["Folded", "FoldedNetwork", "FoldedPipeline", "fold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +27,12 @@ class Folded:
     Attributes:
         stages: of these numbers.
         devices: by number, the devices that it stands for; the first of them is itself.
-        num_columns: in which all is the same, and how many of them are left.
+        num_columns: that the first one stands for.
     """
 
     stages: tuple[Stage, ...]
     devices: tuple[tuple[int, ...], ...]
     num_columns: int = 1
-    num_standing: int = 1
 
 
 def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
@@ -44,39 +41,38 @@ def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
     Args:
         stages: of a split.
         is_alike: whether the replicas of each stage are of one kind and have equal shares.
+
+    Example:
+        >>> stages = [Stage(first=0, last=0, devices=(4, 5, 6, 7), shares=(1, 1, 1, 1)),
+        ...     Stage(first=1, last=1, devices=(0, 1), shares=(1, 1))]
+        >>> fold(stages, is_alike=True).devices
+        ((4, 6), (5, 7), (0, 1))
     """
     num_columns = gcd(*(len(stage.devices) for stage in stages)) if is_alike else 1
-    if num_columns <= _STANDING:
-        num_columns, num_standing = 1, 1
-    else:
-        num_standing = _STANDING
     found: list[Stage] = []
     devices: list[tuple[int, ...]] = []
     for stage in stages:
         width = len(stage.devices) // num_columns
-        own = range(len(devices), len(devices) + width * num_standing)
-        for column in range(num_standing):
-            devices += [
-                tuple(
-                    stage.devices[(column + more) % num_columns * width + at]
-                    for more in range(num_columns)
-                )
-                for at in range(width)
-            ]
+        own = tuple(range(len(devices), len(devices) + width))
+        devices += [stage.devices[at::width] for at in range(width)]
         found.append(
-            Stage(
-                first=stage.first,
-                last=stage.last,
-                devices=tuple(own),
-                shares=stage.shares[: len(own)],
-            )
+            Stage(first=stage.first, last=stage.last, devices=own, shares=stage.shares[:width])
         )
-    return Folded(
-        stages=tuple(found),
-        devices=tuple(devices),
-        num_columns=num_columns,
-        num_standing=num_standing,
-    )
+    return Folded(stages=tuple(found), devices=tuple(devices), num_columns=num_columns)
+
+
+@dataclass(frozen=True)
+class FoldedPipeline(Pipeline):
+    """A pipeline where a rank may stand for several, and so has somebody to sum up with."""
+
+    @cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that reduce each bucket together; also one alone."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for stage, buckets in zip(self.stages, self.buckets, strict=True):
+            for bucket in buckets:
+                found[bucket].update(stage.devices)
+        return {bucket: tuple(sorted(ranks)) for bucket, ranks in found.items()}
 
 
 @dataclass(frozen=True)
@@ -102,30 +98,21 @@ class FoldedNetwork:
         return self._known[key]
 
     def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
-        """A sum that all of some devices get."""
+        """A sum that all of some devices get, and those that they stand for."""
         key = (tuple(devices), size_bytes)
         if key not in self._known:
-            everyone = sorted({real for one in devices for real in self.folded.devices[one]})
-            whole = self.network.reduce(everyone, size_bytes)
-            if self.folded.num_columns == 1:
-                return self._known.setdefault(key, whole)
-            wires = tuple(
-                self._named(wire, column)
-                for wire in whole.wires
-                for column in range(self.folded.num_standing)
-            )
-            self._known[key] = Transfer(
-                latency_seconds=whole.latency_seconds, seconds=whole.seconds, wires=wires
-            )
+            everyone = sorted(real for one in devices for real in self.folded.devices[one])
+            self._known[key] = self.network.reduce(everyone, size_bytes)
         return self._known[key]
 
     def _message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
-        senders, receivers = self.folded.devices[sender], self.folded.devices[receiver]
         at_once = [
             self.network.message(one, other, size_bytes)
-            for one, other in zip(senders, receivers, strict=True)
+            for one, other in zip(
+                self.folded.devices[sender], self.folded.devices[receiver], strict=True
+            )
         ]
-        if self.folded.num_columns == 1:
+        if len(at_once) == 1:
             return at_once[0]
         users = Counter(wire for one in at_once for wire in one.wires)
 
@@ -133,18 +120,9 @@ class FoldedNetwork:
             return one.seconds * max((users[wire] for wire in one.wires), default=1)
 
         slowest = max(at_once, key=lambda one: one.latency_seconds + seconds(one))
-        column = self._column(sender)
+        # That other columns use its wires is in the seconds; other messages of this one share them.
         return Transfer(
             latency_seconds=slowest.latency_seconds,
             seconds=seconds(slowest),
-            wires=tuple(self._named(wire, column) for wire in slowest.wires),
+            wires=slowest.wires,
         )
-
-    def _column(self, device: int) -> int:
-        stage = next(one for one in self.folded.stages if device in one.devices)
-        width = len(stage.devices) // self.folded.num_standing
-        return stage.devices.index(device) // width
-
-    def _named(self, wire: str, column: int) -> str:
-        """A wire as a column has it to itself: that others use it is in the seconds."""
-        return wire if self.folded.num_standing == 1 else f"{wire}#{column}"

@@ -77,7 +77,8 @@ def judge(
     if has_interval:
         low, high = _interval(own, actions, costs, times.seconds)
     needs = split_memory(chains, split, kinds=kinds, memory=memory, training=training)
-    stages = tuple(_stage(own, at, times, need) for at, need in enumerate(needs))
+    busy = times.busy
+    stages = tuple(_stage(own, at, times, busy, need) for at, need in enumerate(needs))
     binding, at = _binding(stages)
     return Judgement(
         seconds=times.seconds,
@@ -208,17 +209,15 @@ def _interval(
     )
 
 
-def _stage(own: SplitCosts, at: int, times: StepTimes, need: MemoryNeed) -> StageJudgement:
+def _stage(
+    own: SplitCosts, at: int, times: StepTimes, busy: Sequence[float], need: MemoryNeed
+) -> StageJudgement:
     simulated, real = own.folded.stages[at], own.split.stages[at]
-    busy = [times.busy[rank] for rank in simulated.devices]
-    if len(busy) < len(real.devices):
-        width = len(busy) // own.folded.num_standing
-        busy = [busy[position % width] for position in range(len(real.devices))]
     return StageJudgement(
         first=real.first,
         last=real.last,
         devices=real.devices,
-        busy=tuple(busy),
+        busy=tuple(busy[rank] for rank in simulated.devices) * own.folded.num_columns,
         compute_seconds=max(
             sum(one.seconds for one in times.events[rank] if one.lane is Lane.COMPUTE)
             for rank in simulated.devices

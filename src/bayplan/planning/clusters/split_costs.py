@@ -7,7 +7,7 @@ from functools import cached_property
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.chain import Chain
-from bayplan.planning.clusters.folding import Folded, FoldedNetwork
+from bayplan.planning.clusters.folding import Folded, FoldedNetwork, FoldedPipeline
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import Training
@@ -50,8 +50,7 @@ class SplitCosts:
         if folded.num_columns == 1:
             return split.num_samples
         most = -(-split.num_samples // split.num_micro_batches)
-        column = -(-most // folded.num_columns)
-        return column * folded.num_standing * split.num_micro_batches
+        return -(-most // folded.num_columns) * split.num_micro_batches
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -65,14 +64,14 @@ class SplitCosts:
             num_samples=self.num_samples,
             num_micro_batches=self.split.num_micro_batches,
         )
-        return Pipeline(self.folded.stages, routing, buckets=tuple(buckets))
+        return FoldedPipeline(self.folded.stages, routing, buckets=tuple(buckets))
 
     @cached_property
     def num_buckets(self) -> tuple[int, ...]:
         """By stage; none where there are no replicas."""
         return tuple(
             self.training.num_buckets(self.parameter_bytes(at)) if len(stage.devices) > 1 else 0
-            for at, stage in enumerate(self.folded.stages)
+            for at, stage in enumerate(self.split.stages)
         )
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -188,10 +187,8 @@ class SplitCosts:
         number = self.num_buckets[stage]
         if not number:
             return 0.0
-        devices = [
-            real for one in self.folded.stages[stage].devices for real in self.folded.devices[one]
-        ]
-        each = self.network.reduce(sorted(set(devices)), self.gradient_bytes(stage) / number)
+        devices = sorted(self.split.stages[stage].devices)
+        each = self.network.reduce(devices, self.gradient_bytes(stage) / number)
         return number * each.alone_seconds
 
     def transfer_seconds(self, stage: int) -> float:
@@ -221,10 +218,9 @@ def backward_first(own: Sequence[Action]) -> tuple[Action, ...]:
     waiting: list[Action] = []  # the forward that its micro-batch's backward goes before
     for action in own:
         if action.kind in (_K.FORWARD, _K.RECEIVE_FORWARD, _K.SEND_FORWARD):
-            if action.kind is _K.RECEIVE_FORWARD or action.kind is _K.FORWARD:
-                if not waiting or waiting[-1].kind is not _K.RECEIVE_FORWARD:
-                    found += waiting
-                    waiting = []
+            if waiting and waiting[-1].index != action.index:
+                found += waiting
+                waiting = []
             waiting.append(action)
         elif action.kind in _OF_BACKWARD:
             found.append(action)

@@ -1,8 +1,8 @@
 """What the operators of stages cost a rank.
 
 A rank computes with one thread, so its operators are priced with one. On a CPU the clock is the
-processor time of that thread: how ranks share cores is the clock's business (`SharedCores`), and
-what other processes do while prices are measured is nobody's.
+processor time of that thread: how ranks share cores is the clock's business
+(`SharedResources`), and what other processes do while prices are measured is nobody's.
 
 A stage with a lot of arithmetic is priced at two smaller numbers of samples, as a step on one
 device is, and its prices lie on the line through them.

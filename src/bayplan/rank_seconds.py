@@ -14,6 +14,7 @@ from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.stage_seconds import StageSeconds
 from bayplan.profiling.signatures import OperatorCosts
 from bayplan.rank_needs import RankNeeds
+from bayplan.simulating.speeds_network import SpeedsNetwork
 from bayplan.stage_orders import Fit
 
 __all__ = ["RankSeconds"]
@@ -46,7 +47,7 @@ class RankSeconds:
             update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
             message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
             bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
-            links=self.links,
+            network=SpeedsNetwork(self.links),
             num_cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else math.inf,
             early=self._early,
         )

@@ -79,7 +79,7 @@ class StageTables:
         layout: the row of devices.
         passing: how a batch passes.
         num_samples, num_micro_batches: of a batch.
-        lag_versions: whether stages from the end on have one more version of weights each.
+        may_recompute: whether a stage may repeat its forward.
     """
 
     chains: Mapping[str, Chain]
@@ -96,7 +96,10 @@ class StageTables:
     def table(self, run: Run) -> StageTable:
         """Of all stages on a run."""
         period = self.layout.period
-        key = (run.begin % period if period else run.begin, run.number, run.begin == 0)
+        # No message comes into the row at its begin or leaves it at its end.
+        is_at_end = run.begin + run.number == len(self.layout.order)
+        begin = run.begin % period if period else run.begin
+        key = (begin, run.number, run.begin == 0, is_at_end)
         if key not in self._tables:
             self._tables[key] = self._made(run)
         return self._tables[key]

@@ -5,14 +5,11 @@ network, same memory model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
-from bayplan.data.actions import Action
 from bayplan.data.chain import Chain
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.judgement import Binding, Judgement, MemoryNeed, StageJudgement
 from bayplan.data.plan import Stage
-from bayplan.data.record import Event, Lane
 from bayplan.planning.clusters.folding import Folded, fold
 from bayplan.planning.clusters.memory import (
     StageSizes,
@@ -21,10 +18,9 @@ from bayplan.planning.clusters.memory import (
     needed_parts,
 )
 from bayplan.planning.clusters.split import Split
-from bayplan.planning.clusters.split_costs import Scaled, SplitCosts
+from bayplan.planning.clusters.split_costs import SplitCosts
+from bayplan.planning.clusters.timing import Timed, Times
 from bayplan.planning.clusters.training import DeviceMemory, Training
-from bayplan.planning.pipelines.clock import StepTimes, step_times
-from bayplan.planning.pipelines.step_costs import StepCosts
 from bayplan.simulating.network import Network
 
 __all__ = ["Chains", "Memory", "chain_finder", "judge", "memory_finder", "split_memory"]
@@ -46,6 +42,7 @@ def judge(
     training: Training | None = None,
     is_folded: bool | None = None,
     has_interval: bool = True,
+    most_micro_batches: int | None = None,
 ) -> Judgement:
     """Simulate batches of a split until their time is steady.
 
@@ -58,6 +55,8 @@ def judge(
         training: how weights are trained.
         is_folded: whether replicas that do the same are simulated once; None where it is worth it.
         has_interval: whether the time is also found for figures off by their spread.
+        most_micro_batches: that are simulated of a batch whose backward does not lag; each further
+            one adds as much as the last of these did. None for all.
     """
     training = training or Training()
     chain_of = chain_finder(chains, kinds)
@@ -71,17 +70,16 @@ def judge(
     own = SplitCosts(
         split=split, folded=folded, chain_of=chain_of, network=network, training=training
     )
-    actions, costs = own.actions(), own.costs()
-    times = step_times(own.pipeline, actions, costs, lags=split.lags)
-    low, high = times.seconds, times.seconds
+    timed = Timed(own, most_micro_batches=most_micro_batches)
+    found = timed.times()
+    low, high = found.seconds, found.seconds
     if has_interval:
-        low, high = _interval(own, actions, costs, times.seconds)
+        low, high = _interval(own, timed, found.seconds)
     needs = split_memory(chains, split, kinds=kinds, memory=memory, training=training)
-    busy = times.busy
-    stages = tuple(_stage(own, at, times, busy, need) for at, need in enumerate(needs))
+    stages = tuple(_stage(own, at, found, need) for at, need in enumerate(needs))
     binding, at = _binding(stages)
     return Judgement(
-        seconds=times.seconds,
+        seconds=found.seconds,
         low_seconds=low,
         high_seconds=high,
         num_samples=split.num_samples,
@@ -179,62 +177,37 @@ def _is_alike(stage: Stage, kinds: Sequence[str]) -> bool:
     return len(set(stage.shares)) == 1 and len({kinds[one] for one in stage.devices if kinds}) < 2
 
 
-def _interval(
-    own: SplitCosts,
-    actions: Sequence[Sequence[Action]],
-    costs: StepCosts,
-    seconds: float,
-) -> tuple[float, float]:
+def _interval(own: SplitCosts, timed: Timed, seconds: float) -> tuple[float, float]:
     """The time, were everything faster or slower by its spread."""
     spread = max(own.chain(at).spread for at in range(len(own.folded.stages)))
     link_spread = own.training.link_spread
     if spread == link_spread:
         return seconds * max(0.0, 1 - spread), seconds * (1 + spread)
-
-    def with_factors(compute: float, links: float) -> float:
-        scaled = replace(
-            costs,
-            seconds=lambda rank, action: compute * own.seconds(rank, action),
-            early=lambda rank, action: {
-                bucket: compute * early for bucket, early in own.early(rank, action).items()
-            },
-            update_seconds=[compute * one for one in costs.update_seconds],
-            network=Scaled(costs.network, links),
-        )
-        return step_times(own.pipeline, actions, scaled, lags=own.split.lags).seconds
-
     return (
-        with_factors(max(0.0, 1 - spread), max(0.0, 1 - link_spread)),
-        with_factors(1 + spread, 1 + link_spread),
+        timed.times(compute=max(0.0, 1 - spread), links=max(0.0, 1 - link_spread)).seconds,
+        timed.times(compute=1 + spread, links=1 + link_spread).seconds,
     )
 
 
-def _stage(
-    own: SplitCosts, at: int, times: StepTimes, busy: Sequence[float], need: MemoryNeed
-) -> StageJudgement:
-    simulated, real = own.folded.stages[at], own.split.stages[at]
+def _stage(own: SplitCosts, at: int, found: Times, need: MemoryNeed) -> StageJudgement:
+    simulated, real = own.folded.stages[at].devices, own.split.stages[at]
+    busy = tuple(
+        min(1.0, found.compute[rank] / found.seconds) if found.seconds else 0.0
+        for rank in simulated
+    )
     return StageJudgement(
         first=real.first,
         last=real.last,
         devices=real.devices,
-        busy=tuple(busy[rank] for rank in simulated.devices) * own.folded.num_columns,
-        compute_seconds=max(
-            sum(one.seconds for one in times.events[rank] if one.lane is Lane.COMPUTE)
-            for rank in simulated.devices
-        ),
+        busy=busy * own.folded.num_columns,
+        compute_seconds=max(found.compute[rank] for rank in simulated),
         transfer_seconds=own.transfer_seconds(at),
         sum_seconds=own.sum_seconds(at),
-        receive_wait_seconds=_least(times.events, simulated, Lane.RECEIVE),
-        sum_wait_seconds=_least(times.events, simulated, Lane.REDUCE),
+        receive_wait_seconds=min(found.receive_waits[rank] for rank in simulated),
+        sum_wait_seconds=min(found.sum_waits[rank] for rank in simulated),
         in_flight=in_flight_of(own.split)[at],
         is_recomputed=own.is_recomputed(at),
         memory=need,
-    )
-
-
-def _least(events: Sequence[Sequence[Event]], stage: Stage, lane: Lane) -> float:
-    return min(
-        sum(one.seconds for one in events[rank] if one.lane is lane) for rank in stage.devices
     )
 
 

@@ -15,7 +15,7 @@ from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, resplit
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.pipelines.step_costs import StepCosts
-from bayplan.simulating.network import Network, Transfer
+from bayplan.simulating.network import Network
 
 __all__ = ["SplitCosts"]
 
@@ -229,31 +229,3 @@ def backward_first(own: Sequence[Action]) -> tuple[Action, ...]:
             waiting = []
             found.append(action)
     return (*found, *waiting)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A network that takes some times as long.
-
-    Attributes:
-        network: as it is described.
-        factor: of all its seconds.
-    """
-
-    network: Network
-    factor: float
-
-    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
-        """From one device to another."""
-        return self._scaled(self.network.message(sender, receiver, size_bytes))
-
-    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
-        """A sum that all of some devices get."""
-        return self._scaled(self.network.reduce(devices, size_bytes))
-
-    def _scaled(self, one: Transfer) -> Transfer:
-        return Transfer(
-            latency_seconds=one.latency_seconds * self.factor,
-            seconds=one.seconds * self.factor,
-            wires=one.wires,
-        )

@@ -65,6 +65,8 @@ class Search:
         found: dict[tuple[object, ...], Estimate] = {}
         for unit in self.units:
             for one in self._of_unit(unit):
+                if len(one.split.stages) == 1 and one.split.schedule not in self.passings:
+                    continue  # nothing lags there
                 key = _shape(one.split)
                 if key not in found or one.seconds < found[key].seconds:
                     found[key] = one
@@ -75,6 +77,8 @@ class Search:
         unit = gcd(*(len(stage.devices) for stage in like.stages))
         units = [one for one in self.units if unit % one == 0 or one <= unit] or self.units
         passing = Passing(like.schedule)
+        if len(like.stages) == 1 and passing is Passing.GPIPE:
+            passing = Passing.ONE_F_ONE_B  # for one stage they are the same
         one = self.partitioner(min(units), like.num_micro_batches, passing)
         return {
             number: Estimate(self._split(found, passing, like.num_micro_batches), found.seconds)
@@ -107,19 +111,27 @@ class Search:
     def _of_unit(self, unit: int) -> Iterator[Estimate]:
         counts = [one for one in self.counts if self.num_samples // one >= unit]
         for passing in self._ways:
-            least, num_slower = float("inf"), 0
-            for count in counts:
-                if passing is Passing.STALE_SUM and count > 1:
-                    continue
-                found = self.partitioner(unit, count, passing).best()
-                for one in found:
-                    yield Estimate(self._split(one, passing, count), one.seconds)
-                if not found:
-                    continue
+            usable = [1] if passing is Passing.STALE_SUM else counts
+            # Pipelines like many micro-batches, data parallel few: come from both ends.
+            seen: set[int] = set()
+            for row in (usable, usable[::-1]):
+                yield from self._of_counts(unit, passing, row, seen)
+
+    def _of_counts(
+        self, unit: int, passing: Passing, counts: Sequence[int], seen: set[int]
+    ) -> Iterator[Estimate]:
+        """The best for each number of micro-batches, until it gets slower and slower."""
+        least, num_slower = float("inf"), 0
+        for count in counts:
+            if count in seen or num_slower >= _PATIENCE:
+                return
+            seen.add(count)
+            found = self.partitioner(unit, count, passing).best()
+            for one in found:
+                yield Estimate(self._split(one, passing, count), one.seconds)
+            if found:
                 num_slower = 0 if found[0].seconds < least else num_slower + 1
                 least = min(least, found[0].seconds)
-                if num_slower >= _PATIENCE:
-                    break
 
     @cached_property
     def _ways(self) -> tuple[Passing, ...]:
@@ -229,6 +241,6 @@ def _shape(split: Split) -> tuple[object, ...]:
     return (
         tuple((stage.first, stage.last, len(stage.devices)) for stage in split.stages),
         split.num_micro_batches,
-        split.schedule,
+        split.schedule if len(split.stages) > 1 else "",
         split.recomputed,
     )

@@ -86,6 +86,10 @@ class Partitioner:
         """The best one first, and others that were found on the way; none if nothing fits."""
         return sorted(self._swept(), key=lambda one: one.seconds) if self.width else []
 
+    def has_any(self) -> bool:
+        """Whether anything fits."""
+        return bool(self.width) and self._narrowest() is not None
+
     def best_by_stages(self) -> dict[int, Partition]:
         """For each number of stages the best that is found with few bounds."""
         found: dict[int, Partition] = {}

@@ -6,7 +6,7 @@ that the plan gives them, so that repeats and swaps are in the stage's time and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -204,7 +204,8 @@ class ClusterCosts:
         return self._fits(first.memory, None, None)
 
     def _update_cost(self, kind: DeviceKind, parameters: Sequence[torch.Tensor]) -> UpdateCost:
-        return derived_update_cost(parameters, self.question.optimizer_source(), kind=kind)
+        source = replace(self.question, device=kind).optimizer_source()
+        return derived_update_cost(parameters, source, kind=kind)
 
     @cached_property
     def _staged(self) -> StagedStep:

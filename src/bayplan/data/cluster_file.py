@@ -6,6 +6,7 @@ that says everything device by device, as a `Cluster` is written, is understood 
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -17,11 +18,9 @@ from bayplan.data.joint import Join, Joint, Link, LinkKind
 __all__ = ["ClusterFile", "HostEntry", "JointEntry", "NetworkEntry"]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What all of them have in common: checked by name, and written without what is as usual."""
-
-
-class JointEntry(_Entry, kw_only=True):
+class JointEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists."""
 
     kind: LinkKind
@@ -35,18 +34,21 @@ class JointEntry(_Entry, kw_only=True):
     def joint(self, name: str, offsets: tuple[int, ...], num_devices: int) -> Joint:
         """The joint among so many devices, once for each number that these begin with."""
         joins: list[Join] = []
-        for at, given in enumerate(self.joins):
+        for at, join in enumerate(self.joins):
             try:
-                joins.append(parse_join(given, num_devices) if isinstance(given, str) else given)
+                joins.append(parse_join(join, num_devices) if isinstance(join, str) else join)
             except ValueError as fault:
                 raise ValueError(f"{name}.joins[{at}] {fault}") from None
-        fields = {field: getattr(self, field) for field in self.__struct_fields__}
-        Joint(**{**fields, "joins": tuple(joins)}).check(name, num_devices)
-        fields["joins"] = tuple(_moved(join, offset) for offset in offsets for join in joins)
-        return Joint(**fields)
+        given = {field: getattr(self, field) for field in self.__struct_fields__}
+        joint = Joint(**(given | {"joins": tuple(joins)}))
+        joint.check(name, num_devices)  # here, where its place in the file is known
+        moved = tuple(_moved(join, offset) for offset in offsets for join in joins)
+        return msgspec.structs.replace(joint, joins=moved)
 
 
-class HostEntry(_Entry, kw_only=True):
+class HostEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A `Host`, or several that are alike.
 
     Attributes:
@@ -84,7 +86,9 @@ class HostEntry(_Entry, kw_only=True):
             yield Host(name=name, **shared)
 
 
-class NetworkEntry(_Entry, kw_only=True):
+class NetworkEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What joins the hosts.
 
     Attributes:
@@ -105,18 +109,21 @@ class NetworkEntry(_Entry, kw_only=True):
         for devices in devices_of_hosts:
             num_wires = min(self.wires_per_host, len(devices))
             ends = [len(devices) * wire // num_wires for wire in range(num_wires + 1)]
-            sides += [tuple(devices[first:last]) for first, last in zip(ends, ends[1:])]
+            sides += [tuple(devices[first:last]) for first, last in pairwise(ends)]
         fields = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
         return Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
 
 
-class ClusterFile(_Entry, kw_only=True):
+class ClusterFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """All of a cluster, as short as it may be said.
 
     Attributes:
         kinds: a full description, or the name of one in the catalogue; a kind that is not listed is
             looked for in the catalogue by its own name.
         devices: one by one, for hosts that do not list theirs.
+        network: joins hosts, if there are several.
         links, joints: by the numbers of all devices, which count on from host to host.
     """
 
@@ -145,15 +152,10 @@ class ClusterFile(_Entry, kw_only=True):
         joints += [
             entry.joint(f"joints[{at}]", (0,), len(devices)) for at, entry in enumerate(self.joints)
         ]
-        if self.network is not None:
-            of_hosts: dict[int, list[int]] = {}
-            for number, device in enumerate(devices):
-                of_hosts.setdefault(device.host, []).append(number)
-            if len(of_hosts) < 2:
-                raise ValueError(
-                    "network joins hosts, but there is one with devices; say its `count`, or leave"
-                    " network out"
-                )
+        of_hosts: dict[int, list[int]] = {}
+        for number, device in enumerate(devices):
+            of_hosts.setdefault(device.host, []).append(number)
+        if self.network is not None and len(of_hosts) > 1:
             joints.append(self.network.joint(list(of_hosts.values())))
         return Cluster(
             name=self.name,
@@ -164,6 +166,21 @@ class ClusterFile(_Entry, kw_only=True):
             links=self.links,
             joints=tuple(joints),
         )
+
+    def times(self, number: int) -> "ClusterFile":
+        """So many of the same hosts, joined by the network.
+
+        Raises:
+            ValueError: if the file does not say what would join them.
+        """
+        if number > 1 and self.network is None:
+            raise ValueError(f"{self.name} has no network, which {number} of its hosts would need")
+        if self.devices or self.links or self.joints:
+            raise ValueError(f"{self.name} numbers its devices over all hosts; there is one of it")
+        replace = msgspec.structs.replace
+        hosts = tuple(replace(entry, count=entry.count * number) for entry in self.hosts)
+        title = f"{number} times {self.title}" if self.title else ""
+        return replace(self, name=f"{number}x{self.name}", title=title, hosts=hosts)
 
     def _devices_and_joints(self) -> tuple[list[ClusterDevice], list[Joint]]:
         if self.devices:

@@ -6,7 +6,10 @@ groups of the level before, for these share the way up. Where a matrix is of no 
 a link of its own.
 """
 
+from collections.abc import Mapping
 from itertools import combinations
+
+import msgspec
 
 from bayplan.data.cluster_file import ClusterFile, HostEntry, JointEntry, NetworkEntry
 from bayplan.data.device import Figure
@@ -23,7 +26,7 @@ from bayplan.data.link_figures import (
 from bayplan.data.topology import Topology
 from bayplan.data.union import Union
 
-__all__ = ["cluster_file_of"]
+__all__ = ["cluster_file_of", "with_measured_copies"]
 
 _PCIE = (LinkKind.PIX, LinkKind.PXB, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS)
 
@@ -64,6 +67,47 @@ def cluster_file_of(
         hosts=(host,),
         network=_network(topology, card_gbits_per_s) if num_hosts > 1 else None,
     )
+
+
+def with_measured_copies(
+    file: ClusterFile, copies: Mapping[tuple[int, int], tuple[float, float]], *, source: str
+) -> ClusterFile:
+    """The same with measured figures in place of guesses.
+
+    Args:
+        file: of one host.
+        copies: latency and bytes/s between devices, measured one pair at a time.
+        source: how they were measured.
+
+    A joint gets the slowest of what was measured across it; one that no pair takes stays a guess.
+    """
+    replace = msgspec.structs.replace
+    (host,) = file.hosts
+    taken: set[tuple[int, int]] = set()
+    joints: list[JointEntry] = []
+    # The first joint that has a pair is the fastest, which its copies take.
+    for joint in host.joints:
+        pairs = {pair for pair in copies if _is_across(joint, pair, host.num_devices)} - taken
+        taken |= pairs
+        if pairs:
+            latency = max(copies[pair][0] for pair in pairs)
+            bandwidth = min(copies[pair][1] for pair in pairs)
+            joint = replace(
+                joint,
+                latency_seconds=Figure(latency, source),
+                bandwidth_bytes_per_s=Figure(bandwidth, source),
+            )
+        joints.append(joint)
+    return replace(file, hosts=(replace(host, joints=tuple(joints)),))
+
+
+def _is_across(joint: JointEntry, pair: tuple[int, int], num_devices: int) -> bool:
+    """Whether two devices are on different sides of it."""
+    for join in joint.joint("joint", (0,), num_devices).joins:
+        sides = [side for side in join if pair[0] in side or pair[1] in side]
+        if len(sides) == 2:
+            return True
+    return False
 
 
 def _network(topology: Topology, card_gbits_per_s: float) -> NetworkEntry:

@@ -86,7 +86,9 @@ class Wiring:
             for at, side in enumerate(join):
                 for device in side:
                     self._sides[device].append((index, at))
+        self._hosts = [device.host for device in cluster.devices]
         self._wires: dict[tuple[int, int, bool], Wire] = {}
+        self._names: dict[int, str] = {}
         self._routes: dict[tuple[int, int], Route] = {}
 
     @property
@@ -132,6 +134,9 @@ class Wiring:
         ]
         if not routes:
             return None
+        if self._hosts[sender] == self._hosts[receiver]:
+            # A host with several cards could go out by one and come in by another; nobody does.
+            routes = [route for route in routes if route.kind is not LinkKind.NET] or routes
         return max(routes, key=lambda route: (route.bandwidth_bytes_per_s, -route.latency_seconds))
 
     def _through(self, index: int, sender: int, receiver: int) -> Route:
@@ -156,7 +161,7 @@ class Wiring:
     def _by_others(self, sender: int, receiver: int) -> Route:
         """Through devices that pass it on: the fewest hops, all of them at once."""
         before: dict[int, int] = {sender: sender}
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         waiting = deque([sender])
         while waiting and receiver not in before:
             device = waiting.popleft()
@@ -191,10 +196,9 @@ class Wiring:
         found = self._wires.get(key)
         if found is None:
             if medium.shared:
-                name = f"{medium.label} {medium.shared}"
+                name = f"shared {medium.shared}"
             else:
-                whole = numbers_text(sorted(device for one in join for device in one))
-                name = f"{medium.label} {numbers_text(join[side])} of {whole}"
+                name = f"{medium.label} {numbers_text(join[side])} of {self._members(index)}"
                 if medium.is_duplex:
                     name += " out" if outward else " in"
             found = self._wires[key] = Wire(
@@ -202,6 +206,13 @@ class Wiring:
                 bandwidth_bytes_per_s=medium.bandwidth_bytes_per_s,
                 reduce_bytes_per_s=medium.reduce_bytes_per_s,
             )
+        return found
+
+    def _members(self, index: int) -> str:
+        found = self._names.get(index)
+        if found is None:
+            members = sorted(device for side in self._joins[index][1] for device in side)
+            found = self._names[index] = numbers_text(members)
         return found
 
 

@@ -1,8 +1,9 @@
-"""`Level`: which devices are close to each other, from the fastest links to the slowest.
+"""`Level`: which devices are close to each other, from the nearest links to the farthest.
 
-A level's groups are the devices that reach each other by links of its bandwidth or better. Those of
-a slower level are made of whole groups of the faster ones, so that a planner may place what talks
-most into the smallest group that holds it.
+A level's groups are the devices that reach each other by links of its bandwidth or better; networks
+come after everything within hosts, for a card is fast alone and slow for a host full of devices.
+The groups of a level are made of whole groups of the level before, so that a planner may place what
+talks most into the smallest group that holds it.
 """
 
 from dataclasses import dataclass
@@ -37,12 +38,12 @@ class Level:
 
 
 def levels_of(wiring: Wiring, num_devices: int) -> tuple[Level, ...]:
-    """All levels, the fastest first; the last one has all devices in one group."""
+    """All levels, the nearest first; the last one has all devices in one group."""
     together = Union(num_devices)
     levels: list[Level] = []
     order = list(LinkKind)
-    joins = sorted(wiring.joins, key=lambda join: -join[2])
-    for bandwidth, same in groupby(joins, key=lambda join: join[2]):
+    joins = sorted(wiring.joins, key=lambda join: (join[0] is LinkKind.NET, -join[2]))
+    for (_, bandwidth), same in groupby(joins, key=lambda join: (join[0] is LinkKind.NET, join[2])):
         added = [
             (kind, latency)
             for kind, latency, _, join in same

@@ -80,6 +80,7 @@ class StageTables:
         passing: how a batch passes.
         num_samples, num_micro_batches: of a batch.
         may_recompute: whether a stage may repeat its forward.
+        most_layers: of a stage; None for any number.
     """
 
     chains: Mapping[str, Chain]
@@ -91,6 +92,7 @@ class StageTables:
     num_samples: int
     num_micro_batches: int
     may_recompute: bool = True
+    most_layers: int | None = None
     _tables: dict[object, StageTable] = field(default_factory=dict)
 
     def table(self, run: Run) -> StageTable:
@@ -267,18 +269,20 @@ class StageTables:
 
     @cached_property
     def _columns(self) -> Callable[[str], "_Columns"]:
-        made = {kind: _Columns(chain) for kind, chain in self.chains.items()}
+        made = {kind: _Columns(chain, self.most_layers) for kind, chain in self.chains.items()}
         return made.__getitem__
 
 
 class _Columns:
     """A chain's sums over all stages: rows are their first layers, columns their lengths less 1."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, most_layers: int | None) -> None:
         number = len(chain.layers)
+        width = min(number, most_layers or number)
         self.num_samples = chain.num_samples
-        self.exists = np.add.outer(np.arange(number), np.arange(1, number + 1)) <= number
-        ends = np.minimum(number, np.add.outer(np.arange(number), np.arange(1, number + 1)))
+        ends = np.add.outer(np.arange(number), np.arange(1, width + 1))
+        self.exists = ends <= number
+        ends = np.minimum(number, ends)
 
         def sums(name: str) -> np.ndarray:
             before = np.concatenate([[0], np.cumsum([getattr(x, name) for x in chain.layers])])
@@ -292,6 +296,6 @@ class _Columns:
         self.output_bytes = sent[ends - 1]
         self.input_bytes = np.concatenate([[0.0], sent[:-1]])[:, None] + 0 * self.forward
         passing = np.array([layer.passing_bytes for layer in chain.layers], dtype=float)
-        padded = np.concatenate([passing, np.zeros(number)])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, number)[:number]
+        padded = np.concatenate([passing, np.zeros(width)])
+        windows = np.lib.stride_tricks.sliding_window_view(padded, width)[:number]
         self.highest = np.maximum.accumulate(windows, axis=1)

@@ -18,11 +18,9 @@ from bayplan.data.joint import Join, Joint, Link, LinkKind
 __all__ = ["ClusterFile", "HostEntry", "JointEntry", "NetworkEntry"]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What all of them have in common: checked by name, and written without what is as usual."""
-
-
-class JointEntry(_Entry, kw_only=True):
+class JointEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists."""
 
     kind: LinkKind
@@ -36,18 +34,21 @@ class JointEntry(_Entry, kw_only=True):
     def joint(self, name: str, offsets: tuple[int, ...], num_devices: int) -> Joint:
         """The joint among so many devices, once for each number that these begin with."""
         joins: list[Join] = []
-        for at, given in enumerate(self.joins):
+        for at, join in enumerate(self.joins):
             try:
-                joins.append(parse_join(given, num_devices) if isinstance(given, str) else given)
+                joins.append(parse_join(join, num_devices) if isinstance(join, str) else join)
             except ValueError as fault:
                 raise ValueError(f"{name}.joins[{at}] {fault}") from None
-        fields = {field: getattr(self, field) for field in self.__struct_fields__}
-        Joint(**{**fields, "joins": tuple(joins)}).check(name, num_devices)
-        fields["joins"] = tuple(_moved(join, offset) for offset in offsets for join in joins)
-        return Joint(**fields)
+        given = {field: getattr(self, field) for field in self.__struct_fields__}
+        joint = Joint(**(given | {"joins": tuple(joins)}))
+        joint.check(name, num_devices)  # here, where its place in the file is known
+        moved = tuple(_moved(join, offset) for offset in offsets for join in joins)
+        return msgspec.structs.replace(joint, joins=moved)
 
 
-class HostEntry(_Entry, kw_only=True):
+class HostEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A `Host`, or several that are alike.
 
     Attributes:
@@ -85,7 +86,9 @@ class HostEntry(_Entry, kw_only=True):
             yield Host(name=name, **shared)
 
 
-class NetworkEntry(_Entry, kw_only=True):
+class NetworkEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What joins the hosts.
 
     Attributes:
@@ -111,7 +114,9 @@ class NetworkEntry(_Entry, kw_only=True):
         return Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
 
 
-class ClusterFile(_Entry, kw_only=True):
+class ClusterFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """All of a cluster, as short as it may be said.
 
     Attributes:

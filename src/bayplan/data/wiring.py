@@ -161,7 +161,7 @@ class Wiring:
     def _by_others(self, sender: int, receiver: int) -> Route:
         """Through devices that pass it on: the fewest hops, all of them at once."""
         before: dict[int, int] = {sender: sender}
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         waiting = deque([sender])
         while waiting and receiver not in before:
             device = waiting.popleft()

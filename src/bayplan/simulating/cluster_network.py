@@ -1,7 +1,6 @@
 """`ClusterNetwork`: the `Network` of a described cluster."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -150,14 +149,15 @@ class ClusterNetwork:
         rings = find_rings(self._wiring, devices)
         total = sum(ring.bytes_per_s for ring in rings)
         moved = 2 * (number - 1) / number
-        busy: Counter[str] = Counter()
+        busy: dict[str, float] = {}
         step_seconds = 0.0
         for ring in rings:
             part = moved * ring.bytes_per_s / total
             for wire, flows in ring_flows(self._wiring, [ring.devices]).items():
-                busy[wire.name] += part * flows / wire.reduce_bytes_per_s
+                seconds = part * flows / wire.reduce_bytes_per_s
+                busy[wire.name] = busy.get(wire.name, 0.0) + seconds
             step_seconds = max(step_seconds, self._step_seconds(ring.devices))
-        return _Way((number - 1) * step_seconds, moved / total, dict(busy))
+        return _Way((number - 1) * step_seconds, moved / total, busy)
 
     def _by_hosts(self, devices: Sequence[int]) -> tuple[_Way, ...]:
         """Within hosts, between hosts, and back; nothing where one host has all."""
@@ -184,19 +184,17 @@ class ClusterNetwork:
         ways: list[_Way] = []
         for num_steps, moved in between:
             part = moved / num_rings
-            busy = Counter(
-                {
-                    wire.name: part * number / wire.reduce_bytes_per_s
-                    for wire, number in flows.items()
-                }
-            )
+            busy = {
+                wire.name: part * number / wire.reduce_bytes_per_s for wire, number in flows.items()
+            }
             for way in within:
-                busy.update(way.busy)
+                for name, seconds in way.busy.items():
+                    busy[name] = busy.get(name, 0.0) + seconds
             ways.append(
                 _Way(
                     max(way.latency_seconds for way in within) + num_steps * step_seconds,
                     max(way.seconds_per_byte for way in within) + part / rate,
-                    dict(busy),
+                    busy,
                 )
             )
         return tuple(ways)

@@ -31,7 +31,7 @@ class Awaiting:
         return not missing
 
     def come(self, thing: Hashable) -> list[int]:
-        """Something is here; returns who lacks nothing any more, in the order they began to wait."""
+        """Something is here; returns who lacks nothing any more, whoever waited first first."""
         self._here.add(thing)
         ready = []
         for rank in self._waiters.pop(thing, ()):

@@ -1,4 +1,4 @@
-"""Transfers that go one after the other where they must, and share wires where they may not wait."""
+"""Transfers: one after the other where they must keep an order, and at once on shared wires."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable

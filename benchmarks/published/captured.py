@@ -26,6 +26,7 @@ from bayplan.profiling.roofline import OpClass, node_parts
 from bayplan.profiling.signatures import signature_of
 from bayplan.running.joint import analyse_joint
 from bayplan.running.stages.counting import operator_counts
+from bayplan.running.stages.whole import InputKind, WholeStep
 from bayplan.staged import StagedStep
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import trace_whole
@@ -37,6 +38,7 @@ __all__ = [
     "firsts_of",
     "profiled_device",
     "seconds_of",
+    "whole_step",
 ]
 
 _MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default
@@ -114,7 +116,7 @@ def firsts_of(run: Run) -> tuple[int, ...]:
     """
     if not run.is_pipeline:
         return (0,)
-    whole = StagedStep(_whole(run.model, 2), (0,))
+    whole = StagedStep(whole_step(run.model, 2), (0,))
     if run.shares:
         return cuts_by_count(operator_counts(whole.whole, whole.step), run.shares)
     places = [op.place.removeprefix("model.") for op in whole.step.program.ops]
@@ -126,7 +128,7 @@ def capture_stage(
     model: str, firsts: tuple[int, ...], stage: int, num_samples: int, device: DeviceKind
 ) -> CapturedStage:
     """One stage at the samples of a replica."""
-    staged = StagedStep(_whole(model, num_samples), firsts)
+    staged = _staged(model, num_samples, firsts)
     graph = staged.graph(stage)
     step = analyse_joint(
         graph.joint, num_forward_outputs=graph.num_forward_outputs, cost_of=lambda node: (0.0, 0)
@@ -172,7 +174,7 @@ def capture_stage(
         input_bytes=sum(
             node.meta["val"].nbytes
             for node, given in zip(staged.whole.primals, staged.whole.inputs, strict=True)
-            if given.kind == "batch" and stage == 0
+            if given.kind is InputKind.BATCH and stage == 0
         ),
         held_bytes=memory.held_bytes,
         index_bytes=sum(
@@ -194,7 +196,13 @@ def _bytes_from(carried, stage: int, values) -> int:
 
 
 @cache
-def _whole(model: str, num_samples: int):
+def _staged(model: str, num_samples: int, firsts: tuple[int, ...]) -> StagedStep:
+    return StagedStep(whole_step(model, num_samples), firsts)
+
+
+@cache
+def whole_step(model: str, num_samples: int) -> WholeStep:
+    """A model and its loss, traced without memory."""
     name = model.replace("_", "-")
     built, batch, loss_fn = build_without_memory(lambda: load(name)(2))
     step = TrainingStep(model=built, batch=batch, loss_fn=loss_fn)

@@ -15,7 +15,7 @@ __all__ = ["Fit", "fit", "leave_out"]
 _DIFFERENCE = 1e-3  # in a logarithm, for slopes
 _MOST_STEPS = 30
 _HALVINGS = 12
-_SMALL = 1e-6
+_SMALL = 1e-4
 NOISE = 0.03
 """What nominally equal runs of the reports differ by, and a little for what is left out."""
 

@@ -4,7 +4,7 @@
     + parameters, some times    weight, momentum, gradient, the summed gradient, buffers of sums
     + activations               held for backward, the samples included; several times where batches
                                 overlap on devices of their own
-    + messages                  to and from the other stage, each twice: whole, and as it came
+    + messages                  to and from the other stage, whole and in pieces
     + workspace                 where there are convolutions
     + loading                   real images, on devices that read them
 
@@ -24,7 +24,9 @@ from reports_000_002.rows import RUNS
 __all__ = ["MEMORY_PRIORS", "MemoryConstants", "MemoryRow", "memory_rows", "predicted_mib"]
 
 MIB = 2**20
-_MESSAGE_COPIES = 2
+# What comes is received in pieces, into two buffers where batches overlap, and joined; what goes back
+# is made whole and cut into pieces.
+_RECEIVED_COPIES, _RETURNED_COPIES = 3, 2
 _COLOCATED_COPIES = 2  # of stage 0, whose weights have two versions, in the devices' one pool
 
 
@@ -132,8 +134,8 @@ def predicted_mib(
         parameters += has_extra * constants.extra_copies * sum(one.parameter_bytes for one in own)
     total = context_bytes + parameters + activations
     if run.is_pipeline and not run.local and asked.stage == 1:
-        # It receives what the other stage sends, and sends as much back.
-        total += 2 * _MESSAGE_COPIES * own[0].returned_bytes
+        # What it receives is as large as its gradient, which it returns.
+        total += (_RECEIVED_COPIES + _RETURNED_COPIES) * own[0].returned_bytes
     if any(one.has_convolutions for one in own):
         total += constants.workspace_mib * MIB
     if asked.row.is_real and (asked.stage == 0 or run.local):

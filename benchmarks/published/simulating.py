@@ -24,13 +24,20 @@ from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network, Transfer
 
-__all__ = ["Simulation", "num_hosts_of", "samples_of", "stages_of"]
+__all__ = [
+    "UPDATE_PASSES",
+    "Simulation",
+    "num_hosts_of",
+    "samples_of",
+    "stages_of",
+    "with_rates",
+]
 
 _K = ActionKind
 MIB = 2**20
 # OneFlow's script sets 16 MiB; PyTorch's default is 25.
 _BUCKET_BYTES = {"OneFlow": 16 * MIB, "PipeDream": 25 * MIB}
-_UPDATE_PASSES = 5  # weight, momentum and gradient are read, the first two written
+UPDATE_PASSES = 5  # weight, momentum and gradient are read, the first two written
 _DEVICES_OF_HOST = 8
 
 
@@ -230,7 +237,7 @@ class _Costs:
     def _stage_update(self, stage: int) -> float:
         kind = self.simulation.cluster.kind_of(0)
         rate = kind.bandwidth_bytes_per_s.value * kind.efficiency[OpClass.ELEMENTWISE].value
-        moved = _UPDATE_PASSES * self.simulation.captured[stage].parameter_bytes
+        moved = UPDATE_PASSES * self.simulation.captured[stage].parameter_bytes
         return moved / rate * self._factors[1]
 
     def _update_seconds(self, rank: int) -> float:
@@ -270,12 +277,12 @@ class _Costs:
     @property
     def _network(self) -> Network:
         known = self.constants
-        network = ClusterNetwork(_with_rates(self.simulation.cluster, known))
+        network = ClusterNetwork(with_rates(self.simulation.cluster, known))
         gloo = known.gloo_bytes_per_s if self.simulation.is_pipedream else None
         return _RunNetwork(network, gloo)
 
 
-def _with_rates(cluster: Cluster, constants: Constants) -> Cluster:
+def with_rates(cluster: Cluster, constants: Constants) -> Cluster:
     """The cluster with the fitted rates between its processors, in place of those of its file."""
     rates = {
         "bandwidth_bytes_per_s": Figure(constants.stage_bytes_per_s, "fitted here"),

@@ -88,7 +88,9 @@ def best_plans(constants: Constants) -> list[dict[str, Any]]:
 
 def _training(cluster: Cluster, constants: Constants) -> Training:
     kind = cluster.kind_of(0)
-    rate = kind.bandwidth_bytes_per_s.value * profiled_device().efficiency[OpClass.ELEMENTWISE].value
+    rate = (
+        kind.bandwidth_bytes_per_s.value * profiled_device().efficiency[OpClass.ELEMENTWISE].value
+    )
     return Training(
         state_per_parameter=1.0,  # momentum
         update_seconds_per_byte=UPDATE_PASSES / rate * constants.memory_factor,

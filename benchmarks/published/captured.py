@@ -177,9 +177,7 @@ def capture_stage(
             if given.kind is InputKind.BATCH and stage == 0
         ),
         held_bytes=memory.held_bytes,
-        index_bytes=sum(
-            node.meta["val"][1].nbytes for node in nodes if node.target is _MAX_POOL
-        ),
+        index_bytes=sum(node.meta["val"][1].nbytes for node in nodes if node.target is _MAX_POOL),
         passing_bytes=memory.adding_bytes - memory.held_bytes,
         has_convolutions=any(node.target is _CONVOLUTION for node in nodes),
     )

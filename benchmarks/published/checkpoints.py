@@ -70,9 +70,7 @@ def plain_peak(name: str, batch: int) -> int:
     """Of an eager step with Adam."""
     model, inputs, loss_fn = build_without_memory(lambda: NETWORKS[name](batch))
     graph = capture(model, inputs, loss_fn, optimizer=torch.optim.Adam)
-    replay = replay_memory(
-        graph, (0,) * len(graph.nodes), granularity_bytes=CUDA_GRANULARITY_BYTES
-    )
+    replay = replay_memory(graph, (0,) * len(graph.nodes), granularity_bytes=CUDA_GRANULARITY_BYTES)
     return replay.peak_bytes
 
 

@@ -31,9 +31,7 @@ def main() -> None:
     arguments = options(__doc__ or "").parse_args()
     torch.set_num_threads(1)
     runs = [
-        run
-        for run in RUNS
-        if run.reported and (run.name in SMALL if arguments.quick else True)
+        run for run in RUNS if run.reported and (run.name in SMALL if arguments.quick else True)
     ]
     tables = Tables(runs=runs, on_run=say, leaves_out=not arguments.quick)
     rows = tables.rows()

@@ -154,4 +154,6 @@ def _needed_by_torch(asked: MemoryRow, captured: CapturedStage) -> float:
     """
     in_flight = 2 if asked.row.run.is_pipeline and asked.stage == 0 else 1
     weights = (2 + in_flight) * captured.parameter_bytes
-    return weights + in_flight * (captured.held_bytes + captured.input_bytes) + captured.passing_bytes
+    return (
+        weights + in_flight * (captured.held_bytes + captured.input_bytes) + captured.passing_bytes
+    )

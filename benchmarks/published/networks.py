@@ -55,9 +55,7 @@ class _Block(nn.Module):
             layers.append(_Convolution(widths[at], widths[at + 1], kernel, own_stride))
         self.layers = nn.Sequential(*layers)
         has_shortcut = stride > 1 or in_channels != out_channels
-        self.shortcut = (
-            _Convolution(in_channels, out_channels, 1, stride) if has_shortcut else None
-        )
+        self.shortcut = _Convolution(in_channels, out_channels, 1, stride) if has_shortcut else None
 
     def forward(self, x: Tensor) -> Tensor:
         activated = self.first(x)

@@ -116,7 +116,7 @@ class Tables:
             left |= leave_out(
                 self._predict,
                 [_reported(row) for row in self.explained],
-                [row.run.name for row in self.explained],
+                [row.group for row in self.explained],
                 start=prior_constants().logarithms,
                 widths=_widths(),
                 fitted=self.constants.logarithms,
@@ -176,7 +176,7 @@ class Tables:
                     self._mib(known[at], MemoryConstants.at(point)) for at in kept
                 ],
                 [float(one.reported_mib) for one in known],
-                [one.row.run.name for one in known],
+                [one.row.group for one in known],
                 fitted=self._memory_fit(known),
                 **_memory_priors(),
             )

@@ -63,9 +63,7 @@ def test_a_constant_that_no_figure_tells_of_stays_where_it_was(parts):
 
 
 def test_a_narrow_prior_wins_over_a_row(parts):
-    found = parts.fitting.fit(
-        lambda point: [math.exp(point[0])], [2.0], start=[0.0], widths=[1e-4]
-    )
+    found = parts.fitting.fit(lambda point: [math.exp(point[0])], [2.0], start=[0.0], widths=[1e-4])
     assert abs(found.point[0]) < 1e-3
 
 

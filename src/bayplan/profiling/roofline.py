@@ -8,8 +8,8 @@ A device may say finer what its convolutions reach, by kernel and channels.
 
 What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
 kernels, clocks that sink under load, and waiting for the host; and, where a device does not say it,
-the number of channels of a convolution. A derived profile is a guess, and says so: origin `derived`, no repeats, and a spread of
-`RELATIVE_SPREAD`.
+the number of channels of a convolution. A derived profile is a guess, and says so: origin
+`derived`, no repeats, and a spread of `RELATIVE_SPREAD`.
 """
 
 import math

@@ -14,7 +14,8 @@ import torch
 from reports_000_002.rows import Run
 
 from bayplan.capturing.fake import build_without_memory
-from bayplan.data.device import DeviceKind
+from bayplan.data.device import DeviceKind, OpClass
+from bayplan.data.graph import StepGraph
 from bayplan.models import load
 from bayplan.planning.pipelines.cuts import cuts_by_count
 from bayplan.planning.pipelines.rank_memory import stage_memory
@@ -22,7 +23,7 @@ from bayplan.planning.schedule import plain_schedule
 from bayplan.pricing import graph_of
 from bayplan.profiling.catalogue import load_device
 from bayplan.profiling.op_classes import op_class
-from bayplan.profiling.roofline import OpClass, node_parts
+from bayplan.profiling.roofline import node_parts
 from bayplan.profiling.signatures import signature_of
 from bayplan.running.joint import analyse_joint
 from bayplan.running.stages.counting import operator_counts
@@ -215,9 +216,13 @@ def _parts(node, device: DeviceKind) -> list[_Parts]:
     key = (device.name, signature_of(node))
     if key not in _known:
         graph = graph_of(node)
-        _known[key] = [
-            node_parts(graph, one, device)
-            for one in (() if graph is None else graph.nodes)
-            if op_class(one.op) is not OpClass.VIEW
-        ]
+        _known[key] = [] if graph is None else _parts_of(graph, device)
     return _known[key]
+
+
+def _parts_of(graph: StepGraph, device: DeviceKind) -> list[_Parts]:
+    return [
+        node_parts(graph, one, device)
+        for one in graph.nodes
+        if op_class(one.op) is not OpClass.VIEW
+    ]

@@ -43,7 +43,8 @@ def fit(
     Args:
         predict: figures at some logarithms of constants.
         reported: figures, positive.
-        start: the constants' priors, and `widths` how wide they are, in logarithms.
+        start: the constants' priors, as logarithms.
+        widths: how wide each prior is.
         at: where to begin; at the priors if None.
 
     Example:
@@ -99,7 +100,8 @@ def leave_out(
         predict: the figures with some numbers at some constants.
         reported: all figures.
         groups: of each figure.
-        start, widths: of the priors.
+        start: the constants' priors, as logarithms.
+        widths: how wide each prior is.
         fitted: to all figures, where each fit begins.
     """
     found: dict[int, float] = {}

@@ -24,8 +24,8 @@ from reports_000_002.rows import RUNS
 __all__ = ["MEMORY_PRIORS", "MemoryConstants", "MemoryRow", "memory_rows", "predicted_mib"]
 
 MIB = 2**20
-# What comes is received in pieces, into two buffers where batches overlap, and joined; what goes back
-# is made whole and cut into pieces.
+# What comes is received in pieces, into two buffers where batches overlap, and joined; what goes
+# back is made whole and cut into pieces.
 _RECEIVED_COPIES, _RETURNED_COPIES = 3, 2
 _COLOCATED_COPIES = 2  # of stage 0, whose weights have two versions, in the devices' one pool
 

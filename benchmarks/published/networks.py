@@ -1,9 +1,9 @@
 """The networks of report 003 that differ from our reference models.
 
-Its ResNets are version 2 (He et al. 2016) of TensorFlow's official models: norm and ReLU come before
-every convolution, the shortcut branches off after the first of them, and a convolution with stride
-pads its input by itself, which makes one more tensor. Its Inception-v4 has no BatchNorm: only so do
-checkpoints and peak come out as the report's log has them.
+Its ResNets are version 2 (He et al. 2016) of TensorFlow's official models: norm and ReLU come
+before every convolution, the shortcut branches off after the first of them, and a convolution with
+stride pads its input by itself, which makes one more tensor. Its Inception-v4 has no BatchNorm:
+only so do checkpoints and peak come out as the report's log has them.
 """
 
 import torch

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def group(self) -> str:
-        """What is left out together: a run, on all data; all runs on two hosts, which share much."""
+        """What is left out together: a run, on all data; all on two hosts, which share much."""
         return "two hosts" if self.run.local else self.run.name
 
     @property

@@ -117,6 +117,7 @@ class Simulation:
 
     @property
     def is_pipedream(self) -> bool:
+        """Whether it is PipeDream's; else it is OneFlow's."""
         return self.run.name.startswith("PipeDream")
 
     def step_times(self, constants: Constants) -> StepTimes:
@@ -147,6 +148,7 @@ class Simulation:
 
     @cached_property
     def pipeline(self) -> Pipeline:
+        """What a step must do."""
         route, number = (resplit, 1)
         if self.run.is_round_robin:
             route, number = round_robin, len(self.stages[0].devices)

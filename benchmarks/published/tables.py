@@ -204,10 +204,11 @@ def orders(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for parallel, pipeline in PAIRS:
         for is_real in (False, True):
-            both = [_times(rows, run, is_real=is_real) for run in (parallel, pipeline)]
-            if None in both:
+            first = _times(rows, parallel, is_real=is_real)
+            other = _times(rows, pipeline, is_real=is_real)
+            if first is None or other is None:
                 continue
-            (told, ours), (told_other, ours_other) = both
+            (told, ours), (told_other, ours_other) = first, other
             is_tie = abs(math.log(told_other / told)) < _NOISE
             found.append(
                 {
@@ -236,7 +237,10 @@ def _times(
     ]
     if not own:
         return None
-    return tuple(sum(row[name] for row in own) / len(own) for name in ("reported", "predicted"))
+    reported, predicted = (
+        sum(row[name] for row in own) / len(own) for name in ("reported", "predicted")
+    )
+    return reported, predicted
 
 
 def _reported(row: Row) -> float:

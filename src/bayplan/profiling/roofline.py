@@ -43,7 +43,7 @@ WINOGRAD_SAVING = 2.25
 _MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
 _WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
 _FEW_CHANNELS = 4  # a picture's
-_KERNELS = {
+_KERNELS: dict[tuple[int, ...], ConvolutionKind] = {
     (1, 1): ConvolutionKind.ONE,
     (3, 3): ConvolutionKind.THREE,
     (5, 5): ConvolutionKind.FIVE,

@@ -3,10 +3,11 @@
 All of it is simulated: nobody has run these plans there.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from published.captured import capture_stage, profiled_device, seconds_of, whole_step
+from published.captured import Parts, capture_stage, profiled_device, seconds_of, whole_step
 from published.constants import Constants
 from published.rows import iterations_of
 from published.simulating import UPDATE_PASSES, with_rates
@@ -14,7 +15,7 @@ from reports_000_002.rows import RUNS
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.cluster import Cluster
-from bayplan.data.device import OpClass
+from bayplan.data.device import DeviceKind, OpClass
 from bayplan.planning.clusters.planner import ClusterPlan, plan_on
 from bayplan.planning.clusters.training import Training
 from bayplan.profiling.cluster_catalogue import read_cluster
@@ -26,7 +27,7 @@ MODEL = "vgg16"
 _RUN = next(run for run in RUNS if run.name == "OneFlow VGG16, 11:7")
 # Before what a stage may begin with; a ReLU belongs to what it follows.
 _BEGINNINGS = ("convolution", "max_pool2d", "addmm", "_adaptive_avg_pool2d", "mean")
-_SAMPLES = 32  # that costs are known of: those of a replica in the reports
+_FEW, _SAMPLES = 8, 32  # that costs are known of; the more are those of a replica in the reports
 _SPREAD = 0.08  # what the rows are off by on average, and more
 
 
@@ -39,16 +40,21 @@ def places_to_cut(model: str) -> tuple[int, ...]:
 
 def chain_of(model: str, constants: Constants, firsts: tuple[int, ...]) -> Chain:
     """A model as OneFlow would run it on one host: every place to cut begins a layer."""
-    factors = (constants.compute_factor, constants.memory_factor)
     device = profiled_device()
     layers = []
     for at in range(len(firsts)):
-        stage = capture_stage(model, firsts, at, _SAMPLES, device)
+        few, stage = (
+            capture_stage(model, firsts, at, samples, device) for samples in (_FEW, _SAMPLES)
+        )
+        forward, fixed_forward = _line(few.forward, stage.forward, device, constants)
+        backward, fixed_backward = _line(few.backward, stage.backward, device, constants)
         layers.append(
             Layer(
                 name=f"{at}",
-                forward_seconds=seconds_of(stage.forward, *factors),
-                backward_seconds=seconds_of(stage.backward, *factors),
+                forward_seconds=forward,
+                backward_seconds=backward,
+                fixed_forward_seconds=fixed_forward,
+                fixed_backward_seconds=fixed_backward,
                 parameter_bytes=stage.parameter_bytes,
                 held_bytes=stage.held_bytes,
                 passing_bytes=max(0, stage.passing_bytes),
@@ -63,6 +69,21 @@ def chain_of(model: str, constants: Constants, firsts: tuple[int, ...]) -> Chain
         source="derived: PipeDream's V100 profiles, factors fitted to reports 000 to 002",
         spread=_SPREAD,
     )
+
+
+def _line(
+    few: Sequence[Parts], many: Sequence[Parts], device: DeviceKind, constants: Constants
+) -> tuple[float, float]:
+    """Seconds of all samples, and of these what does not grow with them.
+
+    That is the traffic of weights and the launch of every operator. That small batches fill a
+    device less is not known, so micro-batches of a few samples are priced too low.
+    """
+    factors = (constants.compute_factor, constants.memory_factor)
+    low, high = seconds_of(few, *factors), seconds_of(many, *factors)
+    fixed = max(0.0, high - (high - low) * _SAMPLES / (_SAMPLES - _FEW))
+    launches = len(many) * device.launch_seconds.value
+    return high + launches, fixed + launches
 
 
 def best_plans(constants: Constants) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from bayplan.whole_tracing import trace_whole
 __all__ = [
     "CapturedStage",
     "Gradient",
+    "Parts",
     "capture_stage",
     "firsts_of",
     "profiled_device",
@@ -44,7 +45,8 @@ __all__ = [
 
 _MAX_POOL = torch.ops.aten.max_pool2d_with_indices.default
 _CONVOLUTION = torch.ops.aten.convolution.default
-_Parts = tuple[float, float]  # seconds of arithmetic, seconds of traffic
+Parts = tuple[float, float]
+"""Seconds of arithmetic and seconds of traffic of one operator."""
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +71,8 @@ class CapturedStage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_samples: int
-    forward: tuple[_Parts, ...]
-    backward: tuple[_Parts, ...]
+    forward: tuple[Parts, ...]
+    backward: tuple[Parts, ...]
     gradients: tuple[Gradient, ...]
     sent_bytes: int
     returned_bytes: int
@@ -86,7 +88,7 @@ class CapturedStage(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.size_bytes for one in self.gradients)
 
 
-def seconds_of(parts: Sequence[_Parts], compute_factor: float, memory_factor: float) -> float:
+def seconds_of(parts: Sequence[Parts], compute_factor: float, memory_factor: float) -> float:
     """Operators one after the other, each as long as the slower of its parts.
 
     Example:
@@ -146,7 +148,7 @@ def capture_stage(
     )
     nodes = [node for node in staged.whole.nodes if staged.assignment.stage_of.get(node) == stage]
     forward = set(staged.step.op_nodes[: staged.step.op_nodes.index(None)])
-    halves: tuple[list[_Parts], list[_Parts]] = ([], [])
+    halves: tuple[list[Parts], list[Parts]] = ([], [])
     made: dict[object, int] = {}
     for node in nodes:
         own = halves[0] if node in forward else halves[1]
@@ -208,10 +210,10 @@ def whole_step(model: str, num_samples: int) -> WholeStep:
     return trace_whole(step, num_samples=num_samples)
 
 
-_known: dict[tuple[str, str], list[_Parts]] = {}
+_known: dict[tuple[str, str], list[Parts]] = {}
 
 
-def _parts(node, device: DeviceKind) -> list[_Parts]:
+def _parts(node, device: DeviceKind) -> list[Parts]:
     """Of the operators behind a node; the same call is looked at once."""
     key = (device.name, signature_of(node))
     if key not in _known:
@@ -220,7 +222,7 @@ def _parts(node, device: DeviceKind) -> list[_Parts]:
     return _known[key]
 
 
-def _parts_of(graph: StepGraph, device: DeviceKind) -> list[_Parts]:
+def _parts_of(graph: StepGraph, device: DeviceKind) -> list[Parts]:
     return [
         node_parts(graph, one, device)
         for one in graph.nodes

@@ -219,7 +219,11 @@ def orders(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "predicted_speedup": ours / ours_other,
                     "is_tie": is_tie,
                     "is_right": is_tie or (told < told_other) == (ours < ours_other),
-                    "explained": all(row["explained"] for row in rows if row["run"] == pipeline),
+                    "explained": all(
+                        row["explained"]
+                        for row in rows
+                        if row["run"] == pipeline and row["quantity"] == "epoch seconds"
+                    ),
                 }
             )
     return found

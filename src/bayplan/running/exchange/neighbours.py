@@ -71,7 +71,7 @@ class Neighbours:
     is_ordered: bool = True
     _thread: CopyThread = field(default_factory=lambda: CopyThread("bayplan-messages"))
 
-    def reach(self, rank: int, size_bytes: int) -> bool:
+    def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
         """Whether such a message goes this way; the same at both ends."""
         return size_bytes >= LEAST_BYTES and rank in self.processes
 
@@ -136,9 +136,9 @@ def meet_neighbours(meeting: Meeting, *, is_ordered: bool = True) -> Neighbours:
         is_ordered: see `Neighbours`.
     """
     secret = ctypes.c_uint64(_SECRET + meeting.rank)
-    store, own = meeting.store, meeting.hosts[meeting.rank]
+    store = meeting.store
     store.set(f"process{meeting.rank}", f"{os.getpid()} {ctypes.addressof(secret)}")
-    near = [rank for rank, host in enumerate(meeting.hosts) if host == own and rank != meeting.rank]
+    near = [rank for rank in meeting.mates if rank != meeting.rank]
     found: dict[int, int] = {}
     for rank in near:
         process, address = map(int, store.get(f"process{rank}").decode().split())

@@ -7,17 +7,33 @@ handle is kept together with its memory until waiting for it is known to be free
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import distributed
 
-from bayplan.running.exchange.neighbours import Neighbours
 from bayplan.running.exchange.sums import Pending
 from bayplan.running.ranks.forms import Form, Parcel
 
-__all__ = ["Arrival", "Departure", "Route"]
+__all__ = ["Arrival", "Departure", "Route", "Transport"]
 
 Values = Mapping[str, torch.Tensor]
+
+
+class Transport(Protocol):
+    """A way for messages inside a host."""
+
+    def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
+        """Whether a message goes this way; the same at both ends."""
+        ...
+
+    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
+        """Begin to send; the message must stay as it is until that is over."""
+        ...
+
+    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
+        """Begin to receive."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,8 +46,9 @@ class Route:
         here: in samples of this rank's piece.
         there: the same samples, counted in the piece of the other end.
         is_shared: whether others get some of these values, too.
+        comes: whether this rank receives it.
         tag: tells messages between two ranks apart, where the transport can.
-        neighbours: who copies large messages out of each other's memory; None for sockets alone.
+        transports: inside a host, the first that takes a message of its size; else sockets.
     """
 
     peer: int
@@ -39,8 +56,9 @@ class Route:
     here: Parcel
     there: Parcel
     is_shared: bool = False
+    comes: bool = False
     tag: int = 0
-    neighbours: Neighbours | None = None
+    transports: tuple[Transport, ...] = ()
 
     def send(self, message: torch.Tensor) -> Pending:
         """Begin to send."""
@@ -58,11 +76,17 @@ class Route:
         assert work is not None, "this rank is a member of the group"
         return work
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the message."""
+        return self.here.offsets[-1]
+
     @cached_property
-    def _near(self) -> Neighbours | None:
-        """Those that this message is copied by; the same answer at both ends."""
-        near, size_bytes = self.neighbours, self.here.offsets[-1]
-        return near if near is not None and near.reach(self.peer, size_bytes) else None
+    def _near(self) -> Transport | None:
+        """What takes this message; the same answer at both ends."""
+        ends = (self.peer, self.size_bytes)
+        ways = (one for one in self.transports if one.reach(*ends, comes=self.comes))
+        return next(ways, None)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

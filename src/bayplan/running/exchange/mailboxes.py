@@ -25,7 +25,7 @@ from bayplan.devices.machine import is_running
 from bayplan.native import compile_library
 from bayplan.running.exchange.blocks import C_FLAGS, HEADER_BYTES, LINE_BYTES, Block
 from bayplan.running.exchange.meeting import Meeting
-from bayplan.running.exchange.sums import Pending
+from bayplan.running.exchange.pending import Pending
 
 __all__ = ["Mailboxes"]
 

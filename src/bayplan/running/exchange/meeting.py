@@ -18,6 +18,7 @@ from torch import distributed
 from bayplan import torch_private
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
+from bayplan.running.exchange.between_hosts import BetweenHosts
 from bayplan.running.exchange.blocks import Block, Blocks, host_identity, load
 from bayplan.running.exchange.sums import ScatteredSums, SharedSums, SocketSums, Sums
 
@@ -159,8 +160,10 @@ class Meeting:
             ),
             own,
             group,
-            leaders=leaders,
-            is_leader=own[0] == self.rank,
+            has_more_hosts=leaders is not None,
+            between=BetweenHosts(leaders)
+            if isinstance(leaders, distributed.ProcessGroup)
+            else None,
         )
         return {SHARED if leaders is None else HIERARCHICAL: shared, **sockets}
 

@@ -21,7 +21,7 @@ from torch import distributed
 
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.exchange.meeting import Meeting
-from bayplan.running.exchange.sums import Pending, job_of
+from bayplan.running.exchange.pending import Pending, job_of
 
 __all__ = ["LEAST_BYTES", "Neighbours", "meet_neighbours"]
 

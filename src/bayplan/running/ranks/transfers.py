@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import distributed
 
-from bayplan.running.exchange.sums import Pending
+from bayplan.running.exchange.pending import Pending
 from bayplan.running.ranks.forms import Form, Parcel
 
 __all__ = ["Arrival", "Departure", "Route", "Transport"]

@@ -31,6 +31,7 @@ from bayplan.running.exchange.mailboxes import Mailboxes
 from bayplan.running.exchange.meeting import Meeting, open_meeting
 from bayplan.running.exchange.neighbours import LEAST_BYTES, meet_neighbours
 from bayplan.running.exchange.sums import Sum, Sums, room_bytes
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
@@ -38,7 +39,6 @@ from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.opening import check_environment, open_watch
 from bayplan.running.ranks.replicas import StageReplicas, meet
 from bayplan.running.ranks.starting import start_alike
-from bayplan.running.ranks.transfers import Transport
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.watching import Watch
 from bayplan.running.ranks.worker import Worker

@@ -25,11 +25,11 @@ from bayplan.rank_routes import RankRoutes, salt_of
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.bucket_sums import GradientBucket
 from bayplan.running.exchange.sums import Sums
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.forms import Form
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.statistics import SharedBuffers
-from bayplan.running.ranks.transfers import Transport
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.worker import RECEIVES_AHEAD, Part, Worker
 from bayplan.running.stages.belonging import (

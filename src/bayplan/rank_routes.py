@@ -9,9 +9,10 @@ import torch
 from bayplan.data.plan import Plan
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
-from bayplan.running.ranks.transfers import Arrival, Departure, Route, Transport
+from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.stages.cutting import Carried
 
 __all__ = ["RankRoutes", "salt_of"]

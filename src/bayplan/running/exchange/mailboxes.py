@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import distributed
 
 from bayplan.data.units import round_up
 from bayplan.devices.machine import is_running
@@ -26,6 +25,7 @@ from bayplan.native import compile_library
 from bayplan.running.exchange.blocks import C_FLAGS, HEADER_BYTES, LINE_BYTES, Block
 from bayplan.running.exchange.meeting import Meeting
 from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.transports import SOCKETS
 
 __all__ = ["Mailboxes"]
 
@@ -167,7 +167,7 @@ class _Coming:
     def wait(self) -> None:
         """See `Pending`."""
         if not self._box.take(self._room, self._tag):
-            distributed.recv(self._room, self._box.rank, tag=self._tag)
+            SOCKETS.receive(self._room, self._box.rank, self._tag).wait()
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -238,9 +238,7 @@ class Mailboxes:
         """Begin to send."""
         if self._outgoing[rank].put(message, tag):
             return _SENT
-        work = distributed.isend(message, rank, tag=tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return SOCKETS.send(message, rank, tag)
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
         """Begin to receive."""

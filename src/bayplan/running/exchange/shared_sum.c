@@ -31,12 +31,14 @@ typedef _Atomic uint32_t Flag;
 
 static Flag *flag_of(char *block, int which) { return (Flag *)(block + which * LINE); }
 
+/* Not private: the others are other processes. */
+static void wake(Flag *flag, int most) { syscall(SYS_futex, flag, FUTEX_WAKE, most, NULL, NULL, 0); }
+
 static void raise_flag(char *block, int which, uint32_t count)
 {
     Flag *flag = flag_of(block, which);
     atomic_store_explicit(flag, count, memory_order_release);
-    /* Not private: the others are other processes. */
-    syscall(SYS_futex, flag, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+    wake(flag, INT32_MAX);
 }
 
 /* 0, or -1 after `seconds`: then some process is lost. Counts wrap, hence the difference. */
@@ -121,6 +123,12 @@ static int64_t take_strip(char *first, uint32_t turn, uint64_t num_strips)
     return (uint32_t)seen;
 }
 
+static void end_turn(char *first, uint32_t turn)
+{
+    raise_flag(first, DONE, turn);
+    wake(flag_of(first, GO), INT32_MAX); /* those who were not needed */
+}
+
 /* Sum `count` numbers at `offset` of all blocks; the result is in the first `num_into` blocks.
  *
  * 0, or 1 + the block whose process does not come. `turn` counts the calls and is the same for all.
@@ -138,9 +146,11 @@ int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t cou
         *told = (Last){own, came};
         atomic_store(count_of(first, ENDED), 0);
         atomic_store(count_of(first, NEXT), (uint64_t)turn << 32);
-        raise_flag(first, GO, turn);
-        if (!num_strips)
-            raise_flag(first, DONE, turn);
+        atomic_store_explicit(flag_of(first, GO), turn, memory_order_release);
+        if (num_strips) /* there is work for no more than there are cores; the others sleep on */
+            wake(flag_of(first, GO), num_strips > 1 ? sysconf(_SC_NPROCESSORS_ONLN) - 1 : 0);
+        else
+            end_turn(first, turn);
     } else if (await_flag(first, GO, turn, seconds)) {
         for (int at = 0; at < num_blocks; at++)
             if (atomic_load(flag_of(blocks[at], READY)) != turn)
@@ -155,7 +165,7 @@ int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t cou
         else
             sum_float64(blocks, num_blocks, here, num, blocks, num_into);
         if (atomic_fetch_add(count_of(first, ENDED), 1) + 1 == num_strips)
-            raise_flag(first, DONE, turn);
+            end_turn(first, turn);
     }
     if (await_flag(first, DONE, turn, seconds))
         return 1;

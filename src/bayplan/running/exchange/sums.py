@@ -182,7 +182,7 @@ class SharedSums:
     """
 
     wire_dtype: torch.dtype | None = None
-    strip_bytes: int = 1 << 20
+    strip_bytes: int = 1 << 19
 
     def __init__(
         self,

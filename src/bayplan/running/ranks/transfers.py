@@ -7,33 +7,16 @@ handle is kept together with its memory until waiting for it is known to be free
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
-from torch import distributed
 
 from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.transports import Transport, transport_of
 from bayplan.running.ranks.forms import Form, Parcel
 
-__all__ = ["Arrival", "Departure", "Route", "Transport"]
+__all__ = ["Arrival", "Departure", "Route"]
 
 Values = Mapping[str, torch.Tensor]
-
-
-class Transport(Protocol):
-    """A way for messages inside a host."""
-
-    def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
-        """Whether a message goes this way; the same at both ends."""
-        ...
-
-    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
-        """Begin to send; the message must stay as it is until that is over."""
-        ...
-
-    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
-        """Begin to receive."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,19 +45,11 @@ class Route:
 
     def send(self, message: torch.Tensor) -> Pending:
         """Begin to send."""
-        if self._near is not None:
-            return self._near.send(message, self.peer, self.tag)
-        work = distributed.isend(message, self.peer, tag=self.tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return self._transport.send(message, self.peer, self.tag)
 
     def receive(self, room: torch.Tensor) -> Pending:
         """Begin to receive."""
-        if self._near is not None:
-            return self._near.receive(room, self.peer, self.tag)
-        work = distributed.irecv(room, self.peer, tag=self.tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return self._transport.receive(room, self.peer, self.tag)
 
     @property
     def size_bytes(self) -> int:
@@ -82,11 +57,8 @@ class Route:
         return self.here.offsets[-1]
 
     @cached_property
-    def _near(self) -> Transport | None:
-        """What takes this message; the same answer at both ends."""
-        ends = (self.peer, self.size_bytes)
-        ways = (one for one in self.transports if one.reach(*ends, comes=self.comes))
-        return next(ways, None)
+    def _transport(self) -> Transport:
+        return transport_of(self.transports, self.peer, self.size_bytes, comes=self.comes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

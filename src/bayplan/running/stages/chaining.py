@@ -1,0 +1,133 @@
+"""A step boiled down to a chain of layers, as planners of whole clusters see it.
+
+A layer ends where least would be sent between two operators that have parameters of their own: a
+stage needs something to train, so no plan would cut twice in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bayplan.data.chain import Chain, Layer
+from bayplan.data.program import Program
+from bayplan.running.joint import JointStep
+from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
+from bayplan.running.stages.whole import WholeStep
+
+__all__ = ["ChainedStep", "chained"]
+
+MOST_LAYERS = 240  # a planner's time grows with the square of them
+
+
+@dataclass(frozen=True)
+class ChainedStep:
+    """A chain, and the operators that its layers begin with."""
+
+    chain: Chain
+    firsts: tuple[int, ...]
+
+
+def chained(
+    whole: WholeStep,
+    step: JointStep,
+    *,
+    name: str,
+    device: str,
+    source: str,
+    spread: float,
+    launch_seconds: float,
+) -> ChainedStep:
+    """Boil a step down.
+
+    Args:
+        whole: the step as it was traced.
+        step: the same, priced.
+        name: of the model.
+        device: the kind that prices are of.
+        source: where they come from, in words.
+        spread: by what part they may be off.
+        launch_seconds: of an operator, whatever its size.
+    """
+    program = step.program
+    num_forward = program.first_backward - 1  # the loss is the caller's
+    weights, sent = parameter_bytes(whole, step), sent_bytes(program)
+    firsts = _fewer(_firsts(weights, sent), sent, MOST_LAYERS)
+    forward = [op.seconds for op in program.ops[:num_forward]]
+    both = seconds_with_backward(step)
+    held, passing = _held_bytes(program, num_forward), _passing_bytes(program, num_forward)
+    layers: list[Layer] = []
+    for first, end in pairwise((*firsts, num_forward)):
+        own = range(first, end)
+        forward_seconds = sum(forward[at] for at in own)
+        backward_seconds = sum(both[at] for at in own) - forward_seconds
+        fixed_seconds = launch_seconds * len(own)
+        layers.append(
+            Layer(
+                name=program.ops[first].place or program.ops[first].name,
+                forward_seconds=forward_seconds,
+                backward_seconds=backward_seconds,
+                fixed_forward_seconds=min(fixed_seconds, forward_seconds),
+                fixed_backward_seconds=min(fixed_seconds, backward_seconds),
+                parameter_bytes=int(sum(weights[at] for at in own)),
+                held_bytes=sum(held[at] for at in own),
+                passing_bytes=max(passing[at] for at in own),
+                sent_bytes=sent[end] if end < num_forward else 0,
+            )
+        )
+    chain = Chain(
+        name=name,
+        num_samples=whole.num_samples,
+        layers=tuple(layers),
+        device=device,
+        source=source,
+        spread=spread,
+    )
+    return ChainedStep(chain, firsts)
+
+
+def _firsts(weights: Sequence[float], sent: Sequence[int]) -> tuple[int, ...]:
+    """Where layers begin: between two operators with parameters, where least is sent.
+
+    Of equal places the last: what needs no parameters mostly belongs to what came before.
+
+    Example:
+        >>> _firsts([5, 0, 0, 7, 0, 3], [0, 8, 4, 4, 9, 2])
+        (0, 3, 5)
+    """
+    owners = [at for at, weight in enumerate(weights) if weight]
+    places = (range(before + 1, after + 1) for before, after in pairwise(owners))
+    return (0, *(min(reversed(own), key=sent.__getitem__) for own in places))
+
+
+def _fewer(firsts: tuple[int, ...], sent: Sequence[int], most: int) -> tuple[int, ...]:
+    """Without the places where most would be sent, if there are too many.
+
+    Example:
+        >>> _fewer((0, 1, 2, 3), [0, 5, 9, 5], 3)
+        (0, 1, 3)
+    """
+    cheapest = sorted(firsts[1:], key=lambda at: (sent[at], at))[: most - 1]
+    return (0, *sorted(cheapest))
+
+
+def _held_bytes(program: Program, num_forward: int) -> list[int]:
+    """By forward operator, what it makes that backward reads."""
+    held = [0] * num_forward
+    for buffer, producer in enumerate(program.producers):
+        is_read_later = any(at >= num_forward for at in program.readers[buffer])
+        if 0 <= producer < num_forward and is_read_later:
+            held[producer] += program.buffers[buffer]
+    return held
+
+
+def _passing_bytes(program: Program, num_forward: int) -> list[int]:
+    """By forward operator, what it needs while it runs and nobody keeps."""
+    passing: list[int] = []
+    for op in program.ops[:num_forward]:
+        dropped = (
+            program.buffers[buffer]
+            for buffer in op.writes
+            if not any(at >= num_forward for at in program.readers[buffer])
+        )
+        passing.append(op.workspace_bytes + sum(dropped))
+    return passing

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.record import Event, Lane
@@ -245,10 +244,7 @@ class _Run:
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
         """Compute, and post sums on the way: those that the list has right behind the action."""
         seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
-        behind = takewhile(
-            lambda one: one.kind not in _COMPUTES, self.actions[rank][position + 1 :]
-        )
-        buckets = [one.index for one in behind if one.kind is _K.REDUCE]
+        buckets = self._reduced_behind(rank, position)
         early = self.costs.early(rank, action) if buckets else {}
         posts: list[_Post] = []
         at = 0.0
@@ -257,6 +253,16 @@ class _Run:
             posts.append((at, partial(self._post, rank, bucket, batch)))
         self._copy(rank, action, batch)
         self._compute(rank, action, batch, seconds, posts)
+
+    def _reduced_behind(self, rank: int, position: int) -> list[int]:
+        """The buckets that are reduced after an action and before the next that computes."""
+        found, actions = list[int](), self.actions[rank]
+        for at in range(position + 1, len(actions)):
+            if actions[at].kind in _COMPUTES:
+                break
+            if actions[at].kind is _K.REDUCE:
+                found.append(actions[at].index)
+        return found
 
     def _copy(self, rank: int, action: Action, batch: int) -> None:
         transfer = self.costs.copies(rank, action)

@@ -96,7 +96,7 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages a rank holds, rising."""
-        return tuple(at for at, stage in enumerate(self.stages) if rank in stage.devices)
+        return self._stages_of.get(rank, ())
 
     def inputs(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
         """What a forward reads; within the rank too."""
@@ -116,15 +116,21 @@ class Pipeline:
 
     def moved(self, rank: int, action: Action) -> tuple[Message, ...]:
         """The messages between ranks that a send or receive moves, in the order they are sent."""
-        key = (rank, action.stage, action.index)
-        moved = {
+        messages = self._moved.get(action.kind)
+        return () if messages is None else messages.get((rank, action.stage, action.index), ())
+
+    @cached_property
+    def _moved(self) -> dict[ActionKind, _Messages]:
+        made = {
             ActionKind.RECEIVE_FORWARD: self._inputs,
             ActionKind.SEND_FORWARD: self._outputs,
             ActionKind.RECEIVE_BACKWARD: self._gradients_in,
             ActionKind.SEND_BACKWARD: self._gradients_out,
         }
-        messages = moved.get(action.kind, {}).get(key, ())
-        return tuple(message for message in messages if not message.is_local)
+        return {
+            kind: {key: tuple(one for one in own if not one.is_local) for key, own in all_.items()}
+            for kind, all_ in made.items()
+        }
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
@@ -134,6 +140,14 @@ class Pipeline:
             for bucket in buckets:
                 found[bucket].update(stage.devices)
         return {bucket: tuple(sorted(ranks)) for bucket, ranks in found.items() if len(ranks) > 1}
+
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for at, stage in enumerate(self.stages):
+            for rank in stage.devices:
+                found[rank].append(at)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def holders(self, rank: int) -> dict[int, tuple[int, ...]]:
         """For each bucket a rank must reduce, those of its stages that add to it, rising."""

@@ -81,9 +81,7 @@ class SplitCosts:
         lists = schedule(self.pipeline, _ONE_BY_ONE)
         if self.split.schedule != BACKWARD_FIRST:
             return lists
-        return tuple(
-            backward_first(own) if self.split.lags[own[0].stage] else own for own in lists
-        )
+        return tuple(backward_first(own) if self.split.lags[own[0].stage] else own for own in lists)
 
     def costs(self) -> StepCosts:
         """On the devices of the split."""
@@ -159,9 +157,7 @@ class SplitCosts:
     def message_bytes(self, message: Message, is_back: bool) -> float:
         """Of what a cut sends; its gradients are as large."""
         source = self.folded.stages[message.source_stage]
-        return self.chain(message.source_stage).sent_bytes(
-            source.last, message.end - message.begin
-        )
+        return self.chain(message.source_stage).sent_bytes(source.last, message.end - message.begin)
 
     def early(self, rank: int, action: Action) -> Mapping[int, float]:
         """How long before the end of a backward the gradients of each bucket are there.

@@ -245,7 +245,7 @@ def test_the_first_ring_is_the_widest_there_is(mesh):
     for ring in rings:
         assert sorted(ring.devices) == list(devices)
         for wire, flows in ring_flows(wiring, [ring.devices]).items():
-            used[wire] = used.get(wire, 0) + flows * ring.bytes_per_s
+            used[wire] = used.get(wire, 0.0) + flows * ring.bytes_per_s
     for wire, rate in used.items():
         assert rate <= wire.reduce_bytes_per_s * 1.000001
 

@@ -128,7 +128,7 @@ def _peak_bytes(device: DeviceRecord) -> int:
 
 
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By case, the median of its runs: one run may be disturbed by whatever else the machine does."""
+    """By case, the median of its runs: one of them may be disturbed by something else here."""
     names = dict.fromkeys(row["case"] for row in rows)
     medians = {
         name: statistics.median(row["error_pct"] for row in rows if row["case"] == name)

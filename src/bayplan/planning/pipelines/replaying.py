@@ -17,10 +17,12 @@ last, to tell the loss above all, is no event and is left out.
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+
+import msgspec
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import FileFault, ForeignPlan
@@ -38,7 +40,7 @@ _K = ActionKind
 _RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
 _OWN = (_K.SEND_FORWARD, _K.SEND_BACKWARD, _K.REDUCE)
 _BACKWARDS = (_K.BACKWARD, _K.BACKWARD_WEIGHT)
-_WAITED = 3.0  # times the shortest receive: one that takes longer had to wait
+_WAITED = 3.0  # times the shortest receive that did not wait: what takes longer did
 
 Shares = Mapping[int, float]  # by bucket, of a backward's time
 
@@ -174,28 +176,35 @@ class _Replay:
     @cached_property
     def _on_the_way(self) -> dict[tuple[Message, bool], float]:
         """The seconds of every message between ranks, True for gradients."""
-        starts = [_starts(device.events) for device in self.record.devices]
+        received = list(self._received())
+        # Asked for after it was sent: here, or on its way. The shortest of these did not wait.
+        shortest = min(
+            (event.seconds for _, event, sent in received if event.start_seconds >= sent),
+            default=0.0,
+        )
         known: dict[tuple[Message, bool], float] = {}
         most: dict[tuple[Message, bool], float] = {}
+        for key, event, sent in received:
+            until = event.start_seconds + event.seconds
+            if event.start_seconds < sent or event.seconds > _WAITED * shortest:
+                known[key] = max(0.0, until - sent)
+            else:
+                most[key] = event.start_seconds - sent
+        return known | _as_others(most, known)
+
+    def _received(self) -> Iterator[tuple[tuple[Message, bool], Event, float]]:
+        """All messages, with the event of their receive and the begin of their send.
+
+        Ranks begin a step together, when they have the loss of the one before.
+        """
+        starts = [_starts(device.events) for device in self.record.devices]
         for rank, own in enumerate(self.actions):
-            receives = [one for one in own if one.kind in _RECEIVES]
-            events = {
-                event.name: event
-                for event in self.record.devices[rank].events
-                if event.lane is Lane.RECEIVE
-            }
-            shortest = min((events[str(one)].seconds for one in receives), default=0.0)
-            for action in receives:
-                event = events[str(action)]
+            events = _receives(self.record.devices[rank].events)
+            for action in (one for one in own if one.kind in _RECEIVES):
                 is_back = action.kind is _K.RECEIVE_BACKWARD
                 for message in self.pipeline.moved(rank, action):
                     sent = starts[_sender(message, is_back)][_send_of(message, is_back)]
-                    if event.seconds > _WAITED * shortest:
-                        until = event.start_seconds + event.seconds
-                        known[message, is_back] = max(0.0, until - sent)
-                    else:
-                        most[message, is_back] = max(0.0, event.start_seconds - sent)
-        return known | _as_others(most, known)
+                    yield (message, is_back), events[str(action)], sent
 
 
 class _InSeconds:
@@ -217,6 +226,17 @@ def _busy_seconds(events: Sequence[Event]) -> dict[tuple[str, Lane], float]:
         found[event.name, event.lane] += max(0.0, after.start_seconds - event.start_seconds)
     for event in events[-1:]:
         found[event.name, event.lane] += event.seconds
+    return found
+
+
+def _receives(events: Sequence[Event]) -> dict[str, Event]:
+    """By name, each from the begin of its wait to its end."""
+    found: dict[str, Event] = {}
+    for event in events:
+        if event.lane is Lane.RECEIVE:
+            first = found.get(event.name, event).start_seconds
+            seconds = event.start_seconds + event.seconds - first
+            found[event.name] = msgspec.structs.replace(event, start_seconds=first, seconds=seconds)
     return found
 
 

@@ -69,15 +69,23 @@ class DerivedCosts:
     def __call__(self, node: fx.Node) -> tuple[float, int]:
         """Seconds and workspace bytes of one node."""
         assert callable(node.target), "a joint graph calls functions only"
-        return self.price(node.target, *arguments_of(node))
+        return self._price(node.target, *arguments_of(node), made=node.meta["val"])
 
     def price(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[float, int]:
         """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+        return self._price(operator, args, kwargs, made=None)
+
+    def _price(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made: Any
+    ) -> tuple[float, int]:
+        """The same; what was made tells the fake mode of a call without tensors."""
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self._known:
-            self._known[signature] = _derived_seconds(operator, args, kwargs, self.kind)
+            leaves = torch_private.tree_leaves((args, kwargs, made))
+            mode = torch_private.fake_mode_of(leaves)
+            self._known[signature] = _derived_seconds(operator, args, kwargs, self.kind, mode)
         return self._known[signature], 0
 
 
@@ -139,12 +147,15 @@ def free_prices(_: torch.device) -> Iterator[Price]:
 
 
 def _derived_seconds(
-    operator: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], kind: DeviceKind
+    operator: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    kind: DeviceKind,
+    mode: AbstractContextManager[Any],
 ) -> float:
     """A function may call several operators, so it is watched once on fake tensors."""
-    leaves = torch_private.tree_leaves((args, options))
     tracer = StepTracer(Locator(nn.Identity()))
-    with torch_private.fake_mode_of(leaves), tracer:
+    with mode, tracer:
         operator(*args, **options)
     if not tracer.nodes:
         return 0.0

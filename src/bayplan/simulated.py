@@ -25,7 +25,7 @@ from bayplan.questions import Question
 from bayplan.reporting.histogram import message_classes
 from bayplan.runner import question_of
 from bayplan.simulating.slowed import Slowed
-from bayplan.simulating.spread import compute_spread, link_spread
+from bayplan.simulating.spread import compute_spread, link_spread, worst_spread
 from bayplan.tracing import trace_step
 
 __all__ = ["devices_for", "simulate_plan"]
@@ -141,7 +141,11 @@ def _memory(costs: ClusterCosts, rank: int) -> DeviceRecord:
 
 
 def _replay(
-    costs: ClusterCosts, *, compute_factor: float = 1.0, link_factor: float = 1.0
+    costs: ClusterCosts,
+    *,
+    compute_factor: float = 1.0,
+    loading_factor: float = 1.0,
+    link_factor: float = 1.0,
 ) -> StepTimes:
     network = costs.ranks_network
     return step_times(
@@ -149,6 +153,7 @@ def _replay(
         costs.actions,
         costs.step_costs(
             compute_factor=compute_factor,
+            loading_factor=loading_factor,
             network=network if link_factor == 1.0 else Slowed(network, link_factor),
         ),
         lags=costs.plan.lags,
@@ -156,12 +161,15 @@ def _replay(
 
 
 def _spread_seconds(costs: ClusterCosts, times: StepTimes) -> float:
-    """What the step would change by: devices and links err each on their own."""
+    """What the step would change by: devices, links and input err each on their own."""
     kinds = {kind.name: kind for kind in map(costs.kind, costs.pipeline.ranks)}
-    slower = (
+    slower = [
         _replay(costs, compute_factor=1.0 + compute_spread(kinds.values())),
         _replay(costs, link_factor=1.0 + link_spread(costs.cluster)),
-    )
+    ]
+    if costs.input_figures:
+        spread = worst_spread(costs.input_figures)
+        slower.append(_replay(costs, loading_factor=1.0 + spread))
     return math.hypot(*(one.seconds - times.seconds for one in slower))
 
 

@@ -15,19 +15,22 @@ class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         update: the optimizer's.
         messages: values are sent, or waited for.
         sums: sums of gradients that are waited for; what is hidden behind backward is not here.
-        waiting: everything else: for samples, copies, the loss, the other ranks.
+        samples: that are waited for, of the input pipeline.
+        waiting: everything else: for copies, for the loss, for the other ranks.
     """
 
     compute: float
     update: float
     messages: float
     sums: float
+    samples: float
     waiting: float
 
     @property
     def seconds(self) -> float:
         """All of them."""
-        return self.compute + self.update + self.messages + self.sums + self.waiting
+        own = self.compute + self.update + self.messages + self.sums
+        return own + self.samples + self.waiting
 
 
 class DeviceDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

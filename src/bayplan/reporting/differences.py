@@ -23,6 +23,7 @@ _WORDS = {
     "update": "update",
     "messages": "send and receive",
     "sums": "sums not hidden",
+    "samples": "samples not there",
     "waiting": "waiting",
 }
 _MOST_DEVICES = 16  # that are shown; JSON has all
@@ -70,19 +71,20 @@ def _parts(events: Sequence[Event], whole: float, factor: float) -> StepParts:
 
 
 def _part_of(event: Event) -> str | None:
-    """What an event counts for; copies go on beside other things, and their waits are gaps."""
+    """What an event counts for; swaps go on beside other things, and waits for them are gaps."""
+    kind = _kind_of(event.name)
+    if event.lane is Lane.COPY:
+        return "samples" if kind is ActionKind.FORWARD else None
     if event.lane is Lane.COMPUTE:
-        return "update" if _is_update(event.name) else "compute"
-    if event.lane in (Lane.SEND, Lane.RECEIVE):
-        return "messages"
-    return "sums" if event.lane is Lane.REDUCE else None
+        return "update" if kind is ActionKind.UPDATE else "compute"
+    return "sums" if event.lane is Lane.REDUCE else "messages"
 
 
-def _is_update(name: str) -> bool:
+def _kind_of(name: str) -> ActionKind | None:
     try:
-        return Action.parse(name).kind is ActionKind.UPDATE
+        return Action.parse(name).kind
     except ValueError:  # an event of somebody else's own
-        return False
+        return None
 
 
 def _end(event: Event) -> float:

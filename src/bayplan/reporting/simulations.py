@@ -22,7 +22,7 @@ def simulation_text(record: RunRecord, *, cluster: str) -> str:
         f"step {format_seconds(seconds)}, between {format_seconds(max(0.0, seconds - spread))} and"
         f" {format_seconds(seconds + spread)} by the spread of the figures"
         + (
-            f"; {record.samples_per_second:.4g} samples/s"
+            f"; {record.samples_per_second:,.0f} samples/s"
             if record.samples_per_second is not None
             else ""
         ),

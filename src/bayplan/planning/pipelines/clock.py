@@ -172,10 +172,28 @@ class _Run:
                 if not self._is_here(rank, self._letters(rank, action, batch)):
                     return
                 self._note_wait(rank, action, Lane.RECEIVE)
-                self._next(rank)
+                if self._is_busy(rank, action, Lane.RECEIVE):
+                    return
             else:
                 self._begin_to_send(rank, action, batch)
-                self._next(rank)
+                lane = Lane.SEND if action.kind in _SENDS else Lane.REDUCE
+                if self._is_busy(rank, action, lane):
+                    return
+
+    def _is_busy(self, rank: int, action: Action, lane: Lane) -> bool:
+        """Whether a rank has something to do itself for what goes on by itself."""
+        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
+        if not seconds:
+            self._next(rank)
+            return False
+
+        def done() -> None:
+            self._note(rank, action, lane, since)
+            self._next(rank)
+            self._go_on(rank)
+
+        self.clock.begin(seconds, cores=1.0, then=done)
+        return True
 
     def _batch(self, action: Action, call: int) -> int:
         """The batch that an action is about in a call."""
@@ -270,8 +288,11 @@ class _Run:
             self.awaiting.come((rank, action, batch, Lane.COPY))
             return
 
+        kind = _K.SWAP_OUT if action.kind is _K.FORWARD else _K.SWAP_IN
+        copied = Action(action.stage, kind, action.index)
+
         def done(since: float) -> None:
-            self._note(rank, action, Lane.COPY, since)
+            self._note(rank, copied, Lane.COPY, since)
             self._come((rank, action, batch, Lane.COPY))
 
         self.queues.add((Lane.COPY, rank), transfer, done)

@@ -103,9 +103,7 @@ def test_the_planner_does_better_than_15_to_1(titans, make_split):
     )
     assert plan.best.judgement.seconds < theirs.seconds
     assert not any(plan.best.split.lags)
-    why = explain(
-        alexnet(), plan.best.split, titans, num_devices=8, training=training, plan=plan
-    )
+    why = explain(alexnet(), plan.best.split, titans, num_devices=8, training=training, plan=plan)
     gains = {gain.name: gain.seconds for gain in why.gains}
     assert gains["removed sums"] > 0
     assert [one.name for one in why.alternatives].count("pure data parallel") == 1

@@ -9,6 +9,7 @@ from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
+from bayplan.planning.clusters.speeds import shares_by_speed
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
 from bayplan.planning.clusters.training import DeviceMemory, Training
@@ -18,7 +19,6 @@ __all__ = ["Estimate", "Search", "counts_up_to", "in_columns"]
 # Numbers that one solution of the dynamic programme may look at: some tenths of a second.
 _MOST_WORK = 4e7
 _MOST_UNITS = 128
-_SHARES = 1000  # in which unequal devices' parts of a batch are said
 _MOST_STALE = 16  # micro-batches where batches overlap: more hide no more
 _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
 
@@ -203,16 +203,9 @@ class Search:
 
     def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Parts of a batch, in proportion to how fast each device is."""
-        own = [self.kinds[device] for device in devices] if self.kinds else []
-        if len(set(own)) < 2:
+        if not self.kinds:
             return (1,) * len(devices)
-        seconds = {
-            kind: sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
-            / chain.num_samples
-            for kind, chain in self.chains.items()
-        }
-        fastest = min(seconds[kind] for kind in own)
-        return tuple(max(1, round(_SHARES * fastest / seconds[kind])) for kind in own)
+        return shares_by_speed(devices, lambda device: self.chains[self.kinds[device]])
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:

@@ -247,9 +247,7 @@ class Partitioner:
         for k in range(1, most + 1):
             d = int(ends[:, k, 0].argmin())
             if np.isfinite(ends[d, k, 0]):
-                found[k] = self._rebuilt(
-                    d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k
-                )
+                found[k] = self._rebuilt(d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k)
         return found
 
     def _rebuilt(self, d: int, choice: _Choice, k: int = 0) -> Partition:

@@ -1,4 +1,4 @@
-"""The planner of whole clusters: candidates from the cost model, the verdict from the simulation."""
+"""The planner of clusters: candidates from the cost model, the verdict from the simulation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,7 +235,10 @@ class _Planning:
         search = self.search
         chain, row = next(iter(search.chains.values())), search.layout.order
         plain = (
-            (DATA_PARALLEL, data_parallel(chain, row, search.num_samples, shares=search.shares(row))),
+            (
+                DATA_PARALLEL,
+                data_parallel(chain, row, search.num_samples, shares=search.shares(row)),
+            ),
             (EVEN_PIPELINE, even_pipeline(chain, row, search.num_samples)),
         )
         for name, split in plain:

@@ -19,6 +19,7 @@ import numpy as np
 from bayplan.data.chain import Chain
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.speeds import speed_of
 from bayplan.planning.clusters.training import DeviceMemory, Training
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
@@ -132,20 +133,13 @@ class StageTables:
         if len(counts) < 2:
             kind = next(iter(counts), next(iter(self.chains)))
             return {kind: -(-self.micro_batch // run.number)}
-        speeds = {kind: self._speed(self.chains[kind]) for kind in counts}
+        speeds = {kind: speed_of(self.chains[kind]) for kind in counts}
         whole = sum(speeds[kind] * number for kind, number in counts.items())
-        return {
-            kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts
-        }
-
-    def _speed(self, chain: Chain) -> float:
-        return 1 / max(1e-12, sum(chain.seconds(0, self.num_layers - 1, chain.num_samples)))
+        return {kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts}
 
     def _made(self, run: Run) -> StageTable:
         """The slowest kind of a run decides about its seconds, the fullest about its memory."""
-        made = [
-            self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()
-        ]
+        made = [self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()]
         return StageTable(
             np.max([one.passing for one in made], axis=0),
             np.max([one.staying for one in made], axis=0),
@@ -222,9 +216,7 @@ class StageTables:
         load = np.maximum(compute, messages) if is_hidden else compute + messages
         return load, (count - 1) * load + bare + update
 
-    def _room(
-        self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool
-    ) -> np.ndarray:
+    def _room(self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool) -> np.ndarray:
         """The most stages from here on to the end, this one included, for which memory suffices."""
         if not self.memory:
             return np.full(sizes.parameter_bytes.shape, np.iinfo(np.int32).max)

@@ -17,18 +17,22 @@ from bayplan.data.device import DeviceKind
 from bayplan.data.errors import DoesNotFit, UsageError
 from bayplan.data.optimizer_state import state_per_parameter
 from bayplan.data.placement import Place, Placement
-from bayplan.data.plan import Plan, Request
+from bayplan.data.plan import Plan, Request, Stage
 from bayplan.data.record import RunRecord
+from bayplan.data.why import Why
 from bayplan.grounds import Elsewhere
 from bayplan.placing import place
-from bayplan.planning.clusters.planner import ClusterPlan, plan_on
+from bayplan.planning.clusters.planner import ClusterPlan, memory_of, plan_on
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import Training
+from bayplan.planning.clusters.why import explain
 from bayplan.pricing import derived_prices
 from bayplan.questions import Question
-from bayplan.running.joint import analyse_joint
+from bayplan.running.joint import JointStep, analyse_joint
 from bayplan.running.stages.chaining import ChainedStep, chained
+from bayplan.running.stages.whole import WholeStep
 from bayplan.simulated import simulate_plan
+from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.spread import compute_spread, link_spread
 from bayplan.training import TrainingStep
 from bayplan.whole_tracing import num_samples_of, trace_whole
@@ -193,29 +197,78 @@ class ClusterQuestion:
         """Of the whole batch."""
         return num_samples_of(self.step.batch)
 
+    def why(self, made: Clustered) -> Why:
+        """Take a plan apart: what binds it, and where its gain over data parallel comes from."""
+        plan, devices = made.plan, self._devices(Placement.parse(made.plan.placement))
+        chains = self._chains_with([stage.first for stage in plan.stages])
+        firsts = next(iter(chains.values())).firsts
+        begins = [firsts.index(stage.first) for stage in plan.stages]
+        ends = [*(begin - 1 for begin in begins[1:]), len(firsts) - 1]
+        split = Split(
+            stages=tuple(
+                Stage(
+                    first=begin,
+                    last=end,
+                    devices=tuple(devices[rank] for rank in stage.devices),
+                    shares=stage.shares,
+                )
+                for begin, end, stage in zip(begins, ends, plan.stages, strict=True)
+            ),
+            num_samples=self.num_samples,
+            num_micro_batches=plan.num_micro_batches,
+            schedule=plan.schedule,
+            lags=plan.lags,
+        )
+        self.on_progress("taking the plan apart", 0, 1)
+        return explain(
+            {name: one.chain for name, one in chains.items()},
+            split,
+            ClusterNetwork(self.cluster),
+            num_devices=len(self.cluster.devices),
+            kinds=tuple(device.kind for device in self.cluster.devices),
+            memory=memory_of(self.cluster),
+            training=self._training,
+            plan=made.found,
+        )
+
     @cached_property
     def _chained(self) -> dict[str, ChainedStep]:
         """By kind of device, the step as layers."""
-        num_samples = max(2, self.num_samples // len(self.cluster.devices))
-        self.on_progress("tracing", 0, 1)
-        whole = trace_whole(self.step, num_samples=num_samples)
-        found: dict[str, ChainedStep] = {}
-        for name in dict.fromkeys(device.kind for device in self.cluster.devices):
-            kind = self.cluster.kinds[name]
-            self.on_progress(f"pricing operators on {name}", 0, 1)
-            with derived_prices(kind) as price:
-                step = analyse_joint(
-                    whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
-                )
-            found[name] = chained(
-                whole,
+        return self._chains_with(())
+
+    def _chains_with(self, also: Sequence[int]) -> dict[str, ChainedStep]:
+        """The same with layers that begin with some operators in any case."""
+        return {
+            name: chained(
+                self._whole,
                 step,
                 name=self.question.target.name,
                 device=name,
                 source="derived from the device's figures",
-                spread=compute_spread([kind]),
-                launch_seconds=kind.launch_seconds.value,
+                spread=compute_spread([self.cluster.kinds[name]]),
+                launch_seconds=self.cluster.kinds[name].launch_seconds.value,
+                also=also,
             )
+            for name, step in self._priced.items()
+        }
+
+    @cached_property
+    def _whole(self) -> WholeStep:
+        """At the samples that each device has if all share the batch."""
+        self.on_progress("tracing", 0, 1)
+        num_samples = max(2, self.num_samples // len(self.cluster.devices))
+        return trace_whole(self.step, num_samples=num_samples)
+
+    @cached_property
+    def _priced(self) -> dict[str, JointStep]:
+        """By kind of device."""
+        whole, found = self._whole, dict[str, JointStep]()
+        for name in dict.fromkeys(device.kind for device in self.cluster.devices):
+            self.on_progress(f"pricing operators on {name}", 0, 1)
+            with derived_prices(self.cluster.kinds[name]) as price:
+                found[name] = analyse_joint(
+                    whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
+                )
         return found
 
     @property

@@ -118,7 +118,9 @@ class RankOptions:
             UsageError: something is said about ranks, but not where they are.
         """
         if self.placement is None and self != RankOptions():
-            raise UsageError("these options are about many ranks; say where, with --placement")
+            raise UsageError(
+                "these options are about many ranks; say where, with --placement, or with --cluster"
+            )
         return self.placement is not None
 
     def wishes(

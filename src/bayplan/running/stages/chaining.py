@@ -36,6 +36,7 @@ def chained(
     source: str,
     spread: float,
     launch_seconds: float,
+    also: Sequence[int] = (),
 ) -> ChainedStep:
     """Boil a step down.
 
@@ -47,11 +48,13 @@ def chained(
         source: where they come from, in words.
         spread: by what part they may be off.
         launch_seconds: of an operator, whatever its size.
+        also: operators that layers begin with in any case.
     """
     program = step.program
     num_forward = program.first_backward - 1  # the loss is the caller's
     weights, sent = parameter_bytes(whole, step), sent_bytes(program)
-    firsts = _fewer(_firsts(weights, sent), sent, MOST_LAYERS)
+    found = _fewer(_firsts(weights, sent), sent, MOST_LAYERS)
+    firsts = tuple(sorted({*found, *also}))
     forward = [op.seconds for op in program.ops[:num_forward]]
     both = seconds_with_backward(step)
     held, passing = _held_bytes(program, num_forward), _passing_bytes(program, num_forward)

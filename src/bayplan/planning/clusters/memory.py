@@ -5,11 +5,7 @@ versions        once more for each batch that backward is behind
 gradients       their sum over micro-batches
 state           of the optimizer
 activations     of each micro-batch in flight, and what passes in one of them; where a stage is
-<<<<<<< HEAD
-recomputed, the inputs of those in flight and all activations of one
-=======
                 recomputed, the inputs of those in flight and all activations of one
->>>>>>> d1b14f8f99ab70d174d1a323e2aae8c9fcb8f6e9
 transfers       on each side a message that comes and one that goes
 buckets         one that is filled and one that is summed up, where there are replicas
 """
@@ -151,11 +147,7 @@ def in_flight_of(split: Split) -> tuple[int, ...]:
         is_first = split.schedule == BACKWARD_FIRST
         # A backward that comes first makes room for the forward behind it.
         return tuple(lag * count + (not (is_first and lag)) for lag in lags)
-<<<<<<< HEAD
-    if split.schedule == _ONE_BY_ONE or (num_stages == 1 and split.schedule != _FILLS_FIRST):
-=======
     if split.schedule == _ONE_BY_ONE:
->>>>>>> d1b14f8f99ab70d174d1a323e2aae8c9fcb8f6e9
         return (1,) * num_stages
     if split.schedule == _FILLS_FIRST and num_stages > 1:
         return (count,) * num_stages

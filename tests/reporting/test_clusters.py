@@ -4,6 +4,7 @@ import msgspec
 
 from bayplan.data.cluster import Link, LinkKind
 from bayplan.data.device import Figure
+from bayplan.data.joint import given_figures
 from bayplan.data.wiring import Wiring
 from bayplan.profiling.cluster_catalogue import cluster_names, read_cluster
 from bayplan.reporting.clusters import cluster_text, clusters_text
@@ -26,7 +27,7 @@ def test_one_cluster_shows_every_figure_with_its_source():
     assert "reduce bandwidth 3.53 GB/s fit to published reports" in one_line
     assert "reduce latency 143 us guess" in one_line
     for joint in cluster.joints:
-        for _, figure in joint.figures:
+        for _, figure in given_figures(joint):
             assert " ".join(figure.source.split()) in one_line
     assert text.endswith(f"fingerprint {cluster.fingerprint}")
     assert max(map(len, text.splitlines())) <= 100

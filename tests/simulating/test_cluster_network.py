@@ -110,7 +110,7 @@ def test_a_ring_passes_slow_wires_once_whatever_order_is_given(titans):
 
 
 def test_a_cube_of_nvlinks_has_rings_in_both_directions(dgx_1):
-    # 6 NVLinks of 20 GB/s at each GPU, all of them busy: published runs have about 120 to 130.
+    # 6 NVLinks of 20 GB/s at each GPU, all of them busy.
     assert bus_bandwidth(dgx_1, range(8)) == pytest.approx(120 * GB)
     assert dgx_1.bandwidth_between(0, 3) == 40 * GB
     assert dgx_1.bandwidth_between(0, 5) == 5 * GB

@@ -21,7 +21,8 @@ __all__ = ["decode", "encode", "encode_yaml", "read", "write", "write_by_hand", 
 
 # What a file that was given in the place of another one is good for.
 _USES = {
-    "bayplan/plan": "a plan is shown by `bayplan explain`, and run with -o it makes a record",
+    "bayplan/plan": "a plan is shown by `bayplan explain`, simulated with --cluster, and run with"
+    " -o it makes a record",
     "bayplan/record": "a record is shown by `bayplan report`",
     "bayplan/graph": "a graph is replayed by `bayplan simulate`",
     "bayplan/buckets": "buckets are taken by `bayplan run --buckets`",

@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from harness import finish, options, say
 
 from bayplan.data.optimizer_state import state_per_parameter
@@ -21,6 +22,7 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan, Request
 from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.gradient_times import made_shares
+from bayplan.grounds import Here
 from bayplan.many_ranks import run_on_ranks
 from bayplan.placing import place
 from bayplan.planning.pipelines.replaying import replayed
@@ -89,7 +91,7 @@ def _plan(case: Case, question: Question) -> Plan:
         wishes,
         request=Request(target=case.model, batch=case.batch, optimizer=OPTIMIZER),
         optimizer=question.optimizer_source(),
-        find_links=local_link_speeds,
+        ground=Here(torch.device("cpu"), False, local_link_speeds),
     )
 
 
@@ -130,12 +132,12 @@ def _peak_bytes(device: DeviceRecord) -> int:
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By case, the median of its runs: one of them may be disturbed by something else here."""
     names = dict.fromkeys(row["case"] for row in rows)
-    medians = {
+    medians: dict[str, float] = {
         name: statistics.median(row["error_pct"] for row in rows if row["case"] == name)
         for name in names
     }
-    worst_step = max(medians.values(), key=abs)
-    worst_memory = max((row["memory_pct"] for row in rows), key=abs)
+    worst_step = float(max(medians.values(), key=abs))
+    worst_memory = float(max((row["memory_pct"] for row in rows), key=abs))
     return {
         "median_error_pct": medians,
         "worst_median_error_pct": worst_step,

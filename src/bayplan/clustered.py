@@ -22,10 +22,11 @@ from bayplan.data.record import RunRecord
 from bayplan.data.why import Why
 from bayplan.grounds import Elsewhere
 from bayplan.placing import place
-from bayplan.planning.clusters.planner import ClusterPlan, memory_of, plan_on
+from bayplan.planning.clusters.planner import Candidate, ClusterPlan, memory_of, plan_on
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import Training
 from bayplan.planning.clusters.why import explain
+from bayplan.planning.pipelines.policies import SCHEDULES
 from bayplan.pricing import derived_prices
 from bayplan.questions import Question
 from bayplan.running.joint import JointStep, analyse_joint
@@ -57,6 +58,11 @@ class Clustered:
     plan: Plan
     record: RunRecord
     found: ClusterPlan | None = None
+
+
+def _can_run(one: Candidate) -> bool:
+    """Whether ranks can do it: they begin a stale batch with its forward."""
+    return one.split.schedule in SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -97,13 +103,19 @@ class ClusterQuestion:
             staleness=staleness,
             micro_batches=micro_batches,
         )
-        split = found.best.split
+        best = next(
+            (one for one in (found.best, *found.alternatives) if one.is_possible and _can_run(one)),
+            found.best,
+        )
+        split = best.split
         if sum(split.replicas) < 2:
             raise UsageError(
                 f"one device is fastest for {self.question.target.name} at batch"
                 f" {self.num_samples}; plan for it with `bayplan plan --device"
                 f" {self.cluster.devices[split.stages[0].devices[0]].kind}`, or give a larger batch"
             )
+        rest = tuple(one for one in (found.best, *found.alternatives) if one is not best)
+        found = replace(found, best=best, alternatives=rest)
         return replace(self.placed(self._wishes_of(split, wishes)), found=found)
 
     def placed(self, wishes: Wishes) -> Clustered:

@@ -41,9 +41,9 @@ def plan_for_cluster(
     wishes = given.wishes(optimizer, pack=pack, time_limit=time_limit)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.clustered import ClusterQuestion
-    from bayplan.reporting.clusters import why_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import pipeline_text
+    from bayplan.reporting.why import why_text
 
     with ProgressBar() as bar:
         asked = ClusterQuestion(question, described, bar)

@@ -8,6 +8,7 @@ with the step that was measured. What a rank was planned to take is compared wit
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,10 @@ def _row(case: Case, repeat: int, record: RunRecord, replay: RunRecord) -> dict[
     }
 
 
+def _largest(errors: Iterable[float]) -> float:
+    return sorted(errors, key=abs)[-1]
+
+
 def _peak_bytes(device: DeviceRecord) -> int:
     return max(device.step_peak_bytes[1:], default=device.peak_bytes)
 
@@ -136,12 +141,12 @@ def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: statistics.median(row["error_pct"] for row in rows if row["case"] == name)
         for name in names
     }
-    worst_step = float(max(medians.values(), key=abs))
-    worst_memory = float(max((row["memory_pct"] for row in rows), key=abs))
+    worst_step = _largest(medians.values())
+    worst_memory = _largest(row["memory_pct"] for row in rows)
     return {
         "median_error_pct": medians,
         "worst_median_error_pct": worst_step,
-        "worst_error_pct": max((row["error_pct"] for row in rows), key=abs),
+        "worst_error_pct": _largest(row["error_pct"] for row in rows),
         "step_target_pct": STEP_TARGET_PCT,
         "step_holds": abs(worst_step) <= STEP_TARGET_PCT,
         "worst_memory_pct": worst_memory,

@@ -30,7 +30,7 @@ from bayplan.planning.pipelines.policies import SCHEDULES
 from bayplan.pricing import derived_prices
 from bayplan.questions import Question
 from bayplan.running.joint import JointStep, analyse_joint
-from bayplan.running.stages.chaining import ChainedStep, chained
+from bayplan.running.stages.chaining import ChainedStep, chained, with_fixed_parts
 from bayplan.running.stages.whole import WholeStep
 from bayplan.simulated import simulate_plan
 from bayplan.simulating.cluster_network import ClusterNetwork
@@ -63,6 +63,13 @@ class Clustered:
 def _can_run(one: Candidate) -> bool:
     """Whether ranks can do it: they begin a stale batch with its forward."""
     return one.split.schedule in SCHEDULES
+
+
+def _priced(whole: WholeStep, kind: DeviceKind) -> JointStep:
+    with derived_prices(kind) as price:
+        return analyse_joint(
+            whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
+        )
 
 
 @dataclass(frozen=True)
@@ -250,37 +257,43 @@ class ClusterQuestion:
 
     def _chains_with(self, also: Sequence[int]) -> dict[str, ChainedStep]:
         """The same with layers that begin with some operators in any case."""
-        return {
-            name: chained(
-                self._whole,
+
+        def at(name: str, whole: WholeStep, step: JointStep) -> ChainedStep:
+            return chained(
+                whole,
                 step,
                 name=self.question.target.name,
                 device=name,
                 source="derived from the device's figures",
                 spread=compute_spread([self.cluster.kinds[name]]),
-                launch_seconds=self.cluster.kinds[name].launch_seconds.value,
                 also=also,
             )
-            for name, step in self._priced.items()
+
+        large, small = self._wholes
+        return {
+            name: with_fixed_parts(at(name, large, more), at(name, small, less))
+            for name, (more, less) in self._priced.items()
         }
 
     @cached_property
-    def _whole(self) -> WholeStep:
-        """At the samples that each device has if all share the batch."""
-        self.on_progress("tracing", 0, 1)
-        num_samples = max(2, self.num_samples // len(self.cluster.devices))
-        return trace_whole(self.step, num_samples=num_samples)
+    def _wholes(self) -> tuple[WholeStep, WholeStep]:
+        """At the samples that each device has if all share the batch, and at fewer."""
+        large = max(4, self.num_samples // len(self.cluster.devices))
+        self.on_progress("tracing", 0, 2)
+        return (
+            trace_whole(self.step, num_samples=large),
+            trace_whole(self.step, num_samples=max(2, large // 4)),
+        )
 
     @cached_property
-    def _priced(self) -> dict[str, JointStep]:
-        """By kind of device."""
-        whole, found = self._whole, dict[str, JointStep]()
+    def _priced(self) -> dict[str, tuple[JointStep, JointStep]]:
+        """By kind of device, both."""
+        found: dict[str, tuple[JointStep, JointStep]] = {}
         for name in dict.fromkeys(device.kind for device in self.cluster.devices):
+            large, small = self._wholes
             self.on_progress(f"pricing operators on {name}", 0, 1)
-            with derived_prices(self.cluster.kinds[name]) as price:
-                found[name] = analyse_joint(
-                    whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
-                )
+            kind = self.cluster.kinds[name]
+            found[name] = (_priced(large, kind), _priced(small, kind))
         return found
 
     @property

@@ -7,7 +7,7 @@ from bayplan.profiling.catalogue import load_device
 from bayplan.questions import Question
 from bayplan.running.joint import analyse_joint
 from bayplan.running.stages import chaining
-from bayplan.running.stages.chaining import chained
+from bayplan.running.stages.chaining import chained, with_fixed_parts
 from bayplan.staged import StagedStep
 from bayplan.targets import resolve_target
 from bayplan.whole_tracing import trace_whole
@@ -36,7 +36,6 @@ def chained_with(whole, joint):
         device="titan-v",
         source="derived",
         spread=0.2,
-        launch_seconds=KIND.launch_seconds.value,
     )
 
 
@@ -60,6 +59,23 @@ def test_fewer_samples_take_less_time_and_less_memory(made):
     last = len(chain.layers) - 1
     assert sum(chain.seconds(0, last, 2)) < sum(chain.seconds(0, last, 4))
     assert chain.held_bytes(0, last, 2) == chain.held_bytes(0, last, 4) / 2
+
+
+def test_what_does_not_grow_with_samples_is_told_apart(made):
+    step, _, _, large = made
+    whole = trace_whole(step, num_samples=2)
+    with derived_prices(KIND) as price:
+        joint = analyse_joint(
+            whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
+        )
+    small = chained_with(whole, joint)
+    chain, last = with_fixed_parts(large, small).chain, len(large.firsts) - 1
+    for samples, own in ((4, large.chain), (2, small.chain)):
+        for found, priced in zip(
+            chain.seconds(0, last, samples), own.seconds(0, last, samples), strict=True
+        ):
+            assert found == pytest.approx(priced, rel=0.02)
+    assert chain.seconds(0, last, 2)[0] > chain.seconds(0, last, 4)[0] / 2
 
 
 def test_a_cut_sends_what_stages_would_send(made):

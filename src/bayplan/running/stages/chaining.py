@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
+
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.program import Program
 from bayplan.running.joint import JointStep
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.running.stages.whole import WholeStep
 
-__all__ = ["ChainedStep", "chained"]
+__all__ = ["ChainedStep", "chained", "with_fixed_parts"]
 
 MOST_LAYERS = 240  # a planner's time grows with the square of them
 
@@ -35,7 +37,6 @@ def chained(
     device: str,
     source: str,
     spread: float,
-    launch_seconds: float,
     also: Sequence[int] = (),
 ) -> ChainedStep:
     """Boil a step down.
@@ -47,7 +48,6 @@ def chained(
         device: the kind that prices are of.
         source: where they come from, in words.
         spread: by what part they may be off.
-        launch_seconds: of an operator, whatever its size.
         also: operators that layers begin with in any case.
     """
     program = step.program
@@ -63,14 +63,11 @@ def chained(
         own = range(first, end)
         forward_seconds = sum(forward[at] for at in own)
         backward_seconds = sum(both[at] for at in own) - forward_seconds
-        fixed_seconds = launch_seconds * len(own)
         layers.append(
             Layer(
                 name=program.ops[first].place or program.ops[first].name,
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,
-                fixed_forward_seconds=min(fixed_seconds, forward_seconds),
-                fixed_backward_seconds=min(fixed_seconds, backward_seconds),
                 parameter_bytes=int(sum(weights[at] for at in own)),
                 held_bytes=sum(held[at] for at in own),
                 passing_bytes=max(passing[at] for at in own),
@@ -86,6 +83,39 @@ def chained(
         spread=spread,
     )
     return ChainedStep(chain, firsts)
+
+
+def with_fixed_parts(large: ChainedStep, small: ChainedStep) -> ChainedStep:
+    """The larger of two sizes, with what does not grow with samples told apart.
+
+    A layer that reads many weights for few samples takes as long for one sample as for some, so
+    that micro-batches cost it more than their share; the line through two sizes knows.
+
+    Args:
+        large: at more samples.
+        small: the same step at fewer.
+    """
+    assert large.firsts == small.firsts, "a step is cut at the same places at any size"
+    share = small.chain.num_samples / large.chain.num_samples
+    layers = tuple(
+        msgspec.structs.replace(
+            more,
+            fixed_forward_seconds=_fixed(more.forward_seconds, less.forward_seconds, share),
+            fixed_backward_seconds=_fixed(more.backward_seconds, less.backward_seconds, share),
+        )
+        for more, less in zip(large.chain.layers, small.chain.layers, strict=True)
+    )
+    return ChainedStep(msgspec.structs.replace(large.chain, layers=layers), large.firsts)
+
+
+def _fixed(large: float, small: float, share: float) -> float:
+    """Where the line through two sizes begins; the smaller has so large a share of the samples.
+
+    Example:
+        >>> _fixed(10.0, 6.0, 0.5), _fixed(10.0, 4.0, 0.5), _fixed(10.0, 11.0, 0.5)
+        (2.0, 0.0, 10.0)
+    """
+    return min(max(0.0, (small - share * large) / (1 - share)), large)
 
 
 def _firsts(weights: Sequence[float], sent: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ with the step that was measured. What a rank was planned to take is compared wit
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _row(case: Case, repeat: int, record: RunRecord, replay: RunRecord) -> dict[
         "all_steps_ms": [1e3 * seconds for seconds in record.step_seconds],
         "replayed_ms": 1e3 * found,
         "error_pct": 100 * (found / step - 1),
-        "memory_pct": max(errors, key=abs),
+        "memory_pct": _largest(errors),
         "memory_of_ranks_pct": errors,
     }
 
@@ -134,18 +135,23 @@ def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: statistics.median(row["error_pct"] for row in rows if row["case"] == name)
         for name in names
     }
-    worst_step = max(medians.values(), key=abs)
-    worst_memory = max((row["memory_pct"] for row in rows), key=abs)
+    worst_step = _largest(medians.values())
+    worst_memory = _largest(row["memory_pct"] for row in rows)
     return {
         "median_error_pct": medians,
         "worst_median_error_pct": worst_step,
-        "worst_error_pct": max((row["error_pct"] for row in rows), key=abs),
+        "worst_error_pct": _largest(row["error_pct"] for row in rows),
         "step_target_pct": STEP_TARGET_PCT,
         "step_holds": abs(worst_step) <= STEP_TARGET_PCT,
         "worst_memory_pct": worst_memory,
         "memory_target_pct": MEMORY_TARGET_PCT,
         "memory_holds": abs(worst_memory) <= MEMORY_TARGET_PCT,
     }
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The one that is furthest from 0, with its sign."""
+    return max(errors, key=lambda one: abs(one))
 
 
 if __name__ == "__main__":

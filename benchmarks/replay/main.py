@@ -121,7 +121,7 @@ def _row(case: Case, repeat: int, record: RunRecord, replay: RunRecord) -> dict[
         "all_steps_ms": [1e3 * seconds for seconds in record.step_seconds],
         "replayed_ms": 1e3 * found,
         "error_pct": 100 * (found / step - 1),
-        "memory_pct": max(errors, key=abs),
+        "memory_pct": _largest(errors),
         "memory_of_ranks_pct": errors,
     }
 
@@ -153,6 +153,11 @@ def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_target_pct": MEMORY_TARGET_PCT,
         "memory_holds": abs(worst_memory) <= MEMORY_TARGET_PCT,
     }
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The one that is furthest from 0, with its sign."""
+    return max(errors, key=lambda one: abs(one))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from bayplan.cluster_costs import ClusterCosts, host_tier
 from bayplan.data.cluster import Cluster
-from bayplan.data.errors import DoesNotFit, ForeignPlan
+from bayplan.data.errors import DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
 from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
@@ -98,6 +98,11 @@ def _simulate_ranks(
     devices: Sequence[int],
     on_progress: Progress,
 ) -> RunRecord:
+    if not (cluster.links or cluster.joints):
+        raise UsageError(
+            f"cluster {cluster.name} does not say how its {len(cluster.devices)} devices are"
+            f" joined, and {len(devices)} ranks exchange messages; add joints to its file"
+        )
     costs = ClusterCosts(plan=plan, question=question, cluster=cluster, devices=devices)
     on_progress("pricing stages", 0, 3)
     memory = [_memory(costs, rank) for rank in costs.pipeline.ranks]
@@ -251,7 +256,8 @@ def _record(
         step_seconds=(seconds,),
         step_spread_seconds=spread_seconds,
         devices=tuple(devices),
-        not_counted=_NOT_COUNTED,
+        not_counted=_NOT_COUNTED
+        + (("the time of sums inside BatchNorm",) if plan.sync_batch_norm else ()),
         versions={
             "torch": str(torch.__version__),
             "cluster": f"{cluster.name} {cluster.fingerprint}",

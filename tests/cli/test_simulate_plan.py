@@ -32,7 +32,7 @@ def ranks_plan(bayplan, deep_project):
 TARGET = ("--target", "train:deep")
 
 
-def write_cluster(name, devices, **more):
+def write_cluster(name, devices, *, is_joined=True, **more):
     """A cluster of one host, into a file here."""
     guess = {"source": "guess: made up"}
     joint = {
@@ -45,7 +45,7 @@ def write_cluster(name, devices, **more):
         "name": "host",
         "memory_bytes": {"value": 1e11, **guess},
         "devices": devices,
-        "joints": [joint],
+        "joints": [joint] if is_joined else [],
     }
     fields = {"schema": "bayplan/cluster", "version": 1, "name": "small", "hosts": [host], **more}
     Path(name).write_text(json.dumps(fields))
@@ -106,6 +106,12 @@ def test_a_cluster_with_too_few_devices_exits_5(bayplan, ranks_plan, check_refus
     write_cluster("small.json", {"titan-v": 2})
     outcome = bayplan("simulate", ranks_plan, "--cluster", "small.json", *TARGET)
     check_refusal(outcome, 5, "for 3 devices", "has 2")
+
+
+def test_devices_that_are_not_joined_are_refused(bayplan, ranks_plan, check_refusal):
+    write_cluster("apart.json", {"titan-v": 4}, is_joined=False)
+    outcome = bayplan("simulate", ranks_plan, "--cluster", "apart.json", *TARGET)
+    check_refusal(outcome, 2, "does not say how its 4 devices are joined", "3 ranks")
 
 
 def test_a_plan_that_does_not_fit_exits_3_with_both_numbers(bayplan, ranks_plan, check_refusal):

@@ -65,15 +65,16 @@ def test_what_is_planned_fits(memory, samples, make_chain, make_hosts):
 
 
 def test_with_less_memory_activations_are_recomputed(make_chain, make_hosts):
-    chain = make_chain(4, parameter_bytes=1000, held_bytes=4 * GIB)
-    small = DeviceMemory(total_bytes=4 * GIB)
+    chain = make_chain(4, parameter_bytes=GIB // 4, held_bytes=2 * GIB)
+    # A stage of two layers takes 2 GiB for good, and 2 GiB for each micro-batch in flight.
+    small = DeviceMemory(total_bytes=9 * GIB // 2)
     network = make_hosts(2, 2)
     wide = plan_cluster(chain, network, 16, num_devices=2, num_judged=3)
     assert not any(wide.best.split.recomputed)
     tight = plan_cluster(
-        chain, network, 16, num_devices=2, memory=small, micro_batches=[2, 4], num_judged=3
+        chain, network, 16, num_devices=2, memory=small, micro_batches=[4], num_judged=3
     )
-    assert any(tight.best.split.recomputed)
+    assert tight.best.split.recomputed == (True, False)
     assert tight.best.judgement.seconds > wide.best.judgement.seconds
 
 
@@ -166,13 +167,15 @@ def test_many_devices_are_planned_by_the_host(make_chain, make_hosts):
     chain = make_chain(10, parameter_bytes=GIB // 4)
     plan = plan_cluster(
         chain,
-        make_hosts(8, 512, inner=300e9, outer=25e9),
-        2048,
-        num_devices=512,
+        make_hosts(8, 256, inner=300e9, outer=25e9),
+        1024,
+        num_devices=256,
+        micro_batches=(8,),
+        schedules=("1f1b",),
         memory=DeviceMemory(total_bytes=4 * GIB),
         training=Training(state_per_parameter=2.0),
         num_judged=2,
     )
     assert plan.best.judgement.fits
-    assert sum(plan.best.split.replicas) <= 512
-    assert plan.best.judgement.num_simulated <= 64
+    assert sum(plan.best.split.replicas) <= 256
+    assert plan.best.judgement.num_simulated < 128

@@ -17,7 +17,8 @@ from bayplan.planning.clusters.training import DeviceMemory, Training
 __all__ = ["Estimate", "Search", "counts_up_to", "in_columns"]
 
 # Numbers that one solution of the dynamic programme may look at: some tenths of a second.
-_MOST_WORK = 4e7
+_MOST_WORK = 5e7
+_WORK_OF_A_RUN = 10_000  # as much as so many numbers
 _MOST_UNITS = 128
 _MOST_STALE = 16  # micro-batches where batches overlap: more hide no more
 _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
@@ -92,16 +93,17 @@ class Search:
         layers = len(next(iter(self.chains.values())).layers)
         most = _MOST_UNITS
         while most > 8 and self._work(most, layers) > _MOST_WORK:
-            most = most * 3 // 4
+            most //= 2
         if self.num_devices <= most:
             return (1,)
-        parts = {most} | {2**power for power in range(most.bit_length()) if 2**power <= most}
-        return tuple(sorted({self.num_devices // number for number in parts}))
+        parts = [2**power for power in range(most.bit_length())]
+        return tuple(sorted({-(-self.num_devices // number) for number in parts}))
 
     def _work(self, num_units: int, layers: int) -> float:
         width = self._width
         is_tight = bool(self.memory) and width < layers
-        return num_units**2 / 2 * layers * width * (num_units / 2 if is_tight else 1)
+        numbers = layers * width * (num_units / 2 if is_tight else 1)
+        return num_units**2 / 2 * (numbers + _WORK_OF_A_RUN)
 
     @cached_property
     def _width(self) -> int:

@@ -243,6 +243,8 @@ class _Planning:
         )
         for name, split in plain:
             if split is not None:
+                if search.micro_batches:
+                    split = replace(split, num_micro_batches=min(search.micro_batches))
                 least = smallest_that_fits(
                     split,
                     search.counts,
@@ -368,7 +370,7 @@ def _check(
         raise UsageError(f"{len(kinds)} kinds for {num_devices} devices; name one for each")
     if staleness < 0:
         raise UsageError(f"staleness is {staleness}, must be 0 or more")
-    known = (Passing.ONE_F_ONE_B, Passing.GPIPE)
+    known = [str(Passing.ONE_F_ONE_B), str(Passing.GPIPE)]
     for name in schedules:
         if name not in known:
             raise UsageError(f"no schedule {name!r} to plan with; {did_you_mean(name, known)}")

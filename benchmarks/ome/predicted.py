@@ -27,7 +27,7 @@ from bayplan.profiling.catalogue import load_device
 from bayplan.tracing import loss_bytes, trace_step
 from bayplan.training import TrainingStep
 
-__all__ = ["largest_batches", "predicted_rows"]
+__all__ = ["largest_batches", "largest_within", "predicted_rows"]
 
 _BATCH = 32
 # The catalogue's device of the report's generation; peaks do not depend on it, times do.
@@ -77,7 +77,7 @@ def largest_batches(
     known[OURS] = _Smallest(limit_bytes, cache, seconds)
     for label in (label for label in known if label in only):
         strategy = known[label]
-        found = _largest(partial(_fits, strategy, steps.at, limit_bytes))
+        found = largest_within(partial(_fits, strategy, steps.at, limit_bytes))
         # The allocator's rounding is not affine, so a trace may find it too large by one.
         while found > 1 and not _fits(strategy, partial(_program, name), limit_bytes, found):
             found -= 1
@@ -128,7 +128,7 @@ class _Smallest:
         return Arrangement(planned.schedule)
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
+def largest_within(fits: Callable[[int], bool]) -> int:
     """By doubling, then halving the distance; at least 1."""
     low, high = 1, 2
     while fits(high):

@@ -53,5 +53,7 @@ def fitted_link(classes: Sequence[SizeClass]) -> FittedLink:
     weights = numpy.sqrt([one.count / one.mean_seconds for one in classes])
     lines = numpy.stack([numpy.ones_like(sizes), sizes], axis=1) * weights[:, None]
     latency, per_byte = numpy.linalg.lstsq(lines, seconds * weights, rcond=None)[0]
-    assert latency >= 0 < per_byte, f"a link of {latency} s and {per_byte} s per byte"
+    if latency < 0:  # only large messages: a line through nothing for nothing
+        latency, per_byte = 0.0, (seconds @ (sizes * weights**2)) / (sizes @ (sizes * weights**2))
+    assert per_byte > 0, f"a link of {latency} s and {per_byte} s per byte"
     return FittedLink(float(latency), float(1 / per_byte))

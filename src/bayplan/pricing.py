@@ -14,6 +14,7 @@ from bayplan.capturing.convert import convert
 from bayplan.capturing.locate import Locator
 from bayplan.capturing.tracer import StepTracer
 from bayplan.data.device import DeviceKind
+from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock
 from bayplan.devices.meters import open_meter
 from bayplan.profiling.measure import clock_function
@@ -29,6 +30,7 @@ __all__ = [
     "Price",
     "derived_prices",
     "free_prices",
+    "graph_of",
     "measured_prices",
     "scaled_prices",
 ]
@@ -83,9 +85,9 @@ class DerivedCosts:
         """The same; what was made tells the fake mode of a call without tensors."""
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self._known:
-            leaves = torch_private.tree_leaves((args, kwargs, made))
-            mode = torch_private.fake_mode_of(leaves)
-            self._known[signature] = _derived_seconds(operator, args, kwargs, self.kind, mode)
+            graph = _operators(operator, args, kwargs, _mode_of((args, kwargs, made)))
+            seconds = 0.0 if graph is None else sum(derive_profile(graph, self.kind).seconds)
+            self._known[signature] = seconds
         return self._known[signature], 0
 
 
@@ -146,18 +148,25 @@ def free_prices(_: torch.device) -> Iterator[Price]:
     yield lambda node: (0.0, 0)
 
 
-def _derived_seconds(
-    operator: Callable[..., Any],
+def graph_of(node: fx.Node) -> StepGraph | None:
+    """The operators behind one node of a traced step, as a graph of their own; None if none are."""
+    assert callable(node.target), "a joint graph calls functions only"
+    args, options = arguments_of(node)
+    return _operators(node.target, args, options, _mode_of((args, options, node.meta["val"])))
+
+
+def _mode_of(values: object) -> AbstractContextManager[Any]:
+    return torch_private.fake_mode_of(torch_private.tree_leaves(values))
+
+
+def _operators(
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     options: dict[str, Any],
-    kind: DeviceKind,
     mode: AbstractContextManager[Any],
-) -> float:
+) -> StepGraph | None:
     """A function may call several operators, so it is watched once on fake tensors."""
     tracer = StepTracer(Locator(nn.Identity()))
     with mode, tracer:
-        operator(*args, **options)
-    if not tracer.nodes:
-        return 0.0
-    graph = convert(tracer, model="", gradient_storages=[])
-    return sum(derive_profile(graph, kind).seconds)
+        function(*args, **options)
+    return convert(tracer, model="", gradient_storages=[]) if tracer.nodes else None

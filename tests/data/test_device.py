@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bayplan.data.device import Figure, OpClass
+from bayplan.data.device import ChannelRate, ConvolutionKind, Figure, OpClass
 
 replace = msgspec.structs.replace
 
@@ -38,3 +38,30 @@ def test_an_efficiency_is_a_share(kind, share):
 def test_the_allocator_rounds_to_at_least_a_byte(kind):
     with pytest.raises(ValueError, match="allocation_granularity_bytes must be at least 1"):
         replace(kind, allocation_granularity_bytes=0)
+
+
+def test_half_the_rate_is_reached_with_half_the_channels():
+    rate = ChannelRate(most=Figure(3.0, "guess"), half_channels=Figure(200.0, "guess"))
+    assert rate.at(200) == 1.5
+    assert rate.at(64) < rate.at(512) < 3.0
+    assert ChannelRate(most=Figure(0.3, "guess")).at(3) == 0.3
+
+
+def test_a_rate_is_more_than_nothing():
+    with pytest.raises(ValueError, match=r"most is 0\.0, must be more than 0"):
+        ChannelRate(most=Figure(0.0, "guess"))
+
+
+def test_convolutions_are_told_apart_by_all_kinds_or_by_none(kind):
+    rate = ChannelRate(most=Figure(2.0, "guess"))
+    every = dict.fromkeys(ConvolutionKind, rate)
+    assert replace(kind, convolutions=every).convolutions == every
+    some = {one: rate for one in ConvolutionKind if one is not ConvolutionKind.FIRST}
+    with pytest.raises(ValueError, match="convolutions lacks first; name all kinds or none"):
+        replace(kind, convolutions=some)
+
+
+@pytest.mark.parametrize("name", ["convolution_backward", "convolution_scale"])
+def test_factors_on_convolutions_are_more_than_nothing(kind, name):
+    with pytest.raises(ValueError, match=rf"{name} is 0\.0, must be more than 0"):
+        replace(kind, **{name: Figure(0.0, "guess")})

@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bayplan.data.device import DeviceKind, Figure, OpClass
+from bayplan.data.device import ChannelRate, ConvolutionKind, DeviceKind, Figure, OpClass
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
 from bayplan.data.profile import Origin
 from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.roofline import bytes_moved, derive_profile, peak_flops_per_s
+from bayplan.profiling.roofline import (
+    bytes_moved,
+    convolution_rate,
+    derive_profile,
+    node_parts,
+    peak_flops_per_s,
+)
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
@@ -109,6 +115,78 @@ def test_class_efficiency_is_the_one_of_the_operator():
     efficiency = {**device.efficiency, OpClass.REDUCTION: figure(0.25)}
     device = msgspec.structs.replace(device, efficiency=efficiency)
     assert seconds_of(sketch, device) == (100 / 25.0,)
+
+
+# Convolutions that are told apart.
+RATES = {"3x3": 4.0, "1x1": 1.0, "5x5": 8.0, "other": 2.0, "first": 0.5, "grouped": 0.25}
+
+
+def telling_device(**changes):
+    rates = {ConvolutionKind(name): ChannelRate(most=figure(most)) for name, most in RATES.items()}
+    return msgspec.structs.replace(plain_device(), convolutions=rates, **changes)
+
+
+def convolution(kernel, channels, *, out_channels=8, groups=1, backward=False, dtype="float32"):
+    """A convolution of one image of 10 x 10, or its backward."""
+    sketch = Sketch()
+    image = sketch.value(1, channels, 10, 10, dtype=dtype)
+    weight = sketch.value(out_channels, channels // groups, kernel, kernel, dtype=dtype)
+    output = sketch.value(1, out_channels, 10, 10, dtype=dtype)
+    if backward:
+        gradient = sketch.value(1, channels, 10, 10, dtype=dtype)
+        sketch.node("convolution_backward.default", [output, image, weight], [gradient], 10**9)
+    else:
+        sketch.node("convolution.default", [image, weight], [output], 10**9)
+    return sketch
+
+
+@pytest.mark.parametrize(
+    ("kernel", "channels", "groups", "name"),
+    [
+        (3, 8, 1, "3x3"),
+        (1, 8, 1, "1x1"),
+        (5, 8, 1, "5x5"),
+        (7, 8, 1, "other"),
+        (7, 3, 1, "first"),
+        (3, 8, 2, "grouped"),
+        (3, 8, 8, "grouped"),
+    ],
+)
+def test_a_convolution_reaches_what_its_kind_does(kernel, channels, groups, name):
+    graph = convolution(kernel, channels, groups=groups).graph()
+    assert convolution_rate(graph, graph.nodes[0], telling_device()) == RATES[name]
+
+
+def test_channels_decide_where_a_rate_says_so():
+    device = telling_device()
+    rate = ChannelRate(most=figure(4.0), half_channels=figure(8.0))
+    device = msgspec.structs.replace(
+        device, convolutions={**device.convolutions, ConvolutionKind.THREE: rate}
+    )
+    few, many = (convolution(3, channels, out_channels=channels).graph() for channels in (8, 24))
+    assert convolution_rate(few, few.nodes[0], device) == 2.0
+    assert convolution_rate(many, many.nodes[0], device) == 3.0
+
+
+def test_backward_and_scale_change_the_rate():
+    device = telling_device(convolution_backward=figure(0.5), convolution_scale=figure(1.5))
+    forward, backward = (convolution(3, 8, backward=one).graph() for one in (False, True))
+    assert convolution_rate(forward, forward.nodes[0], device) == 6.0
+    assert convolution_rate(backward, backward.nodes[0], device) == 3.0
+
+
+def test_above_the_peak_a_convolution_is_still_bound_by_memory():
+    sketch = convolution(3, 8)
+    graph = sketch.graph()
+    arithmetic, traffic = node_parts(graph, graph.nodes[0], telling_device())
+    assert arithmetic == 10**9 / 1000.0 / 4.0  # four times the peak
+    assert traffic == bytes_moved(graph, graph.nodes[0]) / 100.0 / 0.5
+    assert seconds_of(sketch, telling_device()) == (max(arithmetic, traffic),)
+
+
+def test_rates_are_of_float32_alone():
+    sketch = convolution(3, 8, dtype="float16")
+    assert seconds_of(sketch, telling_device()) == seconds_of(sketch, plain_device())
 
 
 def moved(sketch):

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["DeviceKind", "Figure", "OpClass"]
+__all__ = ["ChannelRate", "ConvolutionKind", "DeviceKind", "Figure", "OpClass"]
 
 
 class OpClass(StrEnum):
@@ -17,6 +17,17 @@ class OpClass(StrEnum):
     REDUCTION = "reduction"  # norms, softmax, pooling, sums
     GATHER = "gather"  # embeddings, indexing
     VIEW = "view"  # touches no memory
+
+
+class ConvolutionKind(StrEnum):
+    """Convolutions that algorithms tell apart, by the side of their kernel."""
+
+    THREE = "3x3"
+    ONE = "1x1"
+    FIVE = "5x5"
+    OTHER = "other"
+    FIRST = "first"  # of a picture's few channels, whatever its kernel
+    GROUPED = "grouped"
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,6 +45,36 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "value", float(self.value))
 
 
+class ChannelRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What convolutions of one kind reach of a device's peak, by their number of channels.
+
+    Above 1 where an algorithm takes fewer products than a convolution is counted with, as those of
+    Winograd and Fourier do: with many channels, 3x3 in cuDNN is twice as fast as its peak allows.
+
+    Attributes:
+        most: with very many channels.
+        half_channels: with so many, half of that; 0 if their number does not matter.
+    """
+
+    most: Figure
+    half_channels: Figure | None = None
+
+    def __post_init__(self) -> None:
+        if not self.most.value > 0:
+            raise ValueError(f"most is {self.most.value}, must be more than 0")
+
+    def at(self, channels: float) -> float:
+        """What is reached with so many channels.
+
+        Example:
+            >>> rate = ChannelRate(most=Figure(3.0, "guess"), half_channels=Figure(200.0, "guess"))
+            >>> rate.at(200), rate.at(600)
+            (1.5, 2.25)
+        """
+        half = 0.0 if self.half_channels is None else self.half_channels.value
+        return self.most.value * channels / (channels + half)
+
+
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of device.
 
@@ -45,6 +86,11 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         efficiency: share of the binding peak that each op class really reaches.
         launch_seconds: fixed cost of one operator.
         allocation_granularity_bytes: the allocator's rounding.
+        convolutions: what float32 convolutions reach by kind, where that is known finer than by
+            `efficiency`; all of `ConvolutionKind`, or none.
+        convolution_backward: of that, the share that their backward reaches.
+        convolution_scale: a factor on all of that, where it was measured with other software or on
+            a device that is only alike.
     """
 
     schema: str = "bayplan/device"
@@ -59,6 +105,9 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     efficiency: dict[OpClass, Figure]
     launch_seconds: Figure
     allocation_granularity_bytes: int = 512
+    convolutions: dict[ConvolutionKind, ChannelRate] = {}
+    convolution_backward: Figure | None = None
+    convolution_scale: Figure | None = None
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops_per_s:
@@ -69,5 +118,12 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for kind, figure in self.efficiency.items():
             if not 0 < figure.value <= 1:
                 raise ValueError(f"efficiency of {kind} is {figure.value}, must be in (0, 1]")
+        unknown = [str(kind) for kind in ConvolutionKind if kind not in self.convolutions]
+        if self.convolutions and unknown:
+            raise ValueError(f"convolutions lacks {', '.join(unknown)}; name all kinds or none")
+        for name in ("convolution_backward", "convolution_scale"):
+            figure = getattr(self, name)
+            if figure is not None and not figure.value > 0:
+                raise ValueError(f"{name} is {figure.value}, must be more than 0")
         if self.allocation_granularity_bytes < 1:
             raise ValueError("allocation_granularity_bytes must be at least 1")

@@ -4,16 +4,18 @@ An operator is bound either by arithmetic or by memory traffic, so the slower of
 (Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
 either peak is one efficiency per operator class, in the device description.
 
+A device may say finer what its convolutions reach, by kernel and channels.
+
 What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
-kernels, the number of channels of a convolution, clocks that sink under load, and waiting for the
-host. A derived profile is a guess, and says so: origin `derived`, no repeats, and a spread of
-`RELATIVE_SPREAD`.
+kernels, clocks that sink under load, and waiting for the host; and, where a device does not say it,
+the number of channels of a convolution. A derived profile is a guess, and says so: origin
+`derived`, no repeats, and a spread of `RELATIVE_SPREAD`.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 
-from bayplan.data.device import DeviceKind, Figure, OpClass
+from bayplan.data.device import ConvolutionKind, DeviceKind, Figure, OpClass
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Node, StepGraph
 from bayplan.data.profile import Origin, Profile
@@ -23,7 +25,9 @@ __all__ = [
     "RELATIVE_SPREAD",
     "WINOGRAD_SAVING",
     "bytes_moved",
+    "convolution_rate",
     "derive_profile",
+    "node_parts",
     "peak_flops_per_s",
     "uses_winograd",
 ]
@@ -38,6 +42,12 @@ WINOGRAD_SAVING = 2.25
 
 _MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
 _WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
+_FEW_CHANNELS = 4  # a picture's
+_KERNELS: dict[tuple[int, ...], ConvolutionKind] = {
+    (1, 1): ConvolutionKind.ONE,
+    (3, 3): ConvolutionKind.THREE,
+    (5, 5): ConvolutionKind.FIVE,
+}
 _FLOATING = ("float", "bfloat", "complex")
 
 
@@ -100,13 +110,10 @@ def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
     """
     if "tf32" in device.flops_per_s or _working_dtype(graph, node) != "float32":
         return False
-    shapes = [graph.values[value].shape for value in node.reads]
-    # Forward takes (input, weight), backward (gradient of the output, input, weight).
-    backward = "backward" in node.op
-    if len(shapes) < 2 + backward or not node.writes:
+    shapes = _convolution_shapes(graph, node)
+    if shapes is None:
         return False
-    image, weight = shapes[backward], shapes[1 + backward]
-    output = shapes[0] if backward else graph.values[node.writes[0]].shape
+    image, weight, output = shapes
     return (
         len(image) == len(output) == len(weight) == 4
         and weight[2:] == (3, 3)
@@ -117,16 +124,63 @@ def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
     )
 
 
-def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+def convolution_rate(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+    """What a convolution reaches of the peak, by its kind and channels; see `ChannelRate`."""
+    share = 1.0 if device.convolution_scale is None else device.convolution_scale.value
+    if "backward" in node.op and device.convolution_backward is not None:
+        share *= device.convolution_backward.value
+    shapes = _convolution_shapes(graph, node)
+    if shapes is None or min(map(len, shapes)) < 3:  # neither channels nor a kernel are known
+        return share * device.convolutions[ConvolutionKind.OTHER].most.value
+    image, weight, output = shapes
+    kind = _KERNELS.get(weight[2:], ConvolutionKind.OTHER)
+    if image[1] <= _FEW_CHANNELS:
+        kind = ConvolutionKind.FIRST
+    elif image[1] > weight[1] and output[1] == weight[0]:  # a transposed one has it the other way
+        kind = ConvolutionKind.GROUPED
+    return share * device.convolutions[kind].at(math.sqrt(weight[0] * weight[1]))
+
+
+_Shape = tuple[int, ...]
+
+
+def _convolution_shapes(graph: StepGraph, node: Node) -> tuple[_Shape, _Shape, _Shape] | None:
+    """Of a convolution or its backward: image, weight and output."""
+    shapes = [graph.values[value].shape for value in node.reads]
+    # Forward takes (input, weight), backward (gradient of the output, input, weight).
+    backward = "backward" in node.op
+    if len(shapes) < 2 + backward or not node.writes:
+        return None
+    output = shapes[0] if backward else graph.values[node.writes[0]].shape
+    return shapes[backward], shapes[1 + backward], output
+
+
+def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float, float]:
+    """The seconds of a node's arithmetic and of its memory traffic, of which the longer counts."""
     kind = op_class(node.op)
     if kind is OpClass.VIEW:
-        return 0.0
-    compute_seconds = node.flops / peak_flops_per_s(device, kind, _working_dtype(graph, node))
+        return 0.0, 0.0
+    dtype = _working_dtype(graph, node)
+    compute_seconds = node.flops / peak_flops_per_s(device, kind, dtype)
+    memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
+    if kind is OpClass.CONVOLUTION and device.convolutions and dtype == "float32":
+        # What algorithms save of products they do not save of bytes.
+        reached = convolution_rate(graph, node, device)
+        return compute_seconds / reached, memory_seconds / _memory_efficiency(device)
     if kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
         compute_seconds /= WINOGRAD_SAVING
-    memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
     efficiency = device.efficiency[kind].value
-    return max(compute_seconds, memory_seconds) / efficiency + device.launch_seconds.value
+    return compute_seconds / efficiency, memory_seconds / efficiency
+
+
+def _memory_efficiency(device: DeviceKind) -> float:
+    return device.efficiency[OpClass.ELEMENTWISE].value
+
+
+def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+    if op_class(node.op) is OpClass.VIEW:
+        return 0.0
+    return max(node_parts(graph, node, device)) + device.launch_seconds.value
 
 
 def _working_dtype(graph: StepGraph, node: Node) -> str:

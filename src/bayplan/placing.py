@@ -39,6 +39,7 @@ from bayplan.running.stages.counting import operator_counts
 from bayplan.running.stages.synchronising import norms_to_synchronise
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.running.stages.whole import batch_dimensions
+from bayplan.simulating.speeds_network import SpeedsNetwork
 from bayplan.stage_fits import StageFits
 from bayplan.stage_orders import Fit, StageSearch
 from bayplan.staged import StagedStep
@@ -146,8 +147,9 @@ class _Placing:
         if links is None:
             return None
         with one_thread_prices(self.device, cache=cache_directory()) as price:
-            found = RankSeconds(needs=needs, fits=fits, links=links, price=price)
-            return step_times(needs.pipeline, actions, found.costs(), lags=self.wishes.lags)
+            found = RankSeconds(needs=needs, fits=fits, price=price)
+            costs = found.costs(SpeedsNetwork(links))
+            return step_times(needs.pipeline, actions, costs, lags=self.wishes.lags)
 
     def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
         """That the lists come to an end; they always do, but for replicas that have to meet."""

@@ -213,8 +213,16 @@ class PlannedBackend:
         return Swapper(self.open_store(swapped.size_bytes))
 
 
-def carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
+def carried_out(
+    order: StepOrder, traced: TracedStep, *, is_here: bool = True
+) -> tuple[JointStep, Swapped]:
     """The step as a plan wants it, and all its ops in order.
+
+    Args:
+        order: of the plan.
+        traced: the step.
+        is_here: whether the plan was made for the device that the step is traced for; on another
+            one an allocator may round sizes otherwise, and the order is the same.
 
     Raises:
         ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
@@ -226,7 +234,8 @@ def carried_out(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swappe
             " Plan this step anew"
         )
     step = traced.with_packs(order.packs)
-    order.check_belongs_to(step.program)
+    if is_here:
+        order.check_belongs_to(step.program)
     updates = traced.around.updates
     try:
         if updates is not None:

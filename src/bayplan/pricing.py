@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -18,10 +19,12 @@ from bayplan.devices.meters import open_meter
 from bayplan.profiling.measure import clock_function
 from bayplan.profiling.operator_cache import kept_prices
 from bayplan.profiling.roofline import derive_profile
-from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of
+from bayplan.profiling.signatures import OperatorCosts, arguments_of, signature_of_call
 from bayplan.profiling.watching import NodeWatch
 
 __all__ = [
+    "CallPrices",
+    "DerivedCosts",
     "OutsideWatch",
     "Price",
     "derived_prices",
@@ -46,18 +49,42 @@ def measured_prices(
         yield OperatorCosts(meter, clock_function(clock, device), known)
 
 
-@contextmanager
-def derived_prices(kind: DeviceKind) -> Iterator[Price]:
+class CallPrices(Protocol):
+    """Prices of single calls: measured (`OperatorCosts`) or derived (`DerivedCosts`)."""
+
+    def price(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[float, int]:
+        """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+        ...
+
+
+@dataclass(frozen=True)
+class DerivedCosts:
     """Prices from a device's description; what a kernel needs for itself is not known there."""
-    known: dict[str, float] = {}
 
-    def price(node: fx.Node) -> tuple[float, int]:
-        signature = signature_of(node)
-        if signature not in known:
-            known[signature] = _derived_seconds(node, kind)
-        return known[signature], 0
+    kind: DeviceKind
+    _known: dict[str, float] = field(default_factory=dict)
 
-    yield price
+    def __call__(self, node: fx.Node) -> tuple[float, int]:
+        """Seconds and workspace bytes of one node."""
+        assert callable(node.target), "a joint graph calls functions only"
+        return self.price(node.target, *arguments_of(node))
+
+    def price(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[float, int]:
+        """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+        signature = signature_of_call(operator, args, kwargs)
+        if signature not in self._known:
+            self._known[signature] = _derived_seconds(operator, args, kwargs, self.kind)
+        return self._known[signature], 0
+
+
+@contextmanager
+def derived_prices(kind: DeviceKind) -> Iterator[DerivedCosts]:
+    """The same, as prices that are measured are opened."""
+    yield DerivedCosts(kind)
 
 
 @contextmanager
@@ -95,7 +122,7 @@ class OutsideWatch(NodeWatch):
         seconds: of all chosen nodes met so far.
     """
 
-    def __init__(self, nodes: Collection[int], costs: OperatorCosts) -> None:
+    def __init__(self, nodes: Collection[int], costs: CallPrices) -> None:
         super().__init__(nodes)
         self.seconds = 0.0
         self._costs = costs
@@ -111,14 +138,14 @@ def free_prices(_: torch.device) -> Iterator[Price]:
     yield lambda node: (0.0, 0)
 
 
-def _derived_seconds(node: fx.Node, kind: DeviceKind) -> float:
-    """A node's function may call several operators, so it is watched once on fake tensors."""
-    args, options = arguments_of(node)
-    assert callable(node.target), "a joint graph calls functions only"
-    leaves = torch_private.tree_leaves((args, options, node.meta["val"]))
+def _derived_seconds(
+    operator: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], kind: DeviceKind
+) -> float:
+    """A function may call several operators, so it is watched once on fake tensors."""
+    leaves = torch_private.tree_leaves((args, options))
     tracer = StepTracer(Locator(nn.Identity()))
     with torch_private.fake_mode_of(leaves), tracer:
-        node.target(*args, **options)
+        operator(*args, **options)
     if not tracer.nodes:
         return 0.0
     graph = convert(tracer, model="", gradient_storages=[])

@@ -1,8 +1,8 @@
 """What the operators of stages cost a rank.
 
 A rank computes with one thread, so its operators are priced with one. On a CPU the clock is the
-processor time of that thread: how ranks share cores is the clock's business (`SharedCores`), and
-what other processes do while prices are measured is nobody's.
+processor time of that thread: how ranks share cores is the clock's business
+(`SharedResources`), and what other processes do while prices are measured is nobody's.
 
 A stage with a lot of arithmetic is priced at two smaller numbers of samples, as a step on one
 device is, and its prices lie on the line through them.
@@ -26,7 +26,7 @@ from bayplan.running.joint import name_of_repeat
 from bayplan.running.stages.drawing import whole_mask_bytes
 from bayplan.staged import StagedStep
 
-__all__ = ["StagePrices", "one_thread_prices", "samples_to_price"]
+__all__ = ["StagePrices", "one_thread_prices", "samples_to_price", "with_whole_masks"]
 
 _PRICED_FLOPS = 3e11  # of all samples; more would take minutes to price
 _FEWEST = 2  # samples; one may take other kernels than many
@@ -61,7 +61,7 @@ def _flops_of(node: fx.Node) -> int:
 
 
 @contextmanager
-def _with_whole_masks(
+def with_whole_masks(
     prices: Callable[[torch.device], AbstractContextManager[Price]],
     num_pieces: float,
     device: torch.device,
@@ -108,7 +108,7 @@ class StagePrices:
             both = self._at(stage, small), self._at(stage, large)
             return scaled_prices(*both, share, otherwise=here)
 
-        masked = partial(_with_whole_masks, prices, self.num_samples / num_samples)
+        masked = partial(with_whole_masks, prices, self.num_samples / num_samples)
         return Circumstances(prices=masked, granularity_bytes=self.granularity_bytes)
 
     def _at(self, stage: int, num_samples: int) -> _Prices:

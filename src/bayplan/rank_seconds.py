@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.planning.pipelines.clock import StepCosts
 from bayplan.planning.pipelines.rank_memory import Key
 from bayplan.planning.pipelines.stage_seconds import StageSeconds
-from bayplan.profiling.signatures import OperatorCosts
+from bayplan.pricing import CallPrices
 from bayplan.rank_needs import RankNeeds
+from bayplan.simulating.network import Network
 from bayplan.stage_orders import Fit
 
 __all__ = ["RankSeconds"]
@@ -33,25 +33,24 @@ class RankSeconds:
 
     needs: RankNeeds
     fits: Mapping[Key, Fit]
-    links: LinkSpeeds
-    price: OperatorCosts
+    price: CallPrices
     _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
 
-    def costs(self) -> StepCosts:
+    def costs(self, network: Network) -> StepCosts:
         """Of all ranks, which share this machine's cores if they have no devices of their own."""
         pipeline, needs = self.needs.pipeline, self.needs
         device = next(needs.step.model.parameters()).device
         return StepCosts(
-            seconds=self._seconds,
+            seconds=self.seconds,
             update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
             message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
             bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
-            links=self.links,
+            network=network,
             num_cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else math.inf,
-            early=self._early,
+            early=self.early,
         )
 
-    def _early(self, rank: int, action: Action) -> dict[int, float]:
+    def early(self, rank: int, action: Action) -> dict[int, float]:
         """How long before a backward ends it has made the gradients of each bucket."""
         if action.kind is not _K.BACKWARD:
             return {}
@@ -66,20 +65,25 @@ class RankSeconds:
     def _names(self, bucket: int) -> tuple[str, ...]:
         return self.needs.buckets[bucket].parameters
 
-    def _stage_seconds(self, rank: int, action: Action) -> StageSeconds:
+    def fit(self, rank: int, action: Action) -> Fit:
+        """How the stage of an action runs, with the samples of the action."""
         pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
         (size,) = (piece.end - piece.begin for at, piece in pieces if at == action.index)
-        return self.fits[action.stage, size].seconds
+        return self.fits[action.stage, size]
 
-    def _seconds(self, rank: int, action: Action) -> float:
+    def _stage_seconds(self, rank: int, action: Action) -> StageSeconds:
+        return self.fit(rank, action).seconds
+
+    def seconds(self, rank: int, action: Action) -> float:
+        """What a forward, a backward or a half of one takes."""
         pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
         first, *_ = (at for at, _ in pieces)
-        seconds = self._stage_seconds(rank, action)
+        stage = self._stage_seconds(rank, action)
         own = {
-            _K.FORWARD: seconds.forward,
-            _K.BACKWARD: seconds.backward,
-            _K.BACKWARD_INPUT: seconds.backward_input,
-            _K.BACKWARD_WEIGHT: seconds.backward - seconds.backward_input,
+            _K.FORWARD: stage.forward,
+            _K.BACKWARD: stage.backward,
+            _K.BACKWARD_INPUT: stage.backward_input,
+            _K.BACKWARD_WEIGHT: stage.backward - stage.backward_input,
         }[action.kind]
         if action.kind in _ADDS:
             own += self._adding_seconds(action.stage, is_first=action.index == first)

@@ -9,13 +9,14 @@ from torch import nn
 
 from bayplan.capturing.fake import OptimizerSource, without_memory
 from bayplan.capturing.step import capture_step, follow_step
-from bayplan.data.graph import Phase
-from bayplan.pricing import OutsideWatch
-from bayplan.profiling.signatures import OperatorCosts
+from bayplan.data.device import DeviceKind
+from bayplan.data.graph import Phase, StepGraph
+from bayplan.pricing import CallPrices, OutsideWatch
+from bayplan.profiling.roofline import derive_profile
 from bayplan.tracing import update_bytes
 from bayplan.training import TrainingStep
 
-__all__ = ["UpdateCost", "update_cost"]
+__all__ = ["UpdateCost", "derived_update_cost", "update_cost"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def update_cost(
     parameters: Sequence[torch.Tensor],
     optimizer: OptimizerSource,
     *,
-    prices: AbstractContextManager[OperatorCosts],
+    prices: AbstractContextManager[CallPrices],
     granularity_bytes: int,
 ) -> UpdateCost:
     """Price an update, operator by operator.
@@ -47,16 +48,41 @@ def update_cost(
     """
     if not parameters or optimizer is None:
         return UpdateCost()
-    with without_memory():
-        model = _Parameters([nn.Parameter(torch.empty_like(one)) for one in parameters])
-    step = TrainingStep(model=model, batch=())
-    graph = capture_step(step, optimizer=optimizer)
-    nodes = [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
+    step, graph = _captured(parameters, optimizer)
     with prices as costs:
-        watch = OutsideWatch(frozenset(nodes), costs)
+        watch = OutsideWatch(frozenset(_update_nodes(graph)), costs)
         follow_step(step, optimizer=optimizer, watcher=watch)
     size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
     return UpdateCost(watch.seconds, size_bytes)
+
+
+def derived_update_cost(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource, *, kind: DeviceKind
+) -> UpdateCost:
+    """The same on a device that need not be here."""
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    _, graph = _captured(parameters, optimizer)
+    seconds = derive_profile(graph, kind).seconds
+    granularity_bytes = kind.allocation_granularity_bytes
+    return UpdateCost(
+        sum(seconds[index] for index in _update_nodes(graph)),
+        update_bytes(graph, granularity_bytes=granularity_bytes) or 0,
+    )
+
+
+def _captured(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource
+) -> tuple[TrainingStep, StepGraph]:
+    """A step of which all but the update takes nothing."""
+    with without_memory():
+        model = _Parameters([nn.Parameter(torch.empty_like(one)) for one in parameters])
+    step = TrainingStep(model=model, batch=())
+    return step, capture_step(step, optimizer=optimizer)
+
+
+def _update_nodes(graph: StepGraph) -> list[int]:
+    return [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
 
 
 class _Parameters(nn.Module):

@@ -15,7 +15,7 @@ from bayplan.data.errors import DoesNotFit
 from bayplan.data.order import StepOrder
 from bayplan.data.plan import LiveValue, StageOrder
 from bayplan.data.program import Program
-from bayplan.planned import Decide, TracedStep, arrangement_of
+from bayplan.planned import Decide, TracedStep, arrangement_of, carried_out
 from bayplan.planning.bounds import least_peak
 from bayplan.planning.decisions import decisions_of
 from bayplan.planning.native_evaluator import compile_inner_loop
@@ -103,6 +103,15 @@ class StageSearch:
     def plain(self, traced: TracedStage) -> Fit:
         """The stage as it runs with everything kept."""
         return self._plain_with(traced, ())
+
+    def ordered(self, traced: TracedStage, order: StepOrder) -> Fit:
+        """The stage as it runs in an order that is decided already, if for another device.
+
+        Raises:
+            ForeignPlan: no stage like this one can be run in that order.
+        """
+        carried_out(order, traced.step, is_here=False)
+        return self._fit(traced, order.packs, arrangement_of(order))
 
     def within(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
         """Orders within a budget, the fastest first; none if none was found.

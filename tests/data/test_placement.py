@@ -40,13 +40,13 @@ def test_the_empty_text_needs_a_number_of_devices(num_devices, message):
     [
         ("0:3,0:1-2", "0:1-3"),
         ("1:0,0:0", "0:0,1:0"),
-        ("0:0-3,0:2-5,0:4", "0:0-5"),
+        ("0:0-3,0:4,0:5", "0:0-5"),
         ("0:0,0:2", "0:0,0:2"),
         ("0:4-4", "0:4"),
         ("0:1.0:0", "0:1.0:0"),
     ],
 )
-def test_a_placement_prints_sorted_and_without_repeats(text, shortest):
+def test_a_placement_prints_sorted_and_short(text, shortest):
     assert str(Placement.parse(text)) == shortest
 
 
@@ -86,6 +86,18 @@ def test_a_malformed_placement_is_refused_at_its_position(text, message):
     with pytest.raises(UsageError, match=message) as refusal:
         Placement.parse(text)
     assert "like 0:0-6.0:7" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0:0,0:0", "0:0 at position 4 names device 0 of node 0 twice in one stage"),
+        ("0:7.0:0-3,1:0,0:2-5", "0:2-5 at position 14 names device 2 of node 0 twice in one stage"),
+    ],
+)
+def test_a_device_twice_in_a_stage_is_refused(text, message):
+    with pytest.raises(UsageError, match=message):
+        Placement.parse(text)
 
 
 def test_a_range_that_goes_down_is_turned_round():

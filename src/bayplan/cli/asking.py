@@ -70,7 +70,10 @@ def fit(
     swap_size: SwapSize = None,
     device: Device = None,
     cluster: Annotated[
-        Path | None, Parameter(help="A cluster file; its device with the least memory is asked.")
+        str | None,
+        Parameter(
+            help="A cluster, like titanv-8, or a file; its device with the least memory is asked."
+        ),
     ] = None,
     profile: Annotated[
         Path | None,

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import Parameter
 
-from bayplan.data import files
-
 if TYPE_CHECKING:
     from bayplan.questions import Question
     from bayplan.swap_space import SwapSpace
@@ -16,6 +14,7 @@ __all__ = [
     "Autocast",
     "Batch",
     "Cache",
+    "ClusterName",
     "Device",
     "Json",
     "Memory",
@@ -56,6 +55,12 @@ Json = Annotated[
 ]
 Output = Annotated[
     Path | None, Parameter(name=["--output", "-o"], help="Also write the result to this file.")
+]
+ClusterName = Annotated[
+    str | None,
+    Parameter(
+        help="A cluster: titanv-8, 4xdgx-a100, …, or a file (YAML); `bayplan cluster` lists them."
+    ),
 ]
 Memory = Annotated[
     str | None,
@@ -103,12 +108,11 @@ def question_about(
     *,
     batch: int | None,
     device: str | None = None,
-    cluster: Path | None = None,
+    cluster: str | None = None,
     optimizer: str,
     autocast: str,
 ) -> "Question":
     """What the words of a command ask about."""
-    from bayplan.data.cluster import Cluster
     from bayplan.data.errors import UsageError
     from bayplan.profiling.catalogue import load_device
 
@@ -116,7 +120,9 @@ def question_about(
         raise UsageError("--device and --cluster both name the device; give one of them")
     kind = None if device is None else load_device(device)
     if cluster is not None:
-        described = files.read(cluster, Cluster)
+        from bayplan.profiling.cluster_catalogue import read_cluster
+
+        described = read_cluster(cluster)
         kinds = [described.kinds[one.kind] for one in described.devices]
         kind = min(kinds, key=lambda one: one.memory_bytes.value)
 

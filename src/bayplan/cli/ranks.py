@@ -25,9 +25,6 @@ __all__ = [
     "run_plan_on_ranks",
 ]
 
-# Bytes of an optimizer's state for a byte of parameters.
-_STATE_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
-
 IMAGENET_SAMPLES = 1_281_167  # what an epoch is in most published tables
 
 RANKS_HELP = """\
@@ -135,6 +132,7 @@ class RankOptions:
         """The same, understood, with what one device's plans may be told as well."""
         from bayplan.data import files
         from bayplan.data.bucket_file import BucketFile
+        from bayplan.data.optimizer_state import state_per_parameter
         from bayplan.data.placement import Placement
         from bayplan.data.plan import Route
         from bayplan.data.units import parse_bytes
@@ -159,7 +157,7 @@ class RankOptions:
             may_pack=pack,
             space=space,
             buckets=None if self.buckets is None else files.read(self.buckets, BucketFile),
-            state_per_parameter=_STATE_PER_PARAMETER.get(optimizer, 2.0),
+            state_per_parameter=state_per_parameter(optimizer),
             time_limit_seconds=time_limit,
         )
 

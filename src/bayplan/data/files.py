@@ -17,7 +17,7 @@ import yaml
 
 from bayplan.data.errors import FileFault
 
-__all__ = ["decode", "encode", "read", "write", "write_bytes"]
+__all__ = ["decode", "encode", "encode_yaml", "read", "write", "write_by_hand", "write_bytes"]
 
 # What a file that was given in the place of another one is good for.
 _USES = {
@@ -25,6 +25,8 @@ _USES = {
     "bayplan/record": "a record is shown by `bayplan report`",
     "bayplan/graph": "a graph is replayed by `bayplan simulate`",
     "bayplan/buckets": "buckets are taken by `bayplan run --buckets`",
+    "bayplan/cluster": "a cluster is shown by `bayplan cluster`",
+    "bayplan/device": "a device is taken by --device",
 }
 
 Noun = TypeVar("Noun", bound=msgspec.Struct)
@@ -40,6 +42,30 @@ class _Header(msgspec.Struct):
 def encode(noun: msgspec.Struct) -> bytes:
     """Turn a noun into indented JSON."""
     return msgspec.json.format(msgspec.json.encode(noun), indent=1) + b"\n"
+
+
+def encode_yaml(noun: msgspec.Struct) -> bytes:
+    """Turn a noun into YAML that a person goes on writing."""
+    # Lists and mappings of mere values stay on one line, so that a figure is a line.
+    text = yaml.safe_dump(
+        _with_header(noun), sort_keys=False, allow_unicode=True, width=100, default_flow_style=None
+    )
+    return text.encode()
+
+
+def write_by_hand(path: Path | str, noun: msgspec.Struct) -> None:
+    """Write a noun that people edit: as YAML, unless the path asks for JSON."""
+    if Path(path).suffix == ".json":
+        content = msgspec.json.encode(_with_header(noun))
+        write_bytes(path, msgspec.json.format(content, indent=1) + b"\n")
+    else:
+        write_bytes(path, encode_yaml(noun))
+
+
+def _with_header(noun: msgspec.Struct) -> dict[str, object]:
+    """All fields, the header first: nouns that are written without defaults would lack it."""
+    header = {name: getattr(noun, name) for name in _Header.__struct_fields__}
+    return header | msgspec.to_builtins(noun)
 
 
 def write(path: Path | str, noun: msgspec.Struct) -> None:

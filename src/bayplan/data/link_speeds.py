@@ -46,7 +46,7 @@ class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     message: LinkSpeed
     reduce: LinkSpeed
 
-    def reduce_seconds(self, size_bytes: int, num_ranks: int) -> float:
+    def reduce_seconds(self, size_bytes: float, num_ranks: int) -> float:
         """What a sum over some ranks takes, in a ring, on an idle machine.
 
         Example:

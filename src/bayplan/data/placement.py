@@ -155,10 +155,18 @@ class _Reader:
         return tuple(stages)
 
     def _stage(self) -> tuple[Place, ...]:
-        places = set(self._nodes())
-        while self._take(","):
-            places.update(self._nodes())
-        return tuple(sorted(places))
+        places: set[Place] = set()
+        while True:
+            begin = self.at
+            for place in self._nodes():
+                if place in places:
+                    raise UsageError(
+                        f"placement {self.text!r}: {self.text[begin : self.at]} at position {begin}"
+                        f" names device {place.device} of node {place.node} twice in one stage"
+                    )
+                places.add(place)
+            if not self._take(","):
+                return tuple(sorted(places))
 
     def _nodes(self) -> list[Place]:
         node = self._number("a node's number")

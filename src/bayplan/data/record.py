@@ -106,8 +106,12 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One device's memory and events over the recorded steps.
 
     Attributes:
-        peak_bytes: most bytes alive at once; peak_by_kind splits them where known, with
-            `workspace` for memory inside a running kernel.
+        peak_bytes: most bytes alive at once, as the device's allocator rounds them; peak_by_kind
+            splits them where known, with `workspace` for memory inside a running kernel.
+        needed_bytes: the same without any rounding; None if unknown.
+        total_bytes: at least so much is taken of the device: its context and `peak_bytes`; what an
+            allocator keeps for later comes on top. None if unknown.
+        capacity_bytes: that the device has; None if unknown.
         peak_node: index of the graph node at the peak; None where no graph is known.
         step_peak_bytes: the peak of each recorded step.
         largest: the largest storages alive at the peak.
@@ -119,6 +123,9 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str
     stages: tuple[int, ...] = ()
     peak_bytes: int
+    needed_bytes: int | None = None
+    total_bytes: int | None = None
+    capacity_bytes: int | None = None
     peak_by_kind: dict[str, int] = {}
     peak_node: int | None = None
     step_peak_bytes: tuple[int, ...] = ()
@@ -134,8 +141,10 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_figures("step_peak_bytes", self.step_peak_bytes)
         for kind, size_bytes in self.peak_by_kind.items():
             check_not_negative(**{f"peak_by_kind[{kind!r}]": size_bytes})
-        if self.peak_node is not None:
-            check_not_negative(peak_node=self.peak_node)
+        for name in ("peak_node", "needed_bytes", "total_bytes", "capacity_bytes"):
+            number = getattr(self, name)
+            if number is not None:
+                check_not_negative(**{name: number})
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,7 +5,14 @@ from fractions import Fraction
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "round_up"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_rate",
+    "format_seconds",
+    "parse_bytes",
+    "round_up",
+]
 
 _FACTORS = {
     "": 1,
@@ -75,6 +82,19 @@ def format_seconds(seconds: float) -> str:
             digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
             return f"{scaled:.{digits}f} {unit}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Print bytes per second in 1000s, as data sheets of links do.
+
+    Example:
+        >>> format_rate(3.53e9), format_rate(125e6)
+        ('3.53 GB/s', '125 MB/s')
+    """
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= factor:
+            return f"{bytes_per_s / factor:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
 
 
 def format_count(count: float) -> str:

@@ -17,7 +17,7 @@ from torch import fx
 from bayplan import torch_private
 from bayplan.devices.meters import MemoryMeter
 
-__all__ = ["OperatorCosts", "arguments_of", "made_up", "signature_of"]
+__all__ = ["OperatorCosts", "arguments_of", "made_up", "signature_of", "signature_of_call"]
 
 _REPEATS = 3
 
@@ -38,7 +38,7 @@ class OperatorCosts:
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[float, int]:
         """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
-        signature = _signature(operator, args, kwargs)
+        signature = signature_of_call(operator, args, kwargs)
         if signature not in self.known:
             self.known[signature] = self._measure(operator, args, kwargs)
         return self.known[signature]
@@ -69,10 +69,11 @@ def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def signature_of(node: fx.Node) -> str:
     """What a call's cost depends on, the same in every process."""
-    return _signature(node.target, *arguments_of(node))
+    return signature_of_call(node.target, *arguments_of(node))
 
 
-def _signature(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def signature_of_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The same of a call that is no node."""
     return f"{_described(operator)}{_described((args, kwargs))}"
 
 

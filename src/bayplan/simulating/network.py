@@ -15,11 +15,13 @@ class Transfer:
         latency_seconds: before the first byte moves; keeps nothing busy.
         seconds: after that, if nothing else uses the same wires.
         wires: that it keeps busy; what goes on at once on a wire shares it evenly.
+        cores: processor cores that it keeps busy, where a processor does the moving.
     """
 
     latency_seconds: float
     seconds: float
     wires: tuple[str, ...] = ()
+    cores: float = 0.0
 
     @property
     def alone_seconds(self) -> float:

@@ -8,7 +8,8 @@ from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
 from bayplan.data.record import Lane
 from bayplan.planning.pipelines.clock import StepCosts, step_times
 from bayplan.planning.pipelines.scheduling import schedule
-from bayplan.planning.pipelines.sharing import SharedCores
+from bayplan.planning.pipelines.sharing import SharedResources
+from bayplan.simulating.speeds_network import SpeedsNetwork
 
 FAST = LinkSpeed(latency_seconds=0.0, bytes_per_second=1e18)
 
@@ -24,7 +25,7 @@ def costs_of(pipeline, *, message=FAST, reduce=FAST, update=0.0, cores=math.inf,
     }
     return StepCosts(
         update_seconds=[update] * len(pipeline.ranks),
-        links=LinkSpeeds(message=message, reduce=reduce),
+        network=SpeedsNetwork(LinkSpeeds(message=message, reduce=reduce)),
         num_cores=cores,
         **given,
     )
@@ -128,7 +129,7 @@ def test_no_schedule_is_faster_than_its_work(make_pipeline, name):
 
 def test_no_cores_are_refused():
     with pytest.raises(ValueError, match="num_cores is 0"):
-        SharedCores(0)
+        SharedResources(0)
 
 
 def test_a_sum_that_begins_in_the_middle_of_a_backward_ends_earlier(make_pipeline):

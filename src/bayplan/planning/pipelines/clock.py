@@ -1,28 +1,32 @@
 """When every rank does what of its list, in seconds, and how long a step takes.
 
-The lists decide the order; `SharedCores` decides how fast. Sends and reduces go on by themselves. A
-receive waits until its messages are here, an update until its sums are, and the end of a step
-until all ranks have the loss: of the same batch, or of an earlier one where backward lags. A sum
-begins in the middle of the backward that makes its last gradient.
+The lists decide the order; `SharedResources` decides how fast. Sends, reduces and copies go on by
+themselves. A forward waits for its samples, a receive until its messages are here, an update until
+its sums are, and the end of a step until all ranks have the loss: of the same batch, or of an
+earlier one where backward lags. A sum begins in the middle of the backward that makes its last
+gradient.
 
-Between two ranks messages go one after the other, and so do the sums of the same ranks.
+Between two ranks messages go one after the other, and so do the sums of the same ranks. Messages of
+different ranks go on at once, and share the wires that they have in common.
 """
 
-import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.record import Event, Lane
+from bayplan.planning.pipelines.awaiting import Awaiting
+from bayplan.planning.pipelines.loaders import Loaders
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message
-from bayplan.planning.pipelines.sharing import SharedCores
+from bayplan.planning.pipelines.sharing import SharedResources
+from bayplan.planning.pipelines.step_costs import Loading, StepCosts
+from bayplan.planning.pipelines.transferring import Queues
 
-__all__ = ["StepCosts", "StepTimes", "step_times"]
+__all__ = ["Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
 
 _K = ActionKind
 _COMPUTES = (_K.FORWARD, _K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
@@ -31,31 +35,26 @@ _SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
 _RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
 _STEADY_CALLS = 4  # that are timed, where batches overlap and one call says little
 
+_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+
+_Post = tuple[float, Callable[[], None]]  # what to do so many seconds after the begin
 _Letter = tuple[Message, bool, int]  # whether it holds gradients, and of which batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCosts:
-    """What the parts of a step take on an idle machine.
+@dataclass(frozen=True)
+class Moved:
+    """A message or a sum of the last step that was looked at.
 
     Attributes:
-        seconds: of a rank's forward, backward or half of one.
-        update_seconds: by rank, of its optimizer's update.
-        message_bytes: of a message; True for the gradients that go back.
-        bucket_bytes: by bucket.
-        links: between ranks.
-        num_cores: that all ranks share.
-        early: of a rank's backward that is the last of its stage, by bucket, how many seconds
-            before its end it has made the bucket's gradients.
+        ranks: that sent it, or all that have the sum.
+        lane: send or reduce.
+        seconds: from its turn to when it was there; others on the same wires make that longer.
     """
 
-    seconds: Callable[[int, Action], float]
-    update_seconds: Sequence[float]
-    message_bytes: Callable[[Message, bool], float]
-    bucket_bytes: Sequence[int]
-    links: LinkSpeeds
-    num_cores: float = math.inf
-    early: Callable[[int, Action], Mapping[int, float]] = lambda rank, action: {}
+    ranks: tuple[int, ...]
+    lane: Lane
+    size_bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,12 @@ class StepTimes:
     Attributes:
         seconds: from step to step.
         events: by rank, what it did in the last step that was looked at, from its begin on.
+        moved: what was sent and summed in that step.
     """
 
     seconds: float
     events: tuple[tuple[Event, ...], ...]
+    moved: tuple[Moved, ...] = ()
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -97,43 +98,51 @@ def step_times(
         lags: by stage, how many batches its backward is behind its forward.
     """
     lags = lags or (0,) * len(pipeline.stages)
-    most = max(lags)
-    num_calls = 1 if not most else 2 * most + _STEADY_CALLS
+    ahead = 0 if costs.loading is None else costs.loading.num_ahead
+    is_steady = bool(ahead) or any(lags)
+    num_calls = 2 * max(lags) + ahead + _STEADY_CALLS if is_steady else 1
     run = _Run(pipeline, actions, costs, lags, num_calls)
     ends = run.ends()
-    seconds = ends[0] if not most else (ends[-1] - ends[-1 - _STEADY_CALLS]) / _STEADY_CALLS
-    return StepTimes(seconds, tuple(tuple(own) for own in run.events))
+    steady = (ends[-1] - ends[-1 - _STEADY_CALLS]) / _STEADY_CALLS if is_steady else ends[0]
+    return StepTimes(steady, tuple(tuple(own) for own in run.events), tuple(run.moved))
 
 
-@dataclass
 class _Run:
-    pipeline: Pipeline
-    actions: Sequence[Sequence[Action]]
-    costs: StepCosts
-    lags: Sequence[int]
-    num_calls: int
-    here: set[_Letter] = field(default_factory=set)
-    queues: Mapping[object, deque[tuple[float, float, Callable[[], None]]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
-    posted: Mapping[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    summed: set[tuple[int, int]] = field(default_factory=set)  # bucket, batch
-    finished: list[int] = field(default_factory=list)  # by call, how many ranks are through
+    """Ranks in the middle of their lists."""
 
-    def __post_init__(self) -> None:
-        self.cores = SharedCores(self.costs.num_cores)
-        self.events: list[list[Event]] = [[] for _ in self.actions]
-        self.places = [(0, 0) for _ in self.actions]  # call and position
-        self.began = [0.0 for _ in self.actions]  # the call
-        self.waits_since: list[float | None] = [None for _ in self.actions]
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        actions: Sequence[Sequence[Action]],
+        costs: StepCosts,
+        lags: Sequence[int],
+        num_calls: int,
+    ) -> None:
+        self.pipeline, self.actions, self.costs, self.lags = pipeline, actions, costs, lags
+        self.num_calls = num_calls
+        self.clock = SharedResources(costs.num_cores)
+        self.queues = Queues(self.clock)
+        self.awaiting = Awaiting()
+        self.posted: dict[tuple[int, int], set[int]] = defaultdict(set)  # by bucket and batch
+        self.finished = [0] * num_calls  # by call, how many ranks are through
         self.told: dict[int, float] = {}  # by call, when its loss is known everywhere
-        self.finished = [0] * self.num_calls
+        self.events: list[list[Event]] = [[] for _ in actions]
+        self.moved: list[Moved] = []
+        self.places = [(0, 0) for _ in actions]  # call and position
+        self.began = [0.0 for _ in actions]  # the call
+        self.waits_since: list[float | None] = [None for _ in actions]
+        self.rest: dict[int, Callable[[], None]] = {}  # of what a rank does, after a wait inside it
+        self.loaders = None
+        if costs.loading is not None:
+            self.loaders = Loaders(costs.loading, actions, num_calls, self.clock, self._come)
 
     def ends(self) -> list[float]:
         """When each call's loss is known; by then all its work is done."""
+        if self.loaders is not None:
+            self.loaders.start()
         for rank in self.pipeline.ranks:
             self._go_on(rank)
-        self.cores.run()
+        self.clock.run()
         assert len(self.told) == self.num_calls, "lists that were checked come to their end"
         return [self.told[call] for call in range(self.num_calls)]
 
@@ -145,26 +154,23 @@ class _Run:
                 if not self._may_begin(rank, call + 1):
                     return
                 self.places[rank] = (call + 1, 0)
-                self.began[rank] = self.cores.now_seconds
+                self.began[rank] = self.clock.now_seconds
                 continue
             action = self.actions[rank][position]
             batch = self._batch(action, call)
             if batch < 0 or batch >= self.num_calls:
                 self._next(rank)  # nothing to do yet
             elif action.kind in _COMPUTES:
-                self._compute_stage(rank, action, batch)
+                if self._has_samples(rank, action, batch):
+                    self._compute_stage(rank, action, batch)
                 return
             elif action.kind is _K.UPDATE and position == len(self.actions[rank]) - 1:
-                if not self._has_sums(rank, call):
-                    self._wait(rank)
-                    return
-                self._note_wait(rank, action, Lane.REDUCE)
-                self._compute(rank, action, self.costs.update_seconds[rank])
+                if self._is_here(rank, self._sums(rank, call)):
+                    self._note_wait(rank, action, Lane.REDUCE)
+                    self._compute(rank, action, batch, self.costs.update_seconds[rank])
                 return
             elif action.kind in _RECEIVES:
-                letters = self._letters(rank, action, batch)
-                if not self.here.issuperset(letters):
-                    self._wait(rank)
+                if not self._is_here(rank, self._letters(rank, action, batch)):
                     return
                 self._note_wait(rank, action, Lane.RECEIVE)
                 self._next(rank)
@@ -183,34 +189,36 @@ class _Run:
         if position + 1 == len(self.actions[rank]):
             self.finished[call] += 1
             if self.finished[call] == len(self.actions):
-                num_ranks = len(self.actions)
-                seconds = self.costs.links.reduce_seconds(0, num_ranks) if num_ranks > 1 else 0.0
-                self.cores.begin(seconds, cores=0.0, then=lambda: self._tell(call))
+                ranks = self.pipeline.ranks
+                is_alone = len(ranks) == 1
+                seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
+                self.clock.begin(seconds, then=lambda: self._tell(call))
 
     def _tell(self, call: int) -> None:
-        self.told[call] = self.cores.now_seconds
-        self._wake()
+        self.told[call] = self.clock.now_seconds
+        self._come(call)
 
     def _may_begin(self, rank: int, call: int) -> bool:
         """Whether the loss is known that the call before gives back."""
         awaited = call - 1 - max(self.lags)
-        return awaited < 0 or awaited in self.told
+        return awaited < 0 or self.awaiting.has_all(rank, (awaited,))
 
-    def _wake(self) -> None:
-        """Whoever waits looks again."""
-        for rank, since in enumerate(self.waits_since):
-            is_between = self.places[rank][1] == len(self.actions[rank])
-            if since is not None or is_between:
-                self._go_on(rank)
+    def _come(self, thing: Hashable) -> None:
+        """Something is here: whoever waited for it alone goes on."""
+        for rank in self.awaiting.come(thing):
+            self.rest.pop(rank, partial(self._go_on, rank))()
 
-    def _wait(self, rank: int) -> None:
-        if self.waits_since[rank] is None:
-            self.waits_since[rank] = self.cores.now_seconds
+    def _is_here(self, rank: int, things: Sequence[Hashable]) -> bool:
+        """Whether all is here; else the rank waits for it."""
+        is_here = self.awaiting.has_all(rank, things)
+        if not is_here and self.waits_since[rank] is None:
+            self.waits_since[rank] = self.clock.now_seconds
+        return is_here
 
     def _note_wait(self, rank: int, action: Action, lane: Lane) -> None:
         since = self.waits_since[rank]
         self.waits_since[rank] = None
-        self._note(rank, action, lane, self.cores.now_seconds if since is None else since)
+        self._note(rank, action, lane, self.clock.now_seconds if since is None else since)
 
     def _note(self, rank: int, action: Action, lane: Lane, since: float) -> None:
         if self.places[rank][0] == self.num_calls - 1:
@@ -219,9 +227,20 @@ class _Run:
                     lane=lane,
                     name=str(action),
                     start_seconds=max(0.0, since - self.began[rank]),
-                    seconds=self.cores.now_seconds - since,
+                    seconds=self.clock.now_seconds - since,
                 )
             )
+
+    def _has_samples(self, rank: int, action: Action, batch: int) -> bool:
+        """Whether a forward may begin; else the rank waits for its samples."""
+        loaders = self.loaders
+        if loaders is None or action.kind is not _K.FORWARD or not loaders.needs(rank, action):
+            return True
+        if not self._is_here(rank, ((rank, action, batch),)):
+            return False
+        loaders.take(rank, batch)
+        self._note_wait(rank, action, Lane.COPY)
+        return True
 
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
         """Compute, and post sums on the way: those that the list has right behind the action."""
@@ -231,24 +250,38 @@ class _Run:
         )
         buckets = [one.index for one in behind if one.kind is _K.REDUCE]
         early = self.costs.early(rank, action) if buckets else {}
-        posts: list[tuple[float, Callable[[], None]]] = []
+        posts: list[_Post] = []
         at = 0.0
         for bucket in buckets:  # in their order, so none before the one before it
             at = max(at, seconds - early.get(bucket, 0.0))
             posts.append((at, partial(self._post, rank, bucket, batch)))
-        self._compute(rank, action, seconds, posts)
+        self._copy(rank, action, batch)
+        self._compute(rank, action, batch, seconds, posts)
+
+    def _copy(self, rank: int, action: Action, batch: int) -> None:
+        transfer = self.costs.copies(rank, action)
+        if transfer is None:
+            self.awaiting.come((rank, action, batch, Lane.COPY))
+            return
+
+        def done(since: float) -> None:
+            self._note(rank, action, Lane.COPY, since)
+            self._come((rank, action, batch, Lane.COPY))
+
+        self.queues.add((Lane.COPY, rank), transfer, done)
 
     def _compute(
         self,
         rank: int,
         action: Action,
+        batch: int,
         seconds: float,
-        posts: Sequence[tuple[float, Callable[[], None]]] = (),
+        posts: Sequence[_Post] = (),
     ) -> None:
         """Compute for some seconds, and do something at some times within them, rising."""
-        since = self.cores.now_seconds
+        since = self.clock.now_seconds
 
-        def go_on(left: Sequence[tuple[float, Callable[[], None]]], done_seconds: float) -> None:
+        def go_on(left: Sequence[_Post], done_seconds: float) -> None:
             until = left[0][0] if left else seconds
 
             def reached() -> None:
@@ -257,10 +290,18 @@ class _Run:
                     go_on(left[1:], until)
                     return
                 self._note(rank, action, Lane.COMPUTE, since)
-                self._next(rank)
-                self._go_on(rank)
+                if action.kind in _BACKWARDS and not self.awaiting.has_all(
+                    rank, ((rank, action, batch, Lane.COPY),)
+                ):
+                    self.rest[rank] = finish
+                else:
+                    finish()
 
-            self.cores.begin(until - done_seconds, cores=1.0, then=reached)
+            self.clock.begin(until - done_seconds, cores=1.0, then=reached)
+
+        def finish() -> None:
+            self._next(rank)
+            self._go_on(rank)
 
         go_on(posts, 0.0)
 
@@ -282,40 +323,40 @@ class _Run:
         if rank in posted:
             return
         posted.add(rank)
-        if posted == {*members}:
-            links = self.costs.links
-            seconds = links.reduce_seconds(self.costs.bucket_bytes[bucket], len(members))
-            cores = links.reduce_cores(len(members))
-            self._queue(members, seconds, cores, lambda: self.summed.add((bucket, batch)))
+        if len(posted) == len(members):
+            size_bytes = self.costs.bucket_bytes[bucket]
+            transfer = self.costs.network.reduce(members, size_bytes)
+
+            def done(since: float) -> None:
+                self._note_moved(members, Lane.REDUCE, size_bytes, since)
+                self._come((bucket, batch))
+
+            self.queues.add(members, transfer, done)
 
     def _send(self, letter: _Letter) -> None:
         message, is_back, _ = letter
-        ends = (message.sender, message.receiver, is_back)
-        seconds = self.costs.links.message.seconds(self.costs.message_bytes(message, is_back))
-        cores = self.costs.links.message.cores
-        self._queue(ends, seconds, cores, lambda: self.here.add(letter))
+        ends = (message.sender, message.receiver)
+        sender, receiver = reversed(ends) if is_back else ends
+        size_bytes = self.costs.message_bytes(message, is_back)
+        transfer = self.costs.network.message(sender, receiver, size_bytes)
 
-    def _queue(self, key: object, seconds: float, cores: float, then: Callable[[], None]) -> None:
-        """Let something begin when what was queued before is done."""
-        queue = self.queues[key]
-        queue.append((seconds, cores, then))
-        if len(queue) == 1:
-            self._begin_first(queue)
+        def done(since: float) -> None:
+            self._note_moved((sender,), Lane.SEND, size_bytes, since)
+            self._come(letter)
 
-    def _begin_first(self, queue: deque[tuple[float, float, Callable[[], None]]]) -> None:
-        seconds, cores, then = queue[0]
+        self.queues.add((*ends, is_back), transfer, done)
 
-        def done() -> None:
-            queue.popleft()
-            if queue:
-                self._begin_first(queue)
-            then()
-            self._wake()
+    def _note_moved(
+        self, ranks: tuple[int, ...], lane: Lane, size_bytes: float, since: float
+    ) -> None:
+        if self.places[ranks[0]][0] == self.num_calls - 1:
+            seconds = self.clock.now_seconds - since
+            self.moved.append(Moved(ranks, lane, size_bytes, seconds))
 
-        self.cores.begin(seconds, cores=cores, then=done)
-
-    def _has_sums(self, rank: int, call: int) -> bool:
-        """Whether all sums are there that this rank's update of a call needs."""
-        holders = self.pipeline.holders(rank)
-        needed = ((bucket, call - self.lags[stages[0]]) for bucket, stages in holders.items())
-        return all(batch < 0 or (bucket, batch) in self.summed for bucket, batch in needed)
+    def _sums(self, rank: int, call: int) -> list[tuple[int, int]]:
+        """The sums that this rank's update of a call needs: of which bucket and batch."""
+        needed = (
+            (bucket, call - self.lags[stages[0]])
+            for bucket, stages in self.pipeline.holders(rank).items()
+        )
+        return [(bucket, batch) for bucket, batch in needed if batch >= 0]

@@ -96,7 +96,7 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages a rank holds, rising."""
-        return tuple(at for at, stage in enumerate(self.stages) if rank in stage.devices)
+        return self._stages_of.get(rank, ())
 
     def inputs(self, rank: int, stage: int, micro_batch: int) -> tuple[Message, ...]:
         """What a forward reads; within the rank too."""
@@ -134,6 +134,14 @@ class Pipeline:
             for bucket in buckets:
                 found[bucket].update(stage.devices)
         return {bucket: tuple(sorted(ranks)) for bucket, ranks in found.items() if len(ranks) > 1}
+
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for at, stage in enumerate(self.stages):
+            for rank in stage.devices:
+                found[rank].append(at)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def holders(self, rank: int) -> dict[int, tuple[int, ...]]:
         """For each bucket a rank must reduce, those of its stages that add to it, rising."""

@@ -10,8 +10,10 @@ the next then follows from the two cuts alone, for any numbers of replicas:
 so 7:1, 1:7 and 3:2 are no special cases, and a gradient takes its activation's way back.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -92,29 +94,34 @@ class Routing:
         self, source_stage: int, target_stage: int, micro_batch: int
     ) -> tuple[Message, ...]:
         """What the pieces of two stages have in common, in the order of the samples."""
-        return tuple(
-            Message(
-                source_stage,
-                target_stage,
-                micro_batch,
-                source.rank,
-                target.rank,
-                max(source.begin, target.begin),
-                min(source.end, target.end),
+        sources = self.pieces[source_stage][micro_batch]
+        targets = self.pieces[target_stage][micro_batch]
+        found: list[Message] = []
+        at = to = 0
+        while at < len(sources) and to < len(targets):  # both cover the same samples, in order
+            source, target = sources[at], targets[to]
+            begin, end = max(source.begin, target.begin), min(source.end, target.end)
+            found.append(
+                Message(
+                    source_stage, target_stage, micro_batch, source.rank, target.rank, begin, end
+                )
             )
-            for source in self.pieces[source_stage][micro_batch]
-            for target in self.pieces[target_stage][micro_batch]
-            if source.begin < target.end and target.begin < source.end
-        )
+            at += source.end == end
+            to += target.end == end
+        return tuple(found)
 
     def pieces_of(self, stage: int, rank: int) -> tuple[tuple[int, Piece], ...]:
         """A rank's pieces of a stage, each with its micro-batch."""
-        return tuple(
-            (micro_batch, piece)
-            for micro_batch, pieces in enumerate(self.pieces[stage])
-            for piece in pieces
-            if piece.rank == rank
-        )
+        return self._pieces_of.get((stage, rank), ())
+
+    @cached_property
+    def _pieces_of(self) -> dict[tuple[int, int], tuple[tuple[int, Piece], ...]]:
+        found: dict[tuple[int, int], list[tuple[int, Piece]]] = defaultdict(list)
+        for stage, micro_batches in enumerate(self.pieces):
+            for micro_batch, pieces in enumerate(micro_batches):
+                for piece in pieces:
+                    found[stage, piece.rank].append((micro_batch, piece))
+        return {key: tuple(own) for key, own in found.items()}
 
 
 def resplit(stages: Sequence[Stage], *, num_samples: int, num_micro_batches: int) -> Routing:

@@ -1,28 +1,65 @@
-"""Work that shares a machine's cores: when everything ends, if all are slowed alike.
+"""Work that shares cores and wires: when everything ends, if what shares something is slowed alike.
 
-More processes than cores take turns so quickly that each seems to run slower. So work is a fluid:
-whatever goes on at a time keeps some cores busy, and when that is more than there are, all of it
-goes on at `cores / wanted` of its speed.
+More processes than cores take turns so quickly that each seems to run slower, and so do messages on
+one wire. So work is a fluid: whatever goes on at a time wants so much of some resources, and where
+more is wanted than there is, all of it goes on at `there / wanted` of its speed; of several
+resources, the scarcest decides.
 
-    2 cores, 3 ranks that compute:  each goes on at 2/3 of its speed
+    2 cores, 3 ranks that compute:          each goes on at 2/3 of its speed
+    a message on wires a and b, one on b:   both go on at 1/2 of their speed
+
+Time passes from end to end. What begins or ends changes the speed only of what shares something
+with it, so thousands of devices that do not share cost no more than a few of them at a time.
 """
 
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 
-__all__ = ["SharedCores"]
+__all__ = ["SharedResources"]
 
 _NOTHING = 1e-12  # seconds; what is left of work that is done, by rounding
 
 
+class _Resource:
+    """Something that work wants.
+
+    Attributes:
+        wanted: of it, by all that goes on.
+        users: all that goes on, in the order it began.
+    """
+
+    def __init__(self, there: float) -> None:
+        self.there, self.wanted = there, 0.0
+        self.users: dict[_Work, float] = {}
+
+    @property
+    def speed(self) -> float:
+        return 1.0 if self.wanted <= self.there else self.there / self.wanted
+
+    def add(self, work: "_Work", wanted: float) -> None:
+        self.users[work] = wanted
+        self.wanted += wanted
+
+    def remove(self, work: "_Work") -> None:
+        self.wanted -= self.users.pop(work)
+        if not self.users:
+            self.wanted = 0.0  # without what rounding left
+
+
 class _Work:
-    """Something that goes on."""
+    """Something that goes on, at some speed since some time."""
 
-    def __init__(self, seconds: float, cores: float, then: Callable[[], None]) -> None:
-        self.left_seconds, self.cores, self.then = seconds, cores, then
+    def __init__(
+        self, number: int, seconds: float, resources: list[_Resource], then: Callable[[], None]
+    ) -> None:
+        self.number, self.left_seconds = number, seconds
+        self.resources, self.then = resources, then
+        self.speed, self.since_seconds = 0.0, 0.0
+        self.version = 0  # of its place among the ends
 
 
-class SharedCores:
+class SharedResources:
     """A clock, and all that goes on.
 
     Attributes:
@@ -36,29 +73,82 @@ class SharedCores:
         if not num_cores > 0:
             raise ValueError(f"num_cores is {num_cores}, must be more than 0")
         self.now_seconds = 0.0
-        self._num_cores = num_cores
-        self._going_on: list[_Work] = []
+        self._cores = None if math.isinf(num_cores) else _Resource(num_cores)
+        self._wires: dict[Hashable, _Resource] = {}
+        self._num_begun = 0
+        self._ends: list[tuple[float, int, int, _Work]] = []  # a heap; old versions do not count
+        self._changed: dict[_Resource, None] = {}  # whose users' speeds are to be found anew
 
-    def begin(self, seconds: float, *, cores: float, then: Callable[[], None]) -> None:
+    def begin(
+        self,
+        seconds: float,
+        *,
+        then: Callable[[], None],
+        cores: float = 0.0,
+        wires: Iterable[Hashable] = (),
+    ) -> None:
         """Let some work begin now.
 
         Args:
             seconds: that it takes alone.
-            cores: that it keeps busy.
             then: what to do when it is done.
+            cores: that it keeps busy.
+            wires: that it keeps busy, each whole.
         """
-        self._going_on.append(_Work(seconds, cores, then))
+        wanted: dict[_Resource, float] = {}
+        if cores and self._cores is not None:
+            wanted[self._cores] = cores
+        for name in wires:
+            wanted[self._wires.setdefault(name, _Resource(1.0))] = 1.0
+        work = _Work(self._num_begun, seconds, list(wanted), then)
+        self._num_begun += 1
+        work.since_seconds = self.now_seconds
+        for resource, share in wanted.items():
+            resource.add(work, share)
+            self._changed[resource] = None
+        if not wanted:
+            self._go(work, 1.0)
 
     def run(self) -> None:
         """Let time pass until nothing goes on any more."""
-        while self._going_on:
-            wanted = sum(work.cores for work in self._going_on)
-            speed = min(1.0, self._num_cores / wanted) if wanted else 1.0
-            passed = min(work.left_seconds for work in self._going_on)
-            self.now_seconds += passed / speed
-            for work in self._going_on:
-                work.left_seconds -= passed
-            done = [work for work in self._going_on if work.left_seconds <= _NOTHING]
-            self._going_on = [work for work in self._going_on if work.left_seconds > _NOTHING]
-            for work in done:
-                work.then()
+        while True:
+            work = self._next()
+            if work is None:
+                return
+            work.version += 1
+            for resource in work.resources:
+                resource.remove(work)
+                self._changed[resource] = None
+            work.then()
+
+    def _next(self) -> _Work | None:
+        """What ends next; time passes until then."""
+        while True:
+            while self._ends and self._ends[0][2] != self._ends[0][3].version:
+                heapq.heappop(self._ends)
+            # All that begins and ends at one time changes speeds once.
+            is_now = self._ends and self._ends[0][0] <= self.now_seconds + _NOTHING
+            if self._changed and not is_now:
+                self._find_speeds()
+                continue
+            if not self._ends:
+                return None
+            end_seconds, *_, work = heapq.heappop(self._ends)
+            self.now_seconds = max(self.now_seconds, end_seconds)
+            return work
+
+    def _find_speeds(self) -> None:
+        users = dict.fromkeys(work for resource in self._changed for work in resource.users)
+        self._changed.clear()
+        for work in users:
+            speed = min(resource.speed for resource in work.resources)
+            if speed != work.speed:
+                self._go(work, speed)
+
+    def _go(self, work: _Work, speed: float) -> None:
+        """Let work go on at another speed from now on."""
+        work.left_seconds -= (self.now_seconds - work.since_seconds) * work.speed
+        work.since_seconds, work.speed = self.now_seconds, speed
+        work.version += 1
+        end_seconds = self.now_seconds + max(0.0, work.left_seconds) / speed
+        heapq.heappush(self._ends, (end_seconds, work.number, work.version, work))

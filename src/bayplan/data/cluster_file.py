@@ -1,0 +1,222 @@
+"""`ClusterFile`: a cluster as people write it, each thing said once.
+
+Hosts that are alike stand once, with their number; a host's joints count its own devices from 0;
+the network between hosts is one entry; a kind of device may be a name in the catalogue. A file
+that says everything device by device, as a `Cluster` is written, is understood as well.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import msgspec
+
+from bayplan.data.cluster import MOST_DEVICES, Cluster, ClusterDevice, Host
+from bayplan.data.device import DeviceKind, Figure
+from bayplan.data.joins import parse_join
+from bayplan.data.joint import Join, Joint, Link, LinkKind
+
+__all__ = ["ClusterFile", "HostEntry", "JointEntry", "NetworkEntry"]
+
+
+class JointEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists."""
+
+    kind: LinkKind
+    joins: tuple[str | Join, ...]
+    latency_seconds: Figure
+    bandwidth_bytes_per_s: Figure
+    reduce_latency_seconds: Figure | None = None
+    reduce_bandwidth_bytes_per_s: Figure | None = None
+    is_duplex: bool = True
+
+    def joint(self, name: str, offsets: tuple[int, ...], num_devices: int) -> Joint:
+        """The joint among so many devices, once for each number that these begin with."""
+        joins: list[Join] = []
+        for at, join in enumerate(self.joins):
+            try:
+                joins.append(parse_join(join, num_devices) if isinstance(join, str) else join)
+            except ValueError as fault:
+                raise ValueError(f"{name}.joins[{at}] {fault}") from None
+        given = {field: getattr(self, field) for field in self.__struct_fields__}
+        joint = Joint(**(given | {"joins": tuple(joins)}))
+        joint.check(name, num_devices)  # here, where its place in the file is known
+        moved = tuple(_moved(join, offset) for offset in offsets for join in joins)
+        return msgspec.structs.replace(joint, joins=moved)
+
+
+class HostEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A `Host`, or several that are alike.
+
+    Attributes:
+        count: how many; several are named by a number each.
+        devices: how many of each kind, in this order.
+        joints: among these devices, which count from 0 here.
+    """
+
+    name: str
+    count: int = 1
+    memory_bytes: Figure
+    pinned_bytes: Figure | None = None
+    input_samples_per_s: Figure | None = None
+    copy_bytes_per_s: Figure | None = None
+    devices: dict[str, int] = {}
+    joints: tuple[JointEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, count in (("count", self.count), *self.devices.items()):
+            if not 1 <= count <= MOST_DEVICES:
+                raise ValueError(f"{name} is {count}, must be from 1 to {MOST_DEVICES}")
+        if self.joints and not self.devices:
+            raise ValueError("joints are of a host's own devices, which its `devices` must list")
+
+    @property
+    def num_devices(self) -> int:
+        """Of one of these hosts."""
+        return sum(self.devices.values())
+
+    def hosts(self) -> Iterator[Host]:
+        """Each of them."""
+        shared = {name: getattr(self, name) for name in Host.__struct_fields__ if name != "name"}
+        for index in range(self.count):
+            name = self.name if self.count == 1 else f"{self.name}-{index}"
+            yield Host(name=name, **shared)
+
+
+class NetworkEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What joins the hosts.
+
+    Attributes:
+        wires_per_host: network cards that a host's devices share evenly; each has the bandwidth.
+    """
+
+    wires_per_host: int = 1
+    latency_seconds: Figure
+    bandwidth_bytes_per_s: Figure
+    reduce_latency_seconds: Figure | None = None
+    reduce_bandwidth_bytes_per_s: Figure | None = None
+
+    def joint(self, devices_of_hosts: list[list[int]]) -> Joint:
+        """One joint, with a side for each card."""
+        if self.wires_per_host < 1:
+            raise ValueError(f"network.wires_per_host is {self.wires_per_host}, must be at least 1")
+        sides: list[tuple[int, ...]] = []
+        for devices in devices_of_hosts:
+            num_wires = min(self.wires_per_host, len(devices))
+            ends = [len(devices) * wire // num_wires for wire in range(num_wires + 1)]
+            sides += [tuple(devices[first:last]) for first, last in pairwise(ends)]
+        fields = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
+        return Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
+
+
+class ClusterFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """All of a cluster, as short as it may be said.
+
+    Attributes:
+        kinds: a full description, or the name of one in the catalogue; a kind that is not listed is
+            looked for in the catalogue by its own name.
+        devices: one by one, for hosts that do not list theirs.
+        network: joins hosts, if there are several.
+        links, joints: by the numbers of all devices, which count on from host to host.
+    """
+
+    schema: str = "bayplan/cluster"
+    version: int = 1
+    name: str
+    title: str = ""
+    kinds: dict[str, DeviceKind | str] = {}
+    hosts: tuple[HostEntry, ...]
+    devices: tuple[ClusterDevice, ...] = ()
+    network: NetworkEntry | None = None
+    links: tuple[Link, ...] = ()
+    joints: tuple[JointEntry, ...] = ()
+
+    def cluster(self, find_kind: Callable[[str], DeviceKind]) -> Cluster:
+        """The whole of it.
+
+        Args:
+            find_kind: looks a name up in a catalogue, and raises its own error.
+
+        Raises:
+            ValueError: with the place of what is wrong.
+        """
+        hosts = tuple(host for entry in self.hosts for host in entry.hosts())
+        devices, joints = self._devices_and_joints()
+        joints += [
+            entry.joint(f"joints[{at}]", (0,), len(devices)) for at, entry in enumerate(self.joints)
+        ]
+        of_hosts: dict[int, list[int]] = {}
+        for number, device in enumerate(devices):
+            of_hosts.setdefault(device.host, []).append(number)
+        if self.network is not None and len(of_hosts) > 1:
+            joints.append(self.network.joint(list(of_hosts.values())))
+        return Cluster(
+            name=self.name,
+            title=self.title,
+            kinds=self._kinds(devices, find_kind),
+            hosts=hosts,
+            devices=tuple(devices),
+            links=self.links,
+            joints=tuple(joints),
+        )
+
+    def times(self, number: int) -> "ClusterFile":
+        """So many of the same hosts, joined by the network.
+
+        Raises:
+            ValueError: if the file does not say what would join them.
+        """
+        if number > 1 and self.network is None:
+            raise ValueError(f"{self.name} has no network, which {number} of its hosts would need")
+        if self.devices or self.links or self.joints:
+            raise ValueError(f"{self.name} numbers its devices over all hosts; there is one of it")
+        replace = msgspec.structs.replace
+        hosts = tuple(replace(entry, count=entry.count * number) for entry in self.hosts)
+        title = f"{number} times {self.title}" if self.title else ""
+        return replace(self, name=f"{number}x{self.name}", title=title, hosts=hosts)
+
+    def _devices_and_joints(self) -> tuple[list[ClusterDevice], list[Joint]]:
+        if self.devices:
+            if any(entry.devices for entry in self.hosts):
+                raise ValueError("devices stand both under hosts and beside them; choose one")
+            return list(self.devices), []
+        total = sum(entry.count * entry.num_devices for entry in self.hosts)
+        if total > MOST_DEVICES:
+            raise ValueError(f"{total} devices, at most {MOST_DEVICES} are allowed")
+        devices: list[ClusterDevice] = []
+        joints: list[Joint] = []
+        host = 0
+        for at, entry in enumerate(self.hosts):
+            begin = len(devices)
+            for index in range(entry.count):
+                for kind, count in entry.devices.items():
+                    devices += [ClusterDevice(kind=kind, host=host + index)] * count
+            host += entry.count
+            offsets = tuple(begin + index * entry.num_devices for index in range(entry.count))
+            joints += [
+                joint.joint(f"hosts[{at}].joints[{index}]", offsets, entry.num_devices)
+                for index, joint in enumerate(entry.joints)
+            ]
+        return devices, joints
+
+    def _kinds(
+        self, devices: list[ClusterDevice], find_kind: Callable[[str], DeviceKind]
+    ) -> dict[str, DeviceKind]:
+        named = {**self.kinds}
+        for device in devices:
+            named.setdefault(device.kind, device.kind)
+        return {
+            name: find_kind(given) if isinstance(given, str) else given
+            for name, given in named.items()
+        }
+
+
+def _moved(join: Join, offset: int) -> Join:
+    return tuple(tuple(device + offset for device in side) for side in join)

@@ -1,0 +1,246 @@
+"""Which ways to split a model are worth a simulation: the best of each kind in the cost model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+from bayplan.data.chain import Chain
+from bayplan.data.plan import Stage
+from bayplan.planning.clusters.layout import Layout
+from bayplan.planning.clusters.partition import Partition, Partitioner
+from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.stage_tables import Passing, StageTables
+from bayplan.planning.clusters.training import DeviceMemory, Training
+
+__all__ = ["Estimate", "Search", "in_columns"]
+
+# Numbers that one solution of the dynamic programme may look at: some tenths of a second.
+_MOST_WORK = 4e7
+_MOST_UNITS = 128
+_SHARES = 1000  # in which unequal devices' parts of a batch are said
+_PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A split and its time in the cost model."""
+
+    split: Split
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What may be decided, and what that depends on.
+
+    Attributes:
+        chains: by kind; one under an empty name where kinds do not matter.
+        kinds: by device; empty where they do not matter.
+        memory: by kind; empty if it is no concern.
+        staleness: batches that backward may be behind.
+        passings: ways to pass that may be chosen, beside stale ones.
+        micro_batches: numbers of them that may be chosen; empty for any.
+    """
+
+    chains: Mapping[str, Chain]
+    kinds: Sequence[str]
+    memory: Mapping[str, DeviceMemory]
+    layout: Layout
+    training: Training
+    num_samples: int
+    staleness: int = 0
+    passings: Sequence[Passing] = (Passing.ONE_F_ONE_B, Passing.GPIPE)
+    micro_batches: Sequence[int] = ()
+    may_recompute: bool = True
+    tolerance: float = 0.005
+
+    @property
+    def num_devices(self) -> int:
+        """Of the row."""
+        return len(self.layout.order)
+
+    def estimates(self) -> list[Estimate]:
+        """All that is worth a look, the fastest first."""
+        found: dict[tuple[object, ...], Estimate] = {}
+        for unit in self.units:
+            for one in self._of_unit(unit):
+                if len(one.split.stages) == 1 and one.split.schedule not in self.passings:
+                    continue  # nothing lags there
+                key = _shape(one.split)
+                if key not in found or one.seconds < found[key].seconds:
+                    found[key] = one
+        return sorted(found.values(), key=lambda one: one.seconds)
+
+    def by_stages(self, like: Split) -> dict[int, Estimate]:
+        """For each number of stages the best, with micro-batches and schedule of another split."""
+        unit = gcd(*(len(stage.devices) for stage in like.stages))
+        units = [one for one in self.units if unit % one == 0 or one <= unit] or self.units
+        passing = Passing(like.schedule)
+        if len(like.stages) == 1 and passing is Passing.GPIPE:
+            passing = Passing.ONE_F_ONE_B  # for one stage they are the same
+        one = self.partitioner(min(units), like.num_micro_batches, passing)
+        return {
+            number: Estimate(self._split(found, passing, like.num_micro_batches), found.seconds)
+            for number, found in one.best_by_stages().items()
+        }
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Devices that replicas are counted in: one, unless there are too many devices."""
+        layers = len(next(iter(self.chains.values())).layers)
+        most = _MOST_UNITS
+        while most > 8 and self._work(most, layers) > _MOST_WORK:
+            most = most * 3 // 4
+        if self.num_devices <= most:
+            return (1,)
+        parts = {most} | {2**power for power in range(most.bit_length()) if 2**power <= most}
+        return tuple(sorted({self.num_devices // number for number in parts}))
+
+    def _work(self, num_units: int, layers: int) -> float:
+        width = self._width
+        is_tight = bool(self.memory) and width < layers
+        return num_units**2 / 2 * layers * width * (num_units / 2 if is_tight else 1)
+
+    @cached_property
+    def _width(self) -> int:
+        """The most layers that fit on a device with a sample at a time."""
+        least = self.partitioner(1, self.num_samples, Passing.ONE_F_ONE_B, num_units=1)
+        return max(1, least.width)
+
+    def _of_unit(self, unit: int) -> Iterator[Estimate]:
+        counts = [one for one in self.counts if self.num_samples // one >= unit]
+        for passing in self._ways:
+            usable = [1] if passing is Passing.STALE_SUM else counts
+            # Pipelines like many micro-batches, data parallel few: come from both ends.
+            seen: set[int] = set()
+            for row in (usable, usable[::-1]):
+                yield from self._of_counts(unit, passing, row, seen)
+
+    def _of_counts(
+        self, unit: int, passing: Passing, counts: Sequence[int], seen: set[int]
+    ) -> Iterator[Estimate]:
+        """The best for each number of micro-batches, until it gets slower and slower."""
+        least, num_slower = float("inf"), 0
+        for count in counts:
+            if count in seen or num_slower >= _PATIENCE:
+                return
+            seen.add(count)
+            found = self.partitioner(unit, count, passing).best()
+            for one in found:
+                yield Estimate(self._split(one, passing, count), one.seconds)
+            if found:
+                num_slower = 0 if found[0].seconds < least else num_slower + 1
+                least = min(least, found[0].seconds)
+
+    @cached_property
+    def _ways(self) -> tuple[Passing, ...]:
+        stale = (Passing.STALE, Passing.STALE_SUM) if self.staleness else ()
+        return (*self.passings, *stale)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches, the largest first: powers of 2, and between them."""
+        if self.micro_batches:
+            return tuple(sorted(set(self.micro_batches), reverse=True))
+        powers = [2**power for power in range(self.num_samples.bit_length())]
+        found = {*powers, *(3 * power for power in powers)}
+        return tuple(sorted((one for one in found if one <= self.num_samples), reverse=True))
+
+    def partitioner(
+        self, unit: int, count: int, passing: Passing, *, num_units: int | None = None
+    ) -> Partitioner:
+        """For some replicas at a time, micro-batches, and way to pass."""
+        row = [self.kinds[device] for device in self.layout.order] if self.kinds else []
+        tables = StageTables(
+            chains=self.chains,
+            kinds=row,
+            memory=self.memory,
+            layout=self.layout,
+            training=self.training,
+            passing=passing,
+            num_samples=self.num_samples,
+            num_micro_batches=count,
+            may_recompute=self.may_recompute,
+        )
+        most = len(self.layout.order)
+        if passing is Passing.STALE:
+            most = self.staleness + 1
+        elif passing is Passing.STALE_SUM:
+            most = 2  # with more, stages would wait for each other
+        return Partitioner(
+            tables=tables,
+            unit=unit,
+            num_units=self.num_devices // unit if num_units is None else num_units,
+            most_stages=most,
+            tolerance=self.tolerance,
+        )
+
+    def _split(self, one: Partition, passing: Passing, count: int) -> Split:
+        number = len(one.parts)
+        lags = tuple(range(number - 1, -1, -1)) if passing.is_stale else ()
+        return Split(
+            stages=tuple(
+                Stage(
+                    first=part.first,
+                    last=part.last,
+                    devices=self.layout.run(part.begin, part.number),
+                    shares=self.shares(self.layout.run(part.begin, part.number)),
+                )
+                for part in one.parts
+            ),
+            num_samples=self.num_samples,
+            num_micro_batches=count,
+            schedule=str(passing),
+            lags=lags if any(lags) else (),
+            recomputed=tuple(part.is_recomputed for part in one.parts),
+            partitioner="bayplan",
+        )
+
+    def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Parts of a batch, in proportion to how fast each device is."""
+        own = [self.kinds[device] for device in devices] if self.kinds else []
+        if len(set(own)) < 2:
+            return (1,) * len(devices)
+        seconds = {
+            kind: sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
+            / chain.num_samples
+            for kind, chain in self.chains.items()
+        }
+        fastest = min(seconds[kind] for kind in own)
+        return tuple(max(1, round(_SHARES * fastest / seconds[kind])) for kind in own)
+
+
+def in_columns(split: Split) -> Split | None:
+    """The same split with its stages close together, and their replicas far apart.
+
+    Where the replicas of all stages have a common number of columns, each column gets neighbours.
+    """
+    num_columns = gcd(*(len(stage.devices) for stage in split.stages))
+    if num_columns < 2 or len(split.stages) < 2:
+        return None
+    widths = [len(stage.devices) // num_columns for stage in split.stages]
+    row = [device for stage in split.stages for device in stage.devices]
+    stages: list[Stage] = []
+    before = 0
+    for stage, width in zip(split.stages, widths, strict=True):
+        devices = tuple(
+            row[column * sum(widths) + before + at]
+            for column in range(num_columns)
+            for at in range(width)
+        )
+        stages.append(
+            Stage(first=stage.first, last=stage.last, devices=devices, shares=stage.shares)
+        )
+        before += width
+    return replace(split, stages=tuple(stages))
+
+
+def _shape(split: Split) -> tuple[object, ...]:
+    """What tells splits apart."""
+    return (
+        tuple((stage.first, stage.last, len(stage.devices)) for stage in split.stages),
+        split.num_micro_batches,
+        split.schedule if len(split.stages) > 1 else "",
+        split.recomputed,
+    )

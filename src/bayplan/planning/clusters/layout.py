@@ -1,0 +1,133 @@
+"""`Layout`: devices in a row, close ones next to each other, and what runs of them take to talk.
+
+A stage gets a run of neighbours in this row, so its replicas are as close together as the network
+lets them, and so are stages that follow each other.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bayplan.simulating.network import Network
+
+__all__ = ["Layout", "MessageCost", "layout_of"]
+
+# Sizes of sums that are looked up; between them lines, for the best way changes with the size.
+_SIZES = np.array([0, *(4**power for power in range(5, 19))], dtype=float)
+_MOST_SENDERS = 64  # of a run, next to its end; farther ones share no wire with these
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """Of messages that all devices of a run send, or get, at once.
+
+    Attributes:
+        seconds_per_byte: of what one device sends.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, size_bytes: Any) -> Any:
+        """Of so many bytes per device; nothing for nothing."""
+        return np.where(
+            size_bytes > 0, self.latency_seconds + size_bytes * self.seconds_per_byte, 0.0
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Devices in a row.
+
+    Attributes:
+        network: between them.
+        order: the devices.
+        period: runs that begin so many places apart are alike; 0 if none are.
+    """
+
+    network: Network
+    order: tuple[int, ...]
+    period: int = 0
+    _sums: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    _messages: dict[tuple[int, int], MessageCost] = field(default_factory=dict)
+
+    def run(self, begin: int, number: int) -> tuple[int, ...]:
+        """The devices of a run."""
+        return self.order[begin : begin + number]
+
+    def sum_seconds(self, begin: int, number: int, size_bytes: Any) -> Any:
+        """What a sum of so many bytes takes over a run."""
+        if number < 2:
+            return 0.0 * size_bytes
+        key = self._key(begin, number)
+        if key not in self._sums:
+            devices = sorted(self.run(begin, number))
+            self._sums[key] = np.array(
+                [self.network.reduce(devices, size).alone_seconds for size in _SIZES]
+            )
+        known = self._sums[key]
+        largest = (known[-1] - known[-2]) / (_SIZES[-1] - _SIZES[-2])
+        return np.interp(size_bytes, _SIZES, known) + largest * np.maximum(
+            0.0, size_bytes - _SIZES[-1]
+        )
+
+    def message_cost(self, border: int, number: int) -> MessageCost:
+        """Of what goes over a border of the row, with so many devices on one side of it.
+
+        Each device before the border talks to the one as far behind it.
+        """
+        if not 0 < border < len(self.order):
+            return MessageCost(0.0, 0.0)
+        width = min(number, border, len(self.order) - border, _MOST_SENDERS)
+        key = self._key(border, width)
+        if key not in self._messages:
+            self._messages[key] = self._message_cost(border, width)
+        return self._messages[key]
+
+    def _message_cost(self, border: int, width: int) -> MessageCost:
+        size = float(2**20)
+        pairs = zip(self.run(border - width, width), self.run(border, width), strict=True)
+        at_once = [self.network.message(one, other, size) for one, other in pairs]
+        users = Counter(wire for one in at_once for wire in one.wires)
+        return MessageCost(
+            latency_seconds=max(one.latency_seconds for one in at_once),
+            seconds_per_byte=max(
+                one.seconds * max((users[wire] for wire in one.wires), default=1) / size
+                for one in at_once
+            ),
+        )
+
+    def _key(self, begin: int, number: int) -> tuple[int, int]:
+        return (begin % self.period if self.period else begin, number)
+
+
+def layout_of(
+    network: Network, num_devices: int, *, kinds: Sequence[str] = (), num_used: int | None = None
+) -> Layout:
+    """Put devices in a row by the network's levels, if it has any, else by their numbers.
+
+    Args:
+        network: between them.
+        num_devices: that there are, from 0.
+        kinds: of devices; those of one kind come together within each group.
+        num_used: at most, from the begin of the row.
+    """
+    named = kinds or ("",) * num_devices
+    places: list[list[int]] = [[] for _ in range(num_devices)]
+    levels = getattr(network, "levels", tuple)()
+    period = 0
+    for level in reversed(levels):
+        for index, group in enumerate(level.groups):
+            for device in group:
+                places[device].append(index)
+        sizes = {len(group) for group in level.groups}
+        # The largest groups below the whole are alike if they have one size.
+        if not period and len(level.groups) > 1 and len(sizes) == 1:
+            (period,) = sizes
+    order = sorted(range(num_devices), key=lambda one: (places[one], named[one], one))
+    if len(set(named)) > 1:
+        period = 0
+    return Layout(network, tuple(order)[:num_used], period)

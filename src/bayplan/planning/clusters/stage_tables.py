@@ -1,0 +1,297 @@
+"""What every possible stage costs, as tables, for one way to pass a batch through.
+
+A stage is layers `i` to `i + w`, the last one not included, on a run of devices. Rows are `i`,
+columns `w - 1`. A way to pass says how a stage's figures make a batch's time:
+
+    time = sum of `passing` over stages + the largest `staying`
+
+where `passing` is what a micro-batch takes to go through, once, and `staying` what a stage takes
+for all others behind it, with the part of its sum over replicas that nothing hides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+
+from bayplan.data.chain import Chain
+from bayplan.planning.clusters.layout import Layout
+from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.training import DeviceMemory, Training
+
+__all__ = ["Passing", "Run", "StageTable", "StageTables"]
+
+
+class Passing(StrEnum):
+    """How a batch passes the stages."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+    # With weights that are some batches old; batches follow each other without a gap.
+    STALE = "one-by-one"
+    # The same, but a batch's backward comes before the next one's forward, which hides its sum.
+    STALE_SUM = BACKWARD_FIRST
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether backward lags."""
+        return self in (Passing.STALE, Passing.STALE_SUM)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of devices.
+
+    Attributes:
+        begin: where it begins in the row.
+        number: of devices.
+    """
+
+    begin: int
+    number: int
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """All stages on one run.
+
+    Attributes:
+        passing, staying: seconds, if all is kept and if all is recomputed.
+        room: the most micro-batches in flight that fit, if all is kept and if all is recomputed;
+            0 if none does.
+    """
+
+    passing: np.ndarray
+    staying: np.ndarray
+    room: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTables:
+    """Tables by run, each made when it is first asked for.
+
+    Attributes:
+        chains: by kind; one under an empty name where kinds do not matter.
+        kinds: by place in the row; empty where they do not matter.
+        memory: by kind; empty if it is no concern.
+        layout: the row of devices.
+        passing: how a batch passes.
+        num_samples, num_micro_batches: of a batch.
+        may_recompute: whether a stage may repeat its forward.
+    """
+
+    chains: Mapping[str, Chain]
+    kinds: Sequence[str]
+    memory: Mapping[str, DeviceMemory]
+    layout: Layout
+    training: Training
+    passing: Passing
+    num_samples: int
+    num_micro_batches: int
+    may_recompute: bool = True
+    _tables: dict[object, StageTable] = field(default_factory=dict)
+
+    def table(self, run: Run) -> StageTable:
+        """Of all stages on a run."""
+        period = self.layout.period
+        # No message comes into the row at its begin or leaves it at its end.
+        is_at_end = run.begin + run.number == len(self.layout.order)
+        begin = run.begin % period if period else run.begin
+        key = (begin, run.number, run.begin == 0, is_at_end)
+        if key not in self._tables:
+            self._tables[key] = self._made(run)
+        return self._tables[key]
+
+    @cached_property
+    def num_layers(self) -> int:
+        """The same of all chains."""
+        return len(next(iter(self.chains.values())).layers)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest one."""
+        return -(-self.num_samples // self.num_micro_batches)
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """Each replica needs a sample of it."""
+        return self.num_samples // self.num_micro_batches
+
+    def shares(self, run: Run) -> dict[str, int]:
+        """By kind, the samples of a micro-batch that one device of a run takes.
+
+        In proportion to how fast a kind is with the whole chain.
+        """
+        counts: dict[str, int] = {}
+        for kind in self.kinds[run.begin : run.begin + run.number]:
+            counts[kind] = counts.get(kind, 0) + 1
+        if len(counts) < 2:
+            kind = next(iter(counts), next(iter(self.chains)))
+            return {kind: -(-self.micro_batch // run.number)}
+        speeds = {kind: self._speed(self.chains[kind]) for kind in counts}
+        whole = sum(speeds[kind] * number for kind, number in counts.items())
+        return {
+            kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts
+        }
+
+    def _speed(self, chain: Chain) -> float:
+        return 1 / max(1e-12, sum(chain.seconds(0, self.num_layers - 1, chain.num_samples)))
+
+    def _made(self, run: Run) -> StageTable:
+        """The slowest kind of a run decides about its seconds, the fullest about its memory."""
+        made = [
+            self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()
+        ]
+        return StageTable(
+            np.max([one.passing for one in made], axis=0),
+            np.max([one.staying for one in made], axis=0),
+            np.min([one.room for one in made], axis=0),
+        )
+
+    def _of_kind(self, run: Run, kind: str, samples: int) -> StageTable:
+        columns = self._columns(kind)
+        share = samples / columns.num_samples
+        forward, backward = (
+            fixed + (whole - fixed) * share
+            for whole, fixed in (
+                (columns.forward, columns.fixed_forward),
+                (columns.backward, columns.fixed_backward),
+            )
+        )
+        # The narrower side of a border decides; a stage knows its own side alone.
+        each_bytes = self.micro_batch / run.number / columns.num_samples
+        came = self.layout.message_cost(run.begin, run.number).seconds(
+            columns.input_bytes * each_bytes
+        )
+        gone = self.layout.message_cost(run.begin + run.number, run.number).seconds(
+            columns.output_bytes * each_bytes
+        )
+        sizes = StageSizes(
+            parameter_bytes=columns.parameters,
+            held_bytes=columns.held * share,
+            passing_bytes=columns.highest * share,
+            input_bytes=columns.input_bytes * share,
+            output_bytes=columns.output_bytes * share,
+        )
+        modes = [False, True] if self.may_recompute else [False]
+        passing, staying, room = [], [], []
+        for is_recomputed in modes:
+            compute = forward * (1 + is_recomputed) + backward
+            one, others = self._batch_seconds(
+                run, compute, backward, forward, came + gone, columns.parameters
+            )
+            passing.append(np.where(columns.exists, one, np.inf))
+            staying.append(np.where(columns.exists, others, np.inf))
+            room.append(self._room(run, kind, sizes, is_recomputed) * columns.exists)
+        return StageTable(np.array(passing), np.array(staying), np.array(room))
+
+    def _batch_seconds(
+        self,
+        run: Run,
+        compute: np.ndarray,
+        backward: np.ndarray,
+        forward: np.ndarray,
+        messages: np.ndarray,
+        parameters: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        training, count = self.training, self.num_micro_batches
+        gradients = parameters * training.gradient_per_parameter
+        number = np.clip(np.ceil(gradients / training.bucket_bytes), 1, training.most_buckets)
+        each = self.layout.sum_seconds(run.begin, run.number, gradients / number)
+        each = np.where(gradients > 0, each, 0.0)
+        # The last micro-batch's backward hides all but the last bucket.
+        hiding = backward * (number - 1) / number
+        bare = np.maximum(each, number * each - hiding)
+        update = parameters * training.update_seconds_per_byte
+        if self.passing is Passing.STALE_SUM:
+            # Stages wait for each other, but a sum has all of the next forward to hide behind.
+            return count * (compute + messages) + update, np.maximum(
+                0.0, number * each - hiding - forward
+            )
+        if self.passing is Passing.STALE:
+            # Between batches there is no wait, unless one batch is one message.
+            load = compute + messages if count == 1 else np.maximum(compute, messages)
+            return 0.0 * load, count * load + bare + update
+        # With 1F1B a stage has just as many micro-batches in flight as messages that take no time
+        # need, so their time is not hidden; GPipe has them all.
+        is_hidden = self.passing is Passing.GPIPE
+        load = np.maximum(compute, messages) if is_hidden else compute + messages
+        return load, (count - 1) * load + bare + update
+
+    def _room(
+        self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool
+    ) -> np.ndarray:
+        """The most stages from here on to the end, this one included, for which memory suffices."""
+        if not self.memory:
+            return np.full(sizes.parameter_bytes.shape, np.iinfo(np.int32).max)
+        usable = self.memory[kind].usable_bytes / (1 + self.training.allocator_slack)
+
+        def needed(stages_left: int) -> np.ndarray:
+            return needed_parts(
+                sizes,
+                self.training,
+                in_flight=self.in_flight(stages_left),
+                lag=stages_left - 1 if self.passing.is_stale else 0,
+                is_recomputed=is_recomputed,
+                is_replicated=run.number > 1,
+            ).total
+
+        # What each further stage behind this one adds is the same up to a bound.
+        first, second = needed(1), needed(2)
+        more = np.maximum(second - first, 1e-9)
+        room = np.where(first <= usable, 1 + np.floor((usable - first) / more), 0)
+        most = self.most_in_flight
+        if most is not None:
+            room = np.where(needed(most) <= usable, np.iinfo(np.int32).max, room)
+        return np.minimum(room, np.iinfo(np.int32).max).astype(np.int64)
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Stages from the end on from which on memory no longer grows; None if it always does."""
+        if self.passing is Passing.GPIPE:
+            return 1
+        return None if self.passing.is_stale else self.num_micro_batches
+
+    def in_flight(self, stages_left: int) -> int:
+        """Micro-batches in flight in a stage with so many from it to the end, itself included."""
+        count = self.num_micro_batches
+        if self.passing is Passing.GPIPE:
+            return count
+        if self.passing is Passing.STALE_SUM:
+            return max(1, (stages_left - 1) * count)
+        if self.passing is Passing.STALE:
+            return 1 + (stages_left - 1) * count
+        return min(count, stages_left)
+
+    @cached_property
+    def _columns(self) -> Callable[[str], "_Columns"]:
+        made = {kind: _Columns(chain) for kind, chain in self.chains.items()}
+        return made.__getitem__
+
+
+class _Columns:
+    """A chain's sums over all stages: rows are their first layers, columns their lengths less 1."""
+
+    def __init__(self, chain: Chain) -> None:
+        number = len(chain.layers)
+        self.num_samples = chain.num_samples
+        self.exists = np.add.outer(np.arange(number), np.arange(1, number + 1)) <= number
+        ends = np.minimum(number, np.add.outer(np.arange(number), np.arange(1, number + 1)))
+
+        def sums(name: str) -> np.ndarray:
+            before = np.concatenate([[0], np.cumsum([getattr(x, name) for x in chain.layers])])
+            return (before[ends] - before[:number, None]).astype(float)
+
+        self.forward, self.backward = sums("forward_seconds"), sums("backward_seconds")
+        self.fixed_forward = sums("fixed_forward_seconds")
+        self.fixed_backward = sums("fixed_backward_seconds")
+        self.parameters, self.held = sums("parameter_bytes"), sums("held_bytes")
+        sent = np.array([layer.sent_bytes for layer in chain.layers[:-1]] + [0], dtype=float)
+        self.output_bytes = sent[ends - 1]
+        self.input_bytes = np.concatenate([[0.0], sent[:-1]])[:, None] + 0 * self.forward
+        passing = np.array([layer.passing_bytes for layer in chain.layers], dtype=float)
+        padded = np.concatenate([passing, np.zeros(number)])
+        windows = np.lib.stride_tricks.sliding_window_view(padded, number)[:number]
+        self.highest = np.maximum.accumulate(windows, axis=1)

@@ -1,0 +1,211 @@
+"""`ClusterNetwork`: the `Network` of a described cluster."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from bayplan.data.cluster import Cluster
+from bayplan.data.wiring import Route, Wire, Wiring
+from bayplan.simulating.closeness import Level, levels_of
+from bayplan.simulating.network import Transfer
+from bayplan.simulating.rings import find_rings, ring_flows, ring_rate
+
+__all__ = ["ClusterNetwork"]
+
+# A wire that is less than half busy slows nothing down that goes on at once: two still fit.
+_BUSY = 0.5
+_MOST_KEPT = 2**20  # devices over all groups whose sums are kept
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How some devices may sum up.
+
+    Attributes:
+        busy: seconds of each wire for a byte of the sum.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+    busy: dict[str, float] = field(default_factory=dict)
+
+    def transfer(self, size_bytes: float) -> Transfer:
+        return Transfer(
+            latency_seconds=self.latency_seconds,
+            seconds=size_bytes * self.seconds_per_byte,
+            wires=self.wires,
+        )
+
+    @cached_property
+    def wires(self) -> tuple[str, ...]:
+        least = self.seconds_per_byte * _BUSY
+        return tuple(name for name, seconds in self.busy.items() if seconds > least)
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_seconds + size_bytes * self.seconds_per_byte
+
+
+class ClusterNetwork:
+    """What messages and sums take on a cluster's links.
+
+    A message takes the fastest way. A sum goes around rings of all its devices, or, over several
+    hosts, first within each host, then between hosts by as many rings as devices of a host take
+    part, or by trees, then back: whatever is the fastest for its size. Wires that a transfer keeps
+    busy less than half of its time are left out of it.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._wiring = Wiring(cluster)
+        self._ways: dict[tuple[int, ...], tuple[_Way, ...]] = {}
+        self._num_kept = 0
+
+    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
+        """From one device to another; nothing at all to itself."""
+        if sender == receiver:
+            return Transfer(latency_seconds=0.0, seconds=0.0)
+        route = self._wiring.route(sender, receiver)
+        rate = route.bandwidth_bytes_per_s
+        return Transfer(
+            latency_seconds=route.latency_seconds,
+            seconds=size_bytes / rate,
+            wires=_busy_wires(route.wires, rate),
+        )
+
+    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
+        """A sum that all of some devices get."""
+        ways = self._ways_of(tuple(devices))
+        return min(ways, key=lambda way: way.seconds(size_bytes)).transfer(size_bytes)
+
+    def host_copy(self, device: int, size_bytes: float, *, outward: bool = True) -> Transfer:
+        """Between a device and the memory of its host.
+
+        Raises:
+            ValueError: if the cluster does not say how fast that is.
+        """
+        host = self.cluster.hosts[self.cluster.devices[device].host]
+        if host.copy_bytes_per_s is None:
+            raise ValueError(
+                f"host {host.name} of cluster {self.cluster.name} has no copy_bytes_per_s, which a"
+                " copy between a device and it takes"
+            )
+        rate = host.copy_bytes_per_s.value
+        wires = self._wiring.near_wires(device, outward=outward)
+        return Transfer(
+            latency_seconds=0.0,
+            seconds=size_bytes / rate,
+            wires=_busy_wires(wires, rate),
+        )
+
+    def bandwidth_between(self, sender: int, receiver: int) -> float:
+        """Bytes/s of a large message that is alone; endless to itself."""
+        if sender == receiver:
+            return math.inf
+        return self._wiring.route(sender, receiver).bandwidth_bytes_per_s
+
+    def route(self, sender: int, receiver: int) -> Route:
+        """The way a message takes, to say why it takes so long."""
+        return self._wiring.route(sender, receiver)
+
+    def levels(self) -> tuple[Level, ...]:
+        """Which devices are close to each other, from the fastest links to the slowest."""
+        return self._levels
+
+    @cached_property
+    def _levels(self) -> tuple[Level, ...]:
+        return levels_of(self._wiring, len(self.cluster.devices))
+
+    @cached_property
+    def _places(self) -> list[tuple[int, ...]]:
+        """Of each device, its groups from the slowest level to the fastest: the order of rings."""
+        places: list[list[int]] = [[] for _ in self.cluster.devices]
+        for level in reversed(self._levels):
+            for index, group in enumerate(level.groups):
+                for device in group:
+                    places[device].append(index)
+        return [tuple(place) for place in places]
+
+    def _ways_of(self, devices: tuple[int, ...]) -> tuple[_Way, ...]:
+        found = self._ways.get(devices)
+        if found is not None:
+            return found
+        if len(set(devices)) < len(devices):
+            raise ValueError(f"a sum over {devices} counts a device twice")
+        ordered = sorted(devices, key=lambda device: (self._places[device], device))
+        ways = (self._ring(ordered), *self._by_hosts(ordered))
+        if self._num_kept + len(devices) > _MOST_KEPT:
+            self._ways.clear()
+            self._num_kept = 0
+        self._num_kept += len(devices)
+        self._ways[devices] = ways
+        return ways
+
+    def _ring(self, devices: Sequence[int]) -> _Way:
+        """Around rings of all devices."""
+        number = len(devices)
+        if number < 2:
+            return _Way(0.0, 0.0)
+        rings = find_rings(self._wiring, devices)
+        total = sum(ring.bytes_per_s for ring in rings)
+        moved = 2 * (number - 1) / number
+        busy: dict[str, float] = {}
+        step_seconds = 0.0
+        for ring in rings:
+            part = moved * ring.bytes_per_s / total
+            for wire, flows in ring_flows(self._wiring, [ring.devices]).items():
+                seconds = part * flows / wire.reduce_bytes_per_s
+                busy[wire.name] = busy.get(wire.name, 0.0) + seconds
+            step_seconds = max(step_seconds, self._step_seconds(ring.devices))
+        return _Way((number - 1) * step_seconds, moved / total, busy)
+
+    def _by_hosts(self, devices: Sequence[int]) -> tuple[_Way, ...]:
+        """Within hosts, between hosts, and back; nothing where one host has all."""
+        of_hosts: dict[int, list[int]] = {}
+        for device in devices:
+            of_hosts.setdefault(self.cluster.devices[device].host, []).append(device)
+        if len(of_hosts) == 1:
+            return ()
+        within = [self._ring(members) for members in of_hosts.values()]
+        num_rings = min(len(members) for members in of_hosts.values())
+        orders = [
+            [members[ring * len(members) // num_rings] for members in of_hosts.values()]
+            for ring in range(num_rings)
+        ]
+        flows = ring_flows(self._wiring, orders)
+        rate = ring_rate(flows)
+        num_hosts = len(of_hosts)
+        step_seconds = max(self._step_seconds(order) for order in orders)
+        # A tree sends everything once up and once down, and twice as many trees share the wires.
+        between = (
+            (num_hosts - 1, 2 * (num_hosts - 1) / num_hosts),
+            (math.ceil(math.log2(num_hosts)), 2.0),
+        )
+        ways: list[_Way] = []
+        for num_steps, moved in between:
+            part = moved / num_rings
+            busy = {
+                wire.name: part * number / wire.reduce_bytes_per_s for wire, number in flows.items()
+            }
+            for way in within:
+                for name, seconds in way.busy.items():
+                    busy[name] = busy.get(name, 0.0) + seconds
+            ways.append(
+                _Way(
+                    max(way.latency_seconds for way in within) + num_steps * step_seconds,
+                    max(way.seconds_per_byte for way in within) + part / rate,
+                    busy,
+                )
+            )
+        return tuple(ways)
+
+    def _step_seconds(self, order: Sequence[int]) -> float:
+        """All devices of a ring take a step at once, so the slowest hop decides."""
+        return max(
+            self._wiring.route(one, other).step_seconds
+            for one, other in zip(order, [*order[1:], order[0]], strict=True)
+        )
+
+
+def _busy_wires(wires: Sequence[Wire], rate: float) -> tuple[str, ...]:
+    return tuple(wire.name for wire in wires if rate > wire.bandwidth_bytes_per_s * _BUSY)

@@ -1,0 +1,132 @@
+"""Rings through devices: in which order they sum up, and how fast.
+
+Each of n devices sends 2 (n - 1) / n of all bytes to the next one. The narrowest wire decides, with
+as many parts as it has ways of the ring through it. Devices that are sorted by closeness pass each
+of the slow wires once, and one ring is all there is. Where pairs have links of their own, as in a
+cube of NVLinks, no order is given: rings are looked for one after the other in what the ones before
+have left, in both directions, as NCCL does.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from bayplan.data.wiring import Route, Wire, Wiring
+
+__all__ = ["Ring", "find_rings", "ring_flows", "ring_rate"]
+
+_MOST_SEARCHED = 16  # devices: those of one host
+_MOST_STEPS = 20_000  # of one search for a ring
+_MOST_RINGS = 12
+_WORTH = 0.05  # of what the rings before carry; less is not worth a ring of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """An order of devices and the bytes/s that go around."""
+
+    devices: tuple[int, ...]
+    bytes_per_s: float
+
+
+def ring_flows(wiring: Wiring, orders: Iterable[Sequence[int]]) -> Counter[Wire]:
+    """How many ways go through each wire, if some rings turn at once."""
+    return Counter(
+        wire for order in orders for route in _routes(wiring, order) for wire in route.wires
+    )
+
+
+def ring_rate(flows: Counter[Wire]) -> float:
+    """Bytes/s of each of these ways."""
+    return min(wire.reduce_bytes_per_s / number for wire, number in flows.items())
+
+
+def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
+    """Rings through all of some devices, which are sorted by closeness."""
+    plain = tuple(devices)
+    among = set(devices)
+    has_pairs = any(
+        other in among for device in devices for other in wiring.neighbours_by_pairs(device)
+    )
+    if not has_pairs or not 2 < len(devices) <= _MOST_SEARCHED:
+        return [Ring(devices=plain, bytes_per_s=ring_rate(ring_flows(wiring, [plain])))]
+    return _packed(wiring, plain)
+
+
+def _packed(wiring: Wiring, devices: tuple[int, ...]) -> list[Ring]:
+    left: dict[Wire, float] = {}
+    rings: list[Ring] = []
+    while len(rings) < _MOST_RINGS:
+        best = max(
+            (_rated(wiring, order, left) for order in _candidates(wiring, devices, left)),
+            key=lambda ring: ring.bytes_per_s,
+        )
+        if rings and best.bytes_per_s < _WORTH * sum(ring.bytes_per_s for ring in rings):
+            break
+        rings.append(best)
+        for wire, number in ring_flows(wiring, [best.devices]).items():
+            left[wire] = _left(left, wire) - number * best.bytes_per_s
+    return rings
+
+
+def _left(left: dict[Wire, float], wire: Wire) -> float:
+    return left.get(wire, wire.reduce_bytes_per_s)
+
+
+def _rated(wiring: Wiring, order: tuple[int, ...], left: dict[Wire, float]) -> Ring:
+    flows = ring_flows(wiring, [order])
+    rate = min(_left(left, wire) / number for wire, number in flows.items())
+    return Ring(devices=order, bytes_per_s=max(0.0, rate))
+
+
+def _candidates(
+    wiring: Wiring, devices: tuple[int, ...], left: dict[Wire, float]
+) -> list[tuple[int, ...]]:
+    """The plain order, and the first ring of links that are as wide as can be."""
+    rates = {
+        (one, other): min(_left(left, wire) for wire in wiring.route(one, other).wires)
+        for one in devices
+        for other in devices
+        if one != other
+    }
+    found = [devices]
+    for least in sorted({rate for rate in rates.values() if rate > 0}, reverse=True):
+        order = _cycle(devices, {pair for pair, rate in rates.items() if rate >= least})
+        if order is not None:
+            found.append(order)
+            break
+    return found
+
+
+def _cycle(devices: tuple[int, ...], joined: set[tuple[int, int]]) -> tuple[int, ...] | None:
+    """A ring along pairs that are joined; None if there is none, or it is not found in time."""
+    after = {one: [other for other in devices if (one, other) in joined] for one in devices}
+    if not all(after.values()):
+        return None
+    steps = 0
+    order, seen = [devices[0]], {devices[0]}
+    ways = [iter(after[devices[0]])]
+    while ways:
+        steps += 1
+        if steps > _MOST_STEPS:
+            return None
+        device = next((other for other in ways[-1] if other not in seen), None)
+        if device is None:
+            ways.pop()
+            seen.discard(order.pop())
+            continue
+        order.append(device)
+        seen.add(device)
+        ways.append(iter(after[device]))
+        if len(order) == len(devices):
+            if devices[0] in after[device]:
+                return tuple(order)
+            ways.pop()
+            seen.discard(order.pop())
+    return None
+
+
+def _routes(wiring: Wiring, order: Sequence[int]) -> Iterable[Route]:
+    around = chain(pairwise(order), [(order[-1], order[0])])
+    return (wiring.route(one, other) for one, other in around)

@@ -9,16 +9,17 @@ from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
+from bayplan.planning.clusters.speeds import shares_by_speed
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
 from bayplan.planning.clusters.training import DeviceMemory, Training
 
-__all__ = ["Estimate", "Search", "in_columns"]
+__all__ = ["Estimate", "Search", "counts_up_to", "in_columns"]
 
 # Numbers that one solution of the dynamic programme may look at: some tenths of a second.
 _MOST_WORK = 4e7
 _MOST_UNITS = 128
-_SHARES = 1000  # in which unequal devices' parts of a batch are said
+_MOST_STALE = 16  # micro-batches where batches overlap: more hide no more
 _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
 
 
@@ -111,7 +112,10 @@ class Search:
     def _of_unit(self, unit: int) -> Iterator[Estimate]:
         counts = [one for one in self.counts if self.num_samples // one >= unit]
         for passing in self._ways:
-            usable = [1] if passing is Passing.STALE_SUM else counts
+            usable = counts
+            if passing.is_stale:
+                most = 1 if passing is Passing.STALE_SUM else _MOST_STALE
+                usable = [one for one in counts if one <= most]
             # Pipelines like many micro-batches, data parallel few: come from both ends.
             seen: set[int] = set()
             for row in (usable, usable[::-1]):
@@ -129,9 +133,9 @@ class Search:
             found = self.partitioner(unit, count, passing).best()
             for one in found:
                 yield Estimate(self._split(one, passing, count), one.seconds)
-            if found:
-                num_slower = 0 if found[0].seconds < least else num_slower + 1
-                least = min(least, found[0].seconds)
+            seconds = found[0].seconds if found else float("inf")
+            num_slower = 0 if seconds < least else num_slower + 1
+            least = min(least, seconds)
 
     @cached_property
     def _ways(self) -> tuple[Passing, ...]:
@@ -143,14 +147,13 @@ class Search:
         """Numbers of micro-batches, the largest first: powers of 2, and between them."""
         if self.micro_batches:
             return tuple(sorted(set(self.micro_batches), reverse=True))
-        powers = [2**power for power in range(self.num_samples.bit_length())]
-        found = {*powers, *(3 * power for power in powers)}
-        return tuple(sorted((one for one in found if one <= self.num_samples), reverse=True))
+        return counts_up_to(self.num_samples)[::-1]
 
     def partitioner(
         self, unit: int, count: int, passing: Passing, *, num_units: int | None = None
     ) -> Partitioner:
         """For some replicas at a time, micro-batches, and way to pass."""
+        most_layers = None if num_units == 1 else self._width
         row = [self.kinds[device] for device in self.layout.order] if self.kinds else []
         tables = StageTables(
             chains=self.chains,
@@ -162,6 +165,7 @@ class Search:
             num_samples=self.num_samples,
             num_micro_batches=count,
             may_recompute=self.may_recompute,
+            most_layers=most_layers,
         )
         most = len(self.layout.order)
         if passing is Passing.STALE:
@@ -199,16 +203,21 @@ class Search:
 
     def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Parts of a batch, in proportion to how fast each device is."""
-        own = [self.kinds[device] for device in devices] if self.kinds else []
-        if len(set(own)) < 2:
+        if not self.kinds:
             return (1,) * len(devices)
-        seconds = {
-            kind: sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
-            / chain.num_samples
-            for kind, chain in self.chains.items()
-        }
-        fastest = min(seconds[kind] for kind in own)
-        return tuple(max(1, round(_SHARES * fastest / seconds[kind])) for kind in own)
+        return shares_by_speed(devices, lambda device: self.chains[self.kinds[device]])
+
+
+def counts_up_to(most: int) -> tuple[int, ...]:
+    """Numbers of micro-batches that are tried.
+
+    Example:
+        >>> counts_up_to(20)
+        (1, 2, 3, 4, 6, 8, 12, 16)
+    """
+    powers = [2**power for power in range(most.bit_length())]
+    found = {*powers, *(3 * power for power in powers)}
+    return tuple(sorted(one for one in found if one <= most))
 
 
 def in_columns(split: Split) -> Split | None:

@@ -81,6 +81,8 @@ class Partitioner:
     most_stages: int
     tolerance: float = 0.0
     _cheapest: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    # Whether it was seen that in flight more than one micro-batch matters: then it mostly does.
+    _is_tight: list[bool] = field(default_factory=list)
 
     def best(self) -> list[Partition]:
         """The best one first, and others that were found on the way; none if nothing fits."""
@@ -126,27 +128,25 @@ class Partitioner:
         return int(max((np.flatnonzero(one).max() + 1 for one in fits if one.any()), default=0))
 
     def _swept(self) -> Iterator[Partition]:
-        """All that is the best below some bound."""
+        """The best below some bounds, until none can be better by more than the tolerance."""
         lowest = self._narrowest()
         if lowest is None:
             return
-        free = self._solved(math.inf)
-        assert free is not None, "what is found with a bound is found without"
         tight = self._solved(lowest * (1 + 1e-9))
-        found = [one for one in (free, tight) if one is not None]
-        yield from found
-        least = min(one.seconds for one in found)
+        assert tight is not None, "a bound that something stays below"
+        yield tight
+        least = tight.seconds
+        free = self._relaxed(math.inf)
+        assert free is not None, "what is found with a bound is found without"
         # Whatever stays longer than this is slower than what is known.
-        bound = min(least - free.passing_seconds, free.staying_seconds * (1 - 1e-9))
-        steps = max(1e-9, self.tolerance)
-        while bound > lowest * (1 + 1e-9):
+        bound, steps = least - free.passing_seconds, max(1e-9, self.tolerance)
+        passing = free.passing_seconds
+        while bound > lowest * (1 + 1e-9) and passing + lowest < least * (1 - self.tolerance):
             one = self._solved(bound)
             if one is None:
                 return
             yield one
-            least = min(least, one.seconds)
-            if one.passing_seconds + lowest >= least:
-                return
+            least, passing = min(least, one.seconds), one.passing_seconds
             bound = min(bound, one.staying_seconds) * (1 - steps)
 
     def _narrowest(self) -> float | None:
@@ -156,13 +156,15 @@ class Partitioner:
             return None
         if self._fits(one):
             return one.staying_seconds
+        self._is_tight.append(True)
         exact = self._by_stages(math.inf, is_largest=True)
         return min((found.staying_seconds for found in exact.values()), default=None)
 
     def _solved(self, bound: float) -> Partition | None:
-        one = self._relaxed(bound)
-        if one is None or self._fits(one):
-            return one
+        if not self._is_tight:
+            one = self._relaxed(bound)
+            if one is None or self._fits(one):
+                return one
         found = self._by_stages(bound)
         return min(found.values(), key=lambda each: each.passing_seconds, default=None)
 
@@ -245,9 +247,7 @@ class Partitioner:
         for k in range(1, most + 1):
             d = int(ends[:, k, 0].argmin())
             if np.isfinite(ends[d, k, 0]):
-                found[k] = self._rebuilt(
-                    d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k
-                )
+                found[k] = self._rebuilt(d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k)
         return found
 
     def _rebuilt(self, d: int, choice: _Choice, k: int = 0) -> Partition:

@@ -1,19 +1,26 @@
-"""The planner of whole clusters: candidates from the cost model, the verdict from the simulation."""
+"""The planner of clusters: candidates from the cost model, the verdict from the simulation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bayplan.data.chain import Chain
 from bayplan.data.cluster import Cluster
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.judgement import Judgement, MemoryNeed
-from bayplan.data.plan import Stage
 from bayplan.planning.clusters.candidates import Estimate, Search, in_columns
 from bayplan.planning.clusters.judging import Chains, Memory, chain_finder, judge, split_memory
 from bayplan.planning.clusters.layout import layout_of
+from bayplan.planning.clusters.references import (
+    DATA_PARALLEL,
+    EVEN_PIPELINE,
+    data_parallel,
+    even_pipeline,
+    smallest_that_fits,
+)
 from bayplan.planning.clusters.refusing import refusal
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.stage_tables import Passing
+from bayplan.planning.clusters.timing import simulated_work
 from bayplan.planning.clusters.training import DeviceMemory, Training
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network
@@ -21,9 +28,9 @@ from bayplan.simulating.network import Network
 __all__ = ["Candidate", "ClusterPlan", "memory_of", "plan_cluster", "plan_on"]
 
 PLAN = "plan"
-DATA_PARALLEL = "pure data parallel"
-EVEN_PIPELINE = "even pipeline"
-_MOST_MICRO_BATCHES = 64  # that are simulated; the time of more follows from these
+_MOST_MICRO_BATCHES = 32  # that are simulated; the time of more follows from these
+_MOST_WORK = 25_000  # micro-batches on devices that candidates may have simulated together
+_LEAST_JUDGED = 2
 _AS_FAST = 0.001  # by which part of its time one may be slower and still be chosen
 _MOST_BY_STAGES = 6  # numbers of stages that get an alternative of their own
 
@@ -167,15 +174,12 @@ class _Planning:
         estimates = self.search.estimates()
         if not estimates:
             raise refusal(self.search)
-        judged = [self._judged(one, "") for one in self._chosen(estimates)]
+        judged = list(self._afforded(self._chosen(estimates), _LEAST_JUDGED, _MOST_WORK))
         judged += [one for each in judged[:2] for one in self._columns(each)]
         known = {_devices(one.split) for one in judged}
-        judged += [
-            self._judged(one, "")
-            for one in self._by_stages(estimates)
-            if _devices(one.split) not in known
-        ]
-        references = [*self._data_parallel(), *self._even_pipeline()]
+        others = (one for one in self._by_stages(estimates) if _devices(one.split) not in known)
+        judged += self._afforded(others, 0, _MOST_WORK / 2)
+        references = list(self._references())
         possible = [one for one in (*judged, *references) if one.is_possible]
         best = _best(possible)
         ranked = sorted((one for one in possible if one is not best), key=_seconds)
@@ -196,10 +200,22 @@ class _Planning:
                 number += 1
                 yield one
 
+    def _afforded(
+        self, estimates: Iterable[Estimate], least: int, most_work: float
+    ) -> Iterator[Candidate]:
+        """Simulations of as many as can be had for some work, but of some in any case."""
+        work = 0.0
+        for number, one in enumerate(estimates):
+            work += simulated_work(one.split, _MOST_MICRO_BATCHES)
+            if number >= least and work > most_work:
+                return
+            yield self._judged(one, "")
+
     def _columns(self, one: Candidate) -> Iterator[Candidate]:
         """The same with stages close together, where devices are alike."""
         moved = None if self.search.kinds else in_columns(one.split)
-        if moved is not None:
+        is_cheap = simulated_work(one.split, _MOST_MICRO_BATCHES) < _MOST_WORK / 4
+        if moved is not None and is_cheap:
             yield self._judged(Estimate(moved, one.judgement.seconds), "stages close together")
 
     def _by_stages(self, estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -214,57 +230,26 @@ class _Planning:
                 found[number] = one
         return sorted(found.values(), key=lambda one: one.seconds)[:_MOST_BY_STAGES]
 
-    def _data_parallel(self) -> Iterator[Candidate]:
-        """All layers on all devices, in as few micro-batches as fit."""
-        row = self.search.layout.order[: self.search.num_samples]
-        stage = Stage(
-            first=0,
-            last=len(next(iter(self.search.chains.values())).layers) - 1,
-            devices=row,
-            shares=self.search.shares(row),
+    def _references(self) -> Iterator[Candidate]:
+        """What a plan is compared with; maybe it does not fit."""
+        search = self.search
+        chain, row = next(iter(search.chains.values())), search.layout.order
+        plain = (
+            (
+                DATA_PARALLEL,
+                data_parallel(chain, row, search.num_samples, shares=search.shares(row)),
+            ),
+            (EVEN_PIPELINE, even_pipeline(chain, row, search.num_samples)),
         )
-        plain = Split(
-            stages=(stage,), num_samples=self.search.num_samples, partitioner=DATA_PARALLEL
-        )
-        yield self._smallest(plain, DATA_PARALLEL)
-
-    def _even_pipeline(self) -> Iterator[Candidate]:
-        """A stage for each device, of about equal seconds."""
-        row = self.search.layout.order
-        chain = next(iter(self.search.chains.values()))
-        number = min(len(row), len(chain.layers))
-        if number < 2:
-            return
-        lasts = even_lasts(chain, number)
-        stages = tuple(
-            Stage(first=first, last=last, devices=(device,), shares=(1,))
-            for first, last, device in zip(
-                [0, *(one + 1 for one in lasts)], lasts, row, strict=False
-            )
-        )
-        plain = Split(
-            stages=stages,
-            num_samples=self.search.num_samples,
-            num_micro_batches=min(self.search.num_samples, 4 * len(stages)),
-            partitioner=EVEN_PIPELINE,
-        )
-        yield self._smallest(plain, EVEN_PIPELINE)
-
-    def _smallest(self, plain: Split, name: str) -> Candidate:
-        """With as few micro-batches as fit; if none do, with as many as there can be."""
-        most = self.search.num_samples // max(len(stage.devices) for stage in plain.stages)
-        counts = sorted(one for one in self.search.counts if plain.num_micro_batches <= one <= most)
-        split = plain
-        for count in counts or [plain.num_micro_batches]:
-            split = replace(plain, num_micro_batches=count)
-            if all(need.fits for need in self._memory(split)):
-                break
-            if self.search.may_recompute:
-                repeated = replace(split, recomputed=(True,) * len(split.stages))
-                if all(need.fits for need in self._memory(repeated)):
-                    split = repeated
-                    break
-        return self._judged(Estimate(split, 0.0), name, is_estimate=False)
+        for name, split in plain:
+            if split is not None:
+                least = smallest_that_fits(
+                    split,
+                    search.counts,
+                    lambda one: all(need.fits for need in self._memory(one)),
+                    may_recompute=search.may_recompute,
+                )
+                yield self._judged(Estimate(least, 0.0), name, is_estimate=False)
 
     def _memory(self, split: Split) -> tuple[MemoryNeed, ...]:
         return split_memory(
@@ -305,27 +290,6 @@ class _Planning:
             has_interval=has_interval,
             most_micro_batches=_MOST_MICRO_BATCHES,
         )
-
-
-def even_lasts(chain: Chain, number: int) -> list[int]:
-    """The last layers of stages of about equal seconds, each with a layer at least.
-
-    Example:
-        >>> from bayplan.data.chain import Layer
-        >>> layers = [Layer(name=str(s), forward_seconds=s, backward_seconds=0.0)
-        ...     for s in (1.0, 1.0, 2.0)]
-        >>> even_lasts(Chain(name="c", num_samples=1, layers=layers, source="guess"), 2)
-        [1, 2]
-    """
-    seconds = [one.forward_seconds + one.backward_seconds for one in chain.layers]
-    total, passed, lasts = sum(seconds), 0.0, []
-    for at, own in enumerate(seconds):
-        passed += own
-        left_layers, left_stages = len(seconds) - 1 - at, number - len(lasts) - 1
-        is_due = passed >= total * (len(lasts) + 1) / number - own / 2
-        if left_stages and (left_layers == left_stages or (is_due and left_layers > left_stages)):
-            lasts.append(at)
-    return [*lasts, len(seconds) - 1]
 
 
 def _seconds(one: Candidate) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from bayplan.data.chain import Chain
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.speeds import speed_of
 from bayplan.planning.clusters.training import DeviceMemory, Training
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
@@ -80,6 +81,7 @@ class StageTables:
         passing: how a batch passes.
         num_samples, num_micro_batches: of a batch.
         may_recompute: whether a stage may repeat its forward.
+        most_layers: of a stage; None for any number.
     """
 
     chains: Mapping[str, Chain]
@@ -91,6 +93,7 @@ class StageTables:
     num_samples: int
     num_micro_batches: int
     may_recompute: bool = True
+    most_layers: int | None = None
     _tables: dict[object, StageTable] = field(default_factory=dict)
 
     def table(self, run: Run) -> StageTable:
@@ -130,20 +133,13 @@ class StageTables:
         if len(counts) < 2:
             kind = next(iter(counts), next(iter(self.chains)))
             return {kind: -(-self.micro_batch // run.number)}
-        speeds = {kind: self._speed(self.chains[kind]) for kind in counts}
+        speeds = {kind: speed_of(self.chains[kind]) for kind in counts}
         whole = sum(speeds[kind] * number for kind, number in counts.items())
-        return {
-            kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts
-        }
-
-    def _speed(self, chain: Chain) -> float:
-        return 1 / max(1e-12, sum(chain.seconds(0, self.num_layers - 1, chain.num_samples)))
+        return {kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts}
 
     def _made(self, run: Run) -> StageTable:
         """The slowest kind of a run decides about its seconds, the fullest about its memory."""
-        made = [
-            self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()
-        ]
+        made = [self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()]
         return StageTable(
             np.max([one.passing for one in made], axis=0),
             np.max([one.staying for one in made], axis=0),
@@ -220,9 +216,7 @@ class StageTables:
         load = np.maximum(compute, messages) if is_hidden else compute + messages
         return load, (count - 1) * load + bare + update
 
-    def _room(
-        self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool
-    ) -> np.ndarray:
+    def _room(self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool) -> np.ndarray:
         """The most stages from here on to the end, this one included, for which memory suffices."""
         if not self.memory:
             return np.full(sizes.parameter_bytes.shape, np.iinfo(np.int32).max)
@@ -267,18 +261,20 @@ class StageTables:
 
     @cached_property
     def _columns(self) -> Callable[[str], "_Columns"]:
-        made = {kind: _Columns(chain) for kind, chain in self.chains.items()}
+        made = {kind: _Columns(chain, self.most_layers) for kind, chain in self.chains.items()}
         return made.__getitem__
 
 
 class _Columns:
     """A chain's sums over all stages: rows are their first layers, columns their lengths less 1."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, most_layers: int | None) -> None:
         number = len(chain.layers)
+        width = min(number, most_layers or number)
         self.num_samples = chain.num_samples
-        self.exists = np.add.outer(np.arange(number), np.arange(1, number + 1)) <= number
-        ends = np.minimum(number, np.add.outer(np.arange(number), np.arange(1, number + 1)))
+        ends = np.add.outer(np.arange(number), np.arange(1, width + 1))
+        self.exists = ends <= number
+        ends = np.minimum(number, ends)
 
         def sums(name: str) -> np.ndarray:
             before = np.concatenate([[0], np.cumsum([getattr(x, name) for x in chain.layers])])
@@ -292,6 +288,6 @@ class _Columns:
         self.output_bytes = sent[ends - 1]
         self.input_bytes = np.concatenate([[0.0], sent[:-1]])[:, None] + 0 * self.forward
         passing = np.array([layer.passing_bytes for layer in chain.layers], dtype=float)
-        padded = np.concatenate([passing, np.zeros(number)])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, number)[:number]
+        padded = np.concatenate([passing, np.zeros(width)])
+        windows = np.lib.stride_tricks.sliding_window_view(padded, width)[:number]
         self.highest = np.maximum.accumulate(windows, axis=1)

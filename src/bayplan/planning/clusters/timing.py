@@ -7,13 +7,15 @@ shorter batches are simulated, and what the longer of them takes more is added f
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 from bayplan.data.record import Lane
+from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.split_costs import SplitCosts
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.simulating.network import Network, Transfer
 
-__all__ = ["Timed", "Times"]
+__all__ = ["Timed", "Times", "simulated_work"]
 
 _MORE = 16  # micro-batches that the longer of two short batches has more
 
@@ -69,12 +71,9 @@ class Timed:
     @cached_property
     def _shorter(self) -> tuple[SplitCosts, SplitCosts] | None:
         """Two batches that stand for a long one."""
-        split, most = self.costs.split, self.most_micro_batches
-        if most is None or any(split.lags) or split.num_micro_batches <= most:
-            return None
-        # Until the last stage has work, and back, no micro-batch is like another.
-        least = max(most, len(split.stages) + 2 * _MORE)
-        if split.num_micro_batches <= least:
+        split = self.costs.split
+        least = _longer(split, self.most_micro_batches)
+        if least is None:
             return None
         size = -(-split.num_samples // split.num_micro_batches)
         short, longer = (
@@ -86,6 +85,34 @@ class Timed:
             for count in (least - _MORE, least)
         )
         return short, longer
+
+
+def _longer(split: Split, most_micro_batches: int | None) -> int | None:
+    """The micro-batches of the longer of two batches that stand for one; None if none do."""
+    if most_micro_batches is None or any(split.lags):
+        return None
+    # Until the last stage has work, and back, no micro-batch is like another.
+    least = max(most_micro_batches, len(split.stages) + 2 * _MORE)
+    return least if split.num_micro_batches > least else None
+
+
+def simulated_work(split: Split, most_micro_batches: int | None) -> int:
+    """About how many micro-batches on devices a simulation looks at.
+
+    Example:
+        >>> from bayplan.data.plan import Stage
+        >>> stage = Stage(first=0, last=0, devices=(0, 1, 2), shares=(1, 1, 1))
+        >>> one = Split(stages=(stage,), num_samples=600, num_micro_batches=10)
+        >>> simulated_work(one, 32), simulated_work(replace(one, num_micro_batches=200), 32)
+        (10, 50)
+    """
+    # Replicas are simulated once for each column.
+    num_ranks = sum(split.replicas) // gcd(*split.replicas)
+    longer = _longer(split, most_micro_batches)
+    if longer is not None:
+        return num_ranks * (2 * longer - _MORE)
+    num_batches = 2 * max(split.lags) + 4 if any(split.lags) else 1
+    return num_ranks * split.num_micro_batches * num_batches
 
 
 def _times(costs: SplitCosts, compute: float, links: float) -> Times:

@@ -1,0 +1,347 @@
+"""Why a split is as fast as it is, found by taking its reasons away one by one.
+
+The way from pure data parallel to a split leads over splits that differ in one thing each, all of
+them simulated:
+
+    data parallel, as it fits            -> without a limit of memory           smaller memory
+    its sums over replicas               -> those of the split, not stale       removed sums
+    the rest of its time, without sums   -> of the split, not stale             pipelining
+    the split, not stale                 -> as it is                            staleness
+
+What the four save adds up to the whole difference. Pipelining alone mostly costs: all that is
+computed is computed anyway, and stages wait for each other. Staleness saves sums, as it lets them
+go on during the next batch, and waits between stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bayplan.data.errors import UsageError
+from bayplan.data.judgement import Binding, Judgement
+from bayplan.data.units import format_bytes, format_seconds
+from bayplan.data.why import Alternative, Gain, Why
+from bayplan.planning.clusters.candidates import counts_up_to
+from bayplan.planning.clusters.judging import Chains, Memory, chain_finder, judge, split_memory
+from bayplan.planning.clusters.planner import Candidate, ClusterPlan
+from bayplan.planning.clusters.references import data_parallel, smallest_that_fits
+from bayplan.planning.clusters.speeds import shares_by_speed
+from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.training import Training
+from bayplan.simulating.network import Network, Transfer
+
+__all__ = ["explain", "shape_of"]
+
+_IDLE = 0.02  # of its time that a device computes in and still counts as idle
+_HIDDEN = 0.5  # of a sum's wait that must be gone for it to be called hidden
+_ALL = 0.9  # of a gain that is called all of it
+_MOST_MICRO_BATCHES = 32
+_MOST_ALTERNATIVES = 12
+
+
+@dataclass(frozen=True)
+class _FreeSums:
+    """A network on which sums take no time."""
+
+    network: Network
+
+    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
+        return self.network.message(sender, receiver, size_bytes)
+
+    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
+        return Transfer(latency_seconds=0.0, seconds=0.0)
+
+
+def explain(
+    chains: Chains,
+    split: Split,
+    network: Network,
+    *,
+    num_devices: int | None = None,
+    kinds: Sequence[str] = (),
+    memory: Memory = None,
+    training: Training | None = None,
+    plan: ClusterPlan | None = None,
+    name: str = "plan",
+) -> Why:
+    """Take a split apart.
+
+    Args:
+        chains: the model on the one kind of device there is, or by kind.
+        split: to be explained; any partitioner's.
+        network: between devices.
+        num_devices: that data parallel would use; None for those of the split.
+        kinds: by device, the name of its kind; needed where there are several.
+        memory: of a device, or by kind; None if it is no concern.
+        training: how weights are trained.
+        plan: whose alternatives are told as well.
+        name: of the split.
+    """
+    if not split.stages:
+        raise UsageError("a split without stages cannot be explained")
+    own = _Explaining(chains, network, kinds, memory, training or Training())
+    judged = own.judged(split, memory=memory, has_interval=True)
+    used = sorted(device for stage in split.stages for device in stage.devices)
+    everyone = used if num_devices is None else list(range(num_devices))
+    gains, parallel = own.gains(split, judged.seconds, everyone)
+    return Why(
+        name=name,
+        shape=shape_of(split),
+        num_micro_batches=split.num_micro_batches,
+        schedule=split.schedule,
+        staleness=max(split.lags, default=0),
+        judgement=judged,
+        binding=_binding(chains, judged, kinds),
+        findings=tuple(_findings(split, judged, gains)),
+        data_parallel_seconds=parallel,
+        gains=gains,
+        alternatives=() if plan is None else tuple(_alternatives(plan, judged)),
+    )
+
+
+def shape_of(split: Split) -> str:
+    """Its devices by stage; where many stages have as many, once.
+
+    Example:
+        >>> from bayplan.data.plan import Stage
+        >>> stages = [Stage(first=at, last=at, devices=(at,), shares=(1,)) for at in range(8)]
+        >>> shape_of(Split(stages=tuple(stages), num_samples=8)), shape_of(
+        ...     Split(stages=tuple(stages[:2]), num_samples=8))
+        ('8 x 1', '1:1')
+    """
+    replicas = split.replicas
+    if len(replicas) > 4 and len(set(replicas)) == 1:
+        return f"{len(replicas)} x {replicas[0]}"
+    return ":".join(map(str, replicas))
+
+
+@dataclass(frozen=True)
+class _Explaining:
+    chains: Chains
+    network: Network
+    kinds: Sequence[str]
+    memory: Memory
+    training: Training
+
+    def judged(
+        self,
+        split: Split,
+        *,
+        network: Network | None = None,
+        memory: Memory = None,
+        has_interval: bool = False,
+    ) -> Judgement:
+        return judge(
+            self.chains,
+            split,
+            network or self.network,
+            kinds=self.kinds,
+            memory=memory,
+            training=self.training,
+            has_interval=has_interval,
+            most_micro_batches=_MOST_MICRO_BATCHES,
+        )
+
+    def seconds(self, split: Split, *, has_sums: bool = True) -> float:
+        network = self.network if has_sums else _FreeSums(self.network)
+        return self.judged(split, network=network).seconds
+
+    def gains(
+        self, split: Split, seconds: float, devices: Sequence[int]
+    ) -> tuple[tuple[Gain, ...], float | None]:
+        """What each thing saves, and data parallel's seconds if it fits."""
+        chain_of = chain_finder(self.chains, self.kinds)
+        ideal = data_parallel(
+            chain_of(devices[0]),
+            devices,
+            split.num_samples,
+            shares=shares_by_speed(devices, chain_of),
+        )
+        real = smallest_that_fits(ideal, counts_up_to(split.num_samples), self._fits)
+        real_fits = self._fits(real)
+        bare = self.seconds(ideal)
+        parallel = self.seconds(real) if real_fits else None
+        fresh = _fresh(split)
+        free, own = self.seconds(ideal, has_sums=False), self.seconds(fresh, has_sums=False)
+        with_sums = self.seconds(fresh) if fresh != split else seconds
+        gains = [
+            Gain(
+                name="smaller memory",
+                seconds=0.0 if parallel is None else parallel - bare,
+                note=_memory_note(real, real_fits),
+            ),
+            Gain(
+                name="removed sums",
+                seconds=(bare - free) - (with_sums - own),
+                note=f"waits for sums of {format_seconds(bare - free)} become"
+                f" {format_seconds(with_sums - own)}",
+            ),
+            Gain(
+                name="pipelining",
+                seconds=free - own,
+                note="stages wait for each other, or devices have other work"
+                if len(split.stages) > 1
+                else "all layers on all devices",
+            ),
+        ]
+        if fresh != split:
+            gains.append(self._staleness(split, seconds, with_sums, own))
+        return tuple(gains), parallel
+
+    def _staleness(self, split: Split, seconds: float, fresh: float, fresh_bare: float) -> Gain:
+        """What old weights save, and of that, by hiding sums."""
+        hidden = (fresh - fresh_bare) - (seconds - self.seconds(split, has_sums=False))
+        hidden = min(max(0.0, hidden), max(0.0, fresh - seconds))
+        return Gain(
+            name="staleness",
+            seconds=fresh - seconds,
+            note=f"weights are up to {_batches_old(max(split.lags))}; {format_seconds(hidden)} of it"
+            " are sums hidden behind the next batch",
+        )
+
+    def _fits(self, split: Split) -> bool:
+        needs = split_memory(
+            self.chains, split, kinds=self.kinds, memory=self.memory, training=self.training
+        )
+        return all(need.fits for need in needs)
+
+
+def _fresh(split: Split) -> Split:
+    """The same split where no backward lags."""
+    if not any(split.lags):
+        return split
+    return replace(split, lags=(), schedule="1f1b")
+
+
+def _batches_old(number: int) -> str:
+    """An age in words.
+
+    Example:
+        >>> _batches_old(1), _batches_old(2)
+        ('1 batch old', '2 batches old')
+    """
+    return f"{number} batch{'es' * (number > 1)} old"
+
+
+def _memory_note(real: Split, fits: bool) -> str:
+    if not fits:
+        return "data parallel does not fit; compared is what it would take if it did"
+    ways = []
+    if real.num_micro_batches > 1:
+        ways.append(f"needs {real.num_micro_batches} micro-batches to fit")
+    if any(real.recomputed):
+        ways.append("repeats its forward to fit")
+    return "data parallel " + (" and ".join(ways) or "fits as it is")
+
+
+def _binding(chains: Chains, judged: Judgement, kinds: Sequence[str]) -> str:
+    at, stage = judged.binding_stage, judged.stages[judged.binding_stage]
+    layers = chain_finder(chains, kinds)(stage.devices[0]).layers
+    span = f"{layers[stage.first].name} to {layers[stage.last].name}"
+    if stage.first == stage.last:
+        span = layers[stage.first].name
+    share = f"of {format_seconds(judged.seconds)}"
+    if judged.binding is Binding.MEMORY:
+        memory = stage.memory
+        return (
+            f"memory: stage {at} ({span}) needs {format_bytes(memory.total_bytes)}, a device has"
+            f" {format_bytes(memory.device_bytes)}"
+        )
+    if judged.binding is Binding.SUM:
+        return (
+            f"the sum of gradients of stage {at} ({span}) over {len(stage.devices)} devices:"
+            f" {format_seconds(stage.sum_seconds)} {share}"
+        )
+    if judged.binding is Binding.TRANSFER:
+        return (
+            f"the link from stage {at} to {at + 1}: messages behind {layers[stage.last].name} take"
+            f" {format_seconds(stage.transfer_seconds)} {share}"
+        )
+    return (
+        f"stage {at} ({span}) computes {format_seconds(stage.compute_seconds)} {share} on"
+        f" {len(stage.devices)} device{'s' * (len(stage.devices) > 1)}"
+    )
+
+
+def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> list[str]:
+    """What it comes down to."""
+    idle = [at for at, stage in enumerate(judged.stages) if max(stage.busy) < _IDLE]
+    working = [at for at in range(len(judged.stages)) if at not in idle]
+    found: list[str] = []
+    hides = _hides_sums(split, judged, gains)
+    if idle and len(working) == 1:
+        number = len(split.stages[working[0]].devices)
+        wasted = sum(len(split.stages[at].devices) for at in idle)
+        ways = "with a hidden all-reduce" if hides else "whose all-reduce is not hidden"
+        found.append(
+            f"this is {number}-way data parallel {ways}, no pipeline:"
+            f" {wasted} device{'s' * (wasted > 1)} idle"
+        )
+    elif idle:
+        names = ", ".join(map(str, idle))
+        found.append(f"stage {names} computes next to nothing; its devices are idle")
+    elif hides:
+        found.append("the all-reduce is hidden behind the next batch, which old weights allow")
+    staleness = next((gain for gain in gains if gain.name == "staleness"), None)
+    if staleness is not None:
+        total = sum(gain.seconds for gain in gains)
+        if staleness.seconds > 0 and staleness.seconds >= _ALL * total:
+            found.append("all that it gains over data parallel is bought with old weights")
+    if judged.bubble > 0.1:
+        found.append(f"even the busiest device does nothing for {judged.bubble:.0%} of the time")
+    if any(split.recomputed):
+        number = sum(split.recomputed)
+        found.append(f"{number} of {len(split.stages)} stages repeat their forward, for memory")
+    return found
+
+
+def _hides_sums(split: Split, judged: Judgement, gains: Sequence[Gain]) -> bool:
+    """Whether most of the longest sum has nobody waiting, thanks to old weights."""
+    if not any(split.lags):
+        return False
+    stage = max(judged.stages, key=lambda one: one.sum_seconds)
+    gained = sum(gain.seconds for gain in gains if gain.name == "staleness")
+    return gained > 0 and stage.sum_wait_seconds < _HIDDEN * stage.sum_seconds
+
+
+def _alternatives(plan: ClusterPlan, judged: Judgement) -> list[Alternative]:
+    return [_alternative(one, judged) for one in plan.alternatives[:_MOST_ALTERNATIVES]] + [
+        _alternative(one, judged)
+        for one in plan.alternatives[_MOST_ALTERNATIVES:]
+        if not one.is_possible
+    ]
+
+
+def _alternative(one: Candidate, judged: Judgement) -> Alternative:
+    other = one.judgement
+    is_tie = one.is_possible and judged.low_seconds <= other.seconds <= judged.high_seconds
+    return Alternative(
+        name=one.name,
+        shape=shape_of(one.split),
+        seconds=other.seconds if one.is_possible else None,
+        reason=_reason(one, judged),
+        is_tie=is_tie,
+    )
+
+
+def _reason(one: Candidate, judged: Judgement) -> str:
+    other = one.judgement
+    at, stage = other.binding_stage, other.stages[other.binding_stage]
+    if not one.is_possible:
+        memory = stage.memory
+        return (
+            f"does not fit: stage {at} needs {format_bytes(memory.total_bytes)}, a device has"
+            f" {format_bytes(memory.device_bytes)}"
+        )
+    over = other.seconds / judged.seconds - 1 if judged.seconds else 0.0
+    waits = max(stage.sum_wait_seconds for stage in other.stages)
+    if waits > 0.25 * other.seconds:
+        cause = f"waits {format_seconds(waits)} for sums of gradients"
+    elif other.bubble > 0.1:
+        cause = f"{other.bubble:.0%} bubble"
+    elif other.binding is Binding.TRANSFER:
+        cause = f"bound by the link behind stage {at}"
+    elif any(one.split.recomputed):
+        cause = "repeats its forward"
+    else:
+        cause = f"stage {at} is the slowest"
+    return f"{over:+.1%}: {cause}"

@@ -2,7 +2,7 @@
 
 Its bandwidth is that of one machine's wire, over which everything goes that the machine sends or
 gets: a sum over m machines takes 4 (m - 1) / m of its bytes, activations and their gradients take
-twice theirs. So wires are half duplex here, and latencies 0: what it plans for is what is simulated.
+twice theirs. So wires are half duplex here, and latencies 0: what it plans for is simulated.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,7 @@ def cluster_of(machines: Sequence[int], bandwidths: Sequence[float]) -> Cluster:
     size = 1
     for level, (count, bandwidth) in enumerate(zip(machines, bandwidths, strict=True)):
         joins = tuple(
-            tuple(
-                tuple(range(begin + at * size, begin + (at + 1) * size)) for at in range(count)
-            )
+            tuple(tuple(range(begin + at * size, begin + (at + 1) * size)) for at in range(count))
             for begin in range(0, number, count * size)
         )
         size *= count

@@ -26,9 +26,9 @@ from bayplan.simulating.network import Network
 __all__ = ["Contest", "passings"]
 
 # More micro-batches only take longer to simulate; they are tried where nothing fits with these.
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_STALE_COUNTS = (1, 2, 3, 4, 6, 8, 16, 32)
-_SYNCHRONOUS_COUNTS = (1, 8, 32)
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
+_STALE_COUNTS = (1, 2, 3, 4, 8, 16)
+_SYNCHRONOUS_COUNTS = (1, 8, 24)
 _MOST_SIMULATED = 64  # micro-batches; the time of more follows from these
 _REFERENCES = ("pipedream", "pipedream-no-transfer")
 _STALE = "one-by-one"
@@ -66,6 +66,8 @@ class Contest:
         memory: of a device.
         training: how weights are trained.
         staleness: batches that a backward may be behind its forward.
+        seeds: further splits that take part; their stages are passed in every way.
+        num_judged: of the dynamic programme's candidates, how many are simulated.
         num_changes: simulations that changes of the best may take.
     """
 
@@ -76,7 +78,9 @@ class Contest:
     memory: DeviceMemory | None = None
     training: Training = field(default_factory=Training)
     staleness: int = 0
-    num_changes: int = 24
+    seeds: Sequence[Split] = ()
+    num_judged: int = 6
+    num_changes: int = 20
     _judged: dict[Split, Judgement] = field(default_factory=dict)
 
     def plan(self) -> ClusterPlan:
@@ -91,9 +95,19 @@ class Contest:
             own = self._own(())
         ranked = [one for one in (own.best, *own.alternatives) if one.is_possible]
         ranked += [one for one in self.references() if one.is_possible]
-        changed = self._changed(min(ranked, key=_seconds))
-        everyone = sorted([*ranked, *changed], key=_seconds)
         refused = [one for one in own.alternatives if not one.is_possible]
+        return self._ranked(ranked, refused)
+
+    def plan_from_seeds(self) -> ClusterPlan | None:
+        """The same without a search of our own; None if none of them fits."""
+        given = [self.best_passing(split) for split in self.seeds]
+        possible = [one for one in given if one.is_possible]
+        refused = [one for one in given if not one.is_possible]
+        return self._ranked(possible, refused) if possible else None
+
+    def _ranked(self, possible: list[Candidate], refused: list[Candidate]) -> ClusterPlan:
+        changed = self._changed(min(possible, key=_seconds))
+        everyone = sorted([*possible, *changed], key=_seconds)
         return ClusterPlan(best=everyone[0], alternatives=(*everyone[1:], *refused))
 
     def _own(self, micro_batches: Sequence[int]) -> ClusterPlan:
@@ -106,17 +120,18 @@ class Contest:
             training=self.training,
             staleness=self.staleness,
             micro_batches=micro_batches,
+            num_judged=self.num_judged,
         )
 
     def references(self) -> Iterator[Candidate]:
         """What the other partitioners find, passed in the fastest way that fits, if any does."""
         for name in _REFERENCES:
             try:
-                split = PARTITIONERS[name](
-                    self.chain, self.machines, num_samples=self.num_samples
-                )
+                split = PARTITIONERS[name](self.chain, self.machines, num_samples=self.num_samples)
             except BayplanError:
                 continue  # it knows no way, which is no reason against ours
+            yield self.best_passing(split)
+        for split in self.seeds:
             yield self.best_passing(split)
 
     def best_passing(self, split: Split) -> Candidate:
@@ -202,9 +217,7 @@ def _moved(before: Stage, after: Stage, number: int) -> tuple[Stage, Stage]:
     """With so many of both stages' devices in the first."""
     devices = (*before.devices, *after.devices)
     return (
-        Stage(
-            first=before.first, last=before.last, devices=devices[:number], shares=(1,) * number
-        ),
+        Stage(first=before.first, last=before.last, devices=devices[:number], shares=(1,) * number),
         Stage(
             first=after.first,
             last=after.last,

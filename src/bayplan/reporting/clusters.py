@@ -1,122 +1,124 @@
-"""Why a plan for a cluster is as it is, as plain text."""
+"""Clusters as plain text: what is there, what joins it, and where each figure comes from."""
 
-from bayplan.data.judgement import Judgement
-from bayplan.data.units import format_bytes, format_seconds
-from bayplan.data.why import Gain, Why
-from bayplan.reporting.plans import table_text
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
-__all__ = ["why_text"]
+from bayplan.data.cluster import Cluster, Host, Joint
+from bayplan.data.joins import join_text, numbers_text
+from bayplan.data.joint import Link, given_figures
+from bayplan.data.units import format_bytes, format_count, format_rate, format_seconds
+from bayplan.data.wiring import Wiring
 
-_MOST_STAGES = 16  # of which each has a line; of more, the first and the last ones
-_ENDS = 6
+__all__ = ["cluster_text", "clusters_text"]
 
-
-def why_text(why: Why) -> str:
-    """A head, what binds, a line for each stage, where the gain comes from, and alternatives."""
-    blocks = [
-        "\n".join([_head(why), f"bound by {why.binding}", *why.findings]),
-        _stages(why.judgement),
-        _gains(why),
-        _alternatives(why),
-    ]
-    return "\n\n".join(block for block in blocks if block)
+_MOST_DEVICES = 16  # of a matrix that fits into a terminal
+_MOST_JOINS = 4
+_WIDTH = 100
+_COLUMN = 10
 
 
-def _head(why: Why) -> str:
-    judgement = why.judgement
-    number = len(judgement.stages)
-    stages = f"{number} stage{'s' * (number > 1)} on {why.shape} devices"
-    count = why.num_micro_batches
-    passing = f"{count} micro-batch{'es' * (count > 1)}, {why.schedule}"
-    if why.staleness:
-        passing += f", weights up to {why.staleness} batch{'es' * (why.staleness > 1)} old"
-    spread = (judgement.high_seconds - judgement.low_seconds) / 2
-    line = f"{why.name}: {stages}, {passing}\n{format_seconds(judgement.seconds)}"
-    if spread:
-        low, high = map(format_seconds, (judgement.low_seconds, judgement.high_seconds))
-        line += f" (between {low} and {high})"
-    return (
-        f"{line} for a batch of {judgement.num_samples},"
-        f" {judgement.samples_per_second:.4g} samples/s, bubble {judgement.bubble:.0%} (simulated)"
-    )
+def clusters_text(clusters: Sequence[Cluster]) -> str:
+    """A line for each of several."""
+    width = max(len(cluster.name) for cluster in clusters)
+    lines = [f"{cluster.name:<{width}}  {cluster.title}" for cluster in clusters]
+    return "\n".join(lines)
 
 
-def _stages(judgement: Judgement) -> str:
-    """What each stage computes, waits for and holds."""
-    rows: list[tuple[str, ...]] = []
-    number = len(judgement.stages)
-    for at, stage in enumerate(judgement.stages):
-        if number > _MOST_STAGES and _ENDS <= at < number - _ENDS:
-            if at == _ENDS:
-                rows.append(("...", *[""] * 9))
-            continue
-        memory = stage.memory
-        rows.append(
-            (
-                str(at),
-                f"{stage.first}-{stage.last}" + ("r" if stage.is_recomputed else ""),
-                str(len(stage.devices)),
-                f"{100 * max(stage.busy):.0f}",
-                format_seconds(stage.compute_seconds),
-                format_seconds(stage.transfer_seconds),
-                format_seconds(stage.sum_seconds),
-                format_bytes(memory.needed_bytes),
-                format_bytes(memory.allocated_bytes),
-                format_bytes(memory.total_bytes)
-                + (f" of {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""),
-            )
+def cluster_text(cluster: Cluster) -> str:
+    """One of them with all its figures."""
+    lines = [f"{cluster.name}: {cluster.title}" if cluster.title else cluster.name]
+    lines += _device_lines(cluster)
+    lines += _host_lines(cluster)
+    for label, joint in _joints(cluster):
+        lines += ["", f"{label:<{_COLUMN}}{_places(joint)}"]
+        lines += _figure_lines(joint)
+    if 1 < len(cluster.devices) <= _MOST_DEVICES and (cluster.links or cluster.joints):
+        lines += ["", *_matrix_lines(cluster)]
+    lines += ["", f"fingerprint {cluster.fingerprint}"]
+    return "\n".join(lines)
+
+
+def _device_lines(cluster: Cluster) -> Iterator[str]:
+    numbers: dict[str, list[int]] = {}
+    for number, device in enumerate(cluster.devices):
+        numbers.setdefault(device.kind, []).append(number)
+    for name, of_kind in numbers.items():
+        kind = cluster.kinds[name]
+        flops = kind.flops_per_s["float32"].value
+        yield (
+            f"{'devices':<{_COLUMN}}{numbers_text(of_kind)}: {kind.title or kind.name},"
+            f" {format_bytes(kind.memory_bytes.value)}, {format_count(flops)}FLOPS float32"
         )
-    columns = (
-        "stage",
-        "layers",
-        "devices",
-        "busy %",
-        "computes",
-        "sends",
-        "sums",
-        "needed",
-        "allocated",
-        "device total",
-    )
-    text = table_text(columns, rows)
-    if any(stage.is_recomputed for stage in judgement.stages):
-        text += "\nr: keeps only its input and repeats its forward"
-    return text
 
 
-def _gains(why: Why) -> str:
-    """How the difference to data parallel comes about."""
-    if not why.gains:
-        return ""
-    parallel, seconds = why.data_parallel_seconds, why.judgement.seconds
-    if parallel is None:
-        head = "pure data parallel does not fit; if it did, the difference would be"
-    elif abs(parallel - seconds) <= 1e-6 * seconds:
-        return f"pure data parallel takes as long: {format_seconds(parallel)}"
-    else:
-        head = (
-            f"pure data parallel takes {format_seconds(parallel)}, {parallel / seconds:.2f} times"
-            " as long; of the difference"
+def _host_lines(cluster: Cluster) -> Iterator[str]:
+    before: Host | None = None
+    for host, devices in zip(cluster.hosts, cluster.devices_of_hosts, strict=True):
+        figures = {name: getattr(host, name) for name in host.__struct_fields__[1:]}
+        if before is not None and all(
+            getattr(before, name) == figure for name, figure in figures.items()
+        ):
+            continue  # alike: said once, with their number
+        before = host
+        alike = sum(
+            all(getattr(other, name) == figure for name, figure in figures.items())
+            for other in cluster.hosts
         )
-    return "\n".join([head, *(_gain(one) for one in why.gains if one.seconds or one.note)])
+        several = f", and {alike - 1} more like it" if alike > 1 else ""
+        yield ""
+        yield f"{'host':<{_COLUMN}}{host.name}: devices {numbers_text(devices)}{several}"
+        yield from _figure_lines(host)
 
 
-def _gain(gain: Gain) -> str:
-    verb = "saves" if gain.seconds >= 0 else "costs"
-    note = f"  ({gain.note})" if gain.note else ""
-    return f"  {gain.name:<14} {verb} {format_seconds(abs(gain.seconds)):>8}{note}"
+def _joints(cluster: Cluster) -> Iterator[tuple[str, Joint | Link]]:
+    for joint in (*cluster.joints, *cluster.links):
+        yield str(joint.kind), joint
 
 
-def _alternatives(why: Why) -> str:
-    if not why.alternatives:
-        return ""
+def _places(joint: Joint | Link) -> str:
+    if isinstance(joint, Link):
+        shared = f", shared with all links of {joint.shared!r}" if joint.shared else ""
+        return join_text(((joint.ends[0],), (joint.ends[1],))) + shared
+    shown = [_short(join_text(join)) for join in joint.joins[:_MOST_JOINS]]
+    more = len(joint.joins) - len(shown)
+    if more:
+        shown.append(f"and {more} more")
+    return "  ".join(shown) + ("" if joint.is_duplex else ", one direction at a time")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:28]}…{text[-8:]}"
+
+
+def _figure_lines(struct: Host | Joint | Link) -> Iterator[str]:
+    for name, figure in given_figures(struct):
+        words = name.removesuffix("_bytes_per_s").removesuffix("_per_s")
+        words = words.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+        head = f"  {words:<18}{_shown(name, figure.value):>11}  "
+        first, *rest = wrap(figure.source, _WIDTH - len(head)) or [""]
+        yield head + first
+        yield from (" " * len(head) + line for line in rest)
+
+
+def _shown(name: str, value: float) -> str:
+    if name.endswith("bytes_per_s"):
+        return format_rate(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_seconds"):
+        return format_seconds(value)
+    return f"{value:g}/s"
+
+
+def _matrix_lines(cluster: Cluster) -> Iterator[str]:
+    """As `nvidia-smi topo -m` has it: the way a message takes."""
+    wiring = Wiring(cluster)
+    numbers = range(len(cluster.devices))
     rows = [
-        (
-            one.name,
-            one.shape,
-            "-" if one.seconds is None else format_seconds(one.seconds),
-            one.reason + (" (a tie within the figures' spread)" if one.is_tie else ""),
-        )
-        for one in why.alternatives
+        ["X" if one == other else str(wiring.route(one, other).kind) for other in numbers]
+        for one in numbers
     ]
-    return table_text(("alternative", "devices", "batch", "why not"), rows)
+    width = 2 + max(len(entry) for row in rows for entry in row)
+    yield "links".ljust(_COLUMN) + "".join(f"{number:>{width}}" for number in numbers)
+    for one, row in zip(numbers, rows, strict=True):
+        yield f"{one:<{_COLUMN}}" + "".join(f"{entry:>{width}}" for entry in row)

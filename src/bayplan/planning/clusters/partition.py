@@ -270,9 +270,9 @@ def _chosen(
     table: StageTable, in_flight: int | np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the first way to hold activations that fits: kept, else recomputed, else none."""
-    costs = []
+    costs: list[np.ndarray] = []
     for seconds in (table.passing, table.staying):
-        found = np.inf
+        found = np.full((), np.inf)
         for mode in reversed(range(len(seconds))):
             fits = table.room[mode, :, :width] >= in_flight
             found = np.where(fits, seconds[mode, :, :width], found)

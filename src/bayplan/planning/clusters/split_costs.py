@@ -100,7 +100,7 @@ class SplitCosts:
             ],
             message_bytes=self.message_bytes,
             bucket_bytes=[
-                self.gradient_bytes(at) / number
+                round(self.gradient_bytes(at) / number)
                 for at, number in enumerate(self.num_buckets)
                 for _ in range(number)
             ],

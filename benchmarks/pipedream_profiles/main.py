@@ -10,8 +10,9 @@ that fits counts. Ours has the same batches and may be no staler. All of this is
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,11 +25,12 @@ from pipedream_profiles.published import (
     published_questions,
 )
 
+from bayplan.data.chain import Chain
 from bayplan.planning.clusters.planner import Candidate, memory_of
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import Training
 from bayplan.planning.contest import Contest
-from bayplan.planning.partitioners import cut_layers, pipedream_split, profiled_chain
+from bayplan.planning.partitioners import Machines, cut_layers, pipedream_split, profiled_chain
 from bayplan.simulating.cluster_network import ClusterNetwork
 
 COLUMNS = (
@@ -61,7 +63,7 @@ def main() -> None:
     rows = [_row(question) for question in _questions(arguments)]
     result: dict[str, Any] = {
         "rows": rows,
-        "batch": "the profile's samples for each device, or for each replica of the widest stage",
+        "batch": "profiled samples x devices, x widest stage's replicas, or x devices / stages",
         "claims": _claims(rows),
     }
     say(result["claims"])
@@ -99,27 +101,8 @@ def _row(question: Question) -> dict[str, Any]:
         num_samples=chain.num_samples * len(machines.devices),
         num_micro_batches=len(machines.devices),
     )
-    cluster = cluster_of(question.machines, question.bandwidths)
-    whole = Contest(
-        chain=chain,
-        network=ClusterNetwork(cluster),
-        machines=machines,
-        num_samples=split.num_samples,
-        memory=memory_of(cluster)["v100"],
-        training=TRAINING,
-        staleness=len(split.stages) - 1,
-        seeds=(split,),
-    )
-    round_samples = chain.num_samples * max(split.replicas)
-    theirs = [whole.best_passing(split), *_in_rounds(whole, (split,), round_samples)]
-    began = time.process_time()
-    plan = whole.plan()
-    ours = [one for one in (plan.best, *plan.alternatives) if one.is_possible]
-    ours += _in_rounds(whole, (split, plan.best.split), round_samples)
-    planning_seconds = time.process_time() - began
-    their = max(theirs, key=lambda one: (one.is_possible, _rate(one)))
-    our = max(ours, key=_rate)
-    fresh = [_rate(one) for one in ours if not any(one.split.lags)]
+    verdict = _verdict(chain, split, question.machines, question.bandwidths)
+    their, our = verdict.theirs, verdict.ours
     return {
         "profile": question.profile,
         "cluster": name_of(question.machines, question.bandwidths),
@@ -140,23 +123,71 @@ def _row(question: Question) -> dict[str, Any]:
         "ours_fits": our.judgement.fits,
         "ours_binding": str(our.judgement.binding),
         "ours_over_pipedream": _rate(our) / _rate(their),
-        "synchronous_over_pipedream": max(fresh) / _rate(their) if fresh else None,
+        "synchronous_over_pipedream": (
+            None if verdict.fresh is None else _rate(verdict.fresh) / _rate(their)
+        ),
         "optimizer_seconds": optimizer_seconds,
-        "planning_seconds": planning_seconds,
+        "planning_seconds": verdict.planning_seconds,
     }
 
 
-def _in_rounds(whole: Contest, splits: tuple[Split, ...], num_samples: int) -> list[Candidate]:
-    """The same stages with PipeDream's batch: a minibatch for each replica of its widest stage.
+class Verdict(NamedTuple):
+    """The best of PipeDream's split, of ours, and of ours that are not stale."""
 
-    It sums up gradients after each of these, and so needs less memory for what is under way. One
-    split is passed in its best way; the best of several is also changed a little.
+    theirs: Candidate
+    ours: Candidate
+    fresh: Candidate | None
+    planning_seconds: float
+
+
+@cache  # several ways to ask PipeDream have the same answer
+def _verdict(
+    chain: Chain, split: Split, machines: tuple[int, ...], bandwidths: tuple[float, ...]
+) -> Verdict:
+    """Judge PipeDream's split, and plan with the same batches."""
+    cluster = cluster_of(machines, bandwidths)
+    contest = Contest(
+        chain=chain,
+        network=ClusterNetwork(cluster),
+        machines=Machines.of(machines, bandwidths),
+        num_samples=split.num_samples,
+        memory=memory_of(cluster)["v100"],
+        training=TRAINING,
+        staleness=len(split.stages) - 1,
+        seeds=(split,),
+    )
+    began = time.process_time()
+    plan = contest.plan()
+    planning_seconds = time.process_time() - began
+    theirs = [contest.best_passing(split)]
+    ours = [one for one in (plan.best, *plan.alternatives) if one.is_possible]
+    batches = {
+        chain.num_samples * max(split.replicas),
+        split.num_samples // len(split.stages),
+    } - {split.num_samples}
+    for num_samples in sorted(batches):
+        theirs += _in_rounds(contest, (split,), num_samples)
+        ours += _in_rounds(contest, (split, plan.best.split), num_samples)
+    return Verdict(
+        theirs=max(theirs, key=lambda one: (one.is_possible, _rate(one))),
+        ours=max(ours, key=_rate),
+        fresh=max((one for one in ours if not any(one.split.lags)), key=_rate, default=None),
+        planning_seconds=planning_seconds,
+    )
+
+
+def _in_rounds(whole: Contest, splits: tuple[Split, ...], num_samples: int) -> list[Candidate]:
+    """The same stages with smaller batches, as PipeDream has them.
+
+    It sums up after a minibatch for each replica, and has one for each device under way. As batches
+    of a `Split` that is as many samples as its widest stage has, or as few as make up the same
+    memory. One split is passed in its best way; the best of several is also changed a little.
     """
     rounds = replace(
         whole,
         num_samples=num_samples,
         seeds=tuple(replace(split, num_samples=num_samples) for split in splits),
-        num_changes=10,
+        num_changes=8,
         _judged={},
     )
     if len(splits) == 1:

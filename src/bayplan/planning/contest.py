@@ -20,6 +20,7 @@ from bayplan.planning.clusters.memory import BACKWARD_FIRST
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan, plan_cluster
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import DeviceMemory, Training
+from bayplan.planning.coarsening import coarsened
 from bayplan.planning.partitioners import PARTITIONERS, Machines
 from bayplan.simulating.network import Network
 
@@ -30,6 +31,8 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STALE_COUNTS = (1, 2, 3, 4, 8, 16)
 _SYNCHRONOUS_COUNTS = (1, 8, 24)
 _MOST_SIMULATED = 64  # micro-batches; the time of more follows from these
+_STEPS = (-1, 1, -3, 3)  # layers; a residual branch is about three long
+_MOST_LAYERS = 48  # that are searched; then cuts are moved layer by layer
 _REFERENCES = ("pipedream", "pipedream-no-transfer")
 _STALE = "one-by-one"
 
@@ -111,8 +114,10 @@ class Contest:
         return ClusterPlan(best=everyone[0], alternatives=(*everyone[1:], *refused))
 
     def _own(self, micro_batches: Sequence[int]) -> ClusterPlan:
-        return plan_cluster(
-            self.chain,
+        """Our search, on fewer cuts of a long model; what it finds is then of the whole one."""
+        short, lasts = coarsened(self.chain, most=_MOST_LAYERS)
+        found = plan_cluster(
+            short,
             self.network,
             self.num_samples,
             num_devices=len(self.machines.devices),
@@ -121,6 +126,12 @@ class Contest:
             staleness=self.staleness,
             micro_batches=micro_batches,
             num_judged=self.num_judged,
+        )
+        if len(lasts) == len(self.chain.layers):
+            return found
+        return ClusterPlan(
+            best=_on_all_layers(found.best, lasts),
+            alternatives=tuple(_on_all_layers(one, lasts) for one in found.alternatives),
         )
 
     def references(self) -> Iterator[Candidate]:
@@ -181,7 +192,7 @@ def _neighbours(split: Split) -> Iterator[Split]:
     """A cut by a layer, a device to the next stage, micro-batches by a step."""
     stages = split.stages
     for at, (before, after) in enumerate(pairwise(stages)):
-        for moved in (-1, 1):
+        for moved in _STEPS:
             last = before.last + moved
             if before.first <= last < after.last:
                 yield _with(split, at, _cut(before, after, last))
@@ -225,6 +236,19 @@ def _moved(before: Stage, after: Stage, number: int) -> tuple[Stage, Stage]:
             shares=(1,) * (len(devices) - number),
         ),
     )
+
+
+def _on_all_layers(one: Candidate, lasts: Sequence[int]) -> Candidate:
+    stages = tuple(
+        Stage(
+            first=lasts[stage.first - 1] + 1 if stage.first else 0,
+            last=lasts[stage.last],
+            devices=stage.devices,
+            shares=stage.shares,
+        )
+        for stage in one.split.stages
+    )
+    return replace(one, split=replace(one.split, stages=stages))
 
 
 def _seconds(one: Candidate) -> float:

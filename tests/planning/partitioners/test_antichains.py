@@ -26,14 +26,14 @@ DIAMOND = graph_of(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 
 
 def test_branches_make_more_cuts_than_any_one_order():
-    found = antichains(DIAMOND, most=10)
+    found = antichains(DIAMOND, most=10) or ()
     assert {one.layers for one in found} == {0b1, 0b11, 0b101, 0b111, 0b1111}
     assert found[0].layers == 0b1
     assert found[-1].layers == 0b1111
 
 
 def test_a_cut_passes_what_is_read_behind_it():
-    passed = {one.layers: one.passed for one in antichains(DIAMOND, most=10)}
+    passed = {one.layers: one.passed for one in antichains(DIAMOND, most=10) or ()}
     assert passed[0b11] == 0b11  # the first layer is read by the third
     assert passed[0b1111] == 0b1000  # nothing but the last
     # PipeDream sends the first layer also where all its readers are before the cut.
@@ -42,7 +42,7 @@ def test_a_cut_passes_what_is_read_behind_it():
 
 def test_more_than_wanted_is_none():
     assert antichains(DIAMOND, most=4) is None
-    assert len(antichains(DIAMOND, most=5)) == 5
+    assert len(antichains(DIAMOND, most=5) or ()) == 5
 
 
 @settings(max_examples=60)
@@ -57,7 +57,7 @@ def test_sets_are_whole_each_comes_after_its_parts_and_the_last_has_all(data):
     inputs = {b for _, b in kept}
     kept += [(0, at) for at in range(1, number) if at not in inputs]
     graph = graph_of(number, kept)
-    found = antichains(graph, most=1000)
+    found = antichains(graph, most=1000) or ()
     inputs_of = [sum(1 << one for one in set(own)) for own in graph.inputs]
     for one in found:
         assert all(inputs_of[layer] & ~one.layers == 0 for layer in bits(one.layers))

@@ -27,6 +27,7 @@ _WORDS = {
     "waiting": "waiting",
 }
 _MOST_DEVICES = 16  # that are shown; JSON has all
+_NOTHING = 1e-9  # seconds; what rounding leaves
 _SMALL = 0.005  # of a step: a change that is not worth a word
 
 
@@ -252,7 +253,7 @@ def _change(first: float, second: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+    return f"{1e3 * seconds:.4g}" if seconds >= _NOTHING else "0"
 
 
 def _signed_ms(seconds: float) -> str:

@@ -194,8 +194,8 @@ class _Explaining:
         return Gain(
             name="staleness",
             seconds=fresh - seconds,
-            note=f"weights are up to {_batches_old(max(split.lags))}; {format_seconds(hidden)} of it"
-            " are sums hidden behind the next batch",
+            note=f"weights are up to {_batches_old(max(split.lags))};"
+            f" {format_seconds(hidden)} of it are sums hidden behind the next batch",
         )
 
     def _fits(self, split: Split) -> bool:

@@ -126,7 +126,7 @@ class Search:
     def _of_passing(
         self, unit: int, passing: Passing, counts: Sequence[int], best_count: int | None
     ) -> dict[int, list[Partition]]:
-        """The best ones, by micro-batches; around what was best for a similar way, if it is known."""
+        """The best ones, by micro-batches; around what is known to suit a similar way."""
         found: dict[int, list[Partition]] = {}
         if passing.is_stale:
             most = 1 if passing is Passing.STALE_SUM else _MOST_STALE

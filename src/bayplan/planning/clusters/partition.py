@@ -270,6 +270,10 @@ def _chosen(
     table: StageTable, in_flight: int | np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the first way to hold activations that fits: kept, else recomputed, else none."""
+    if isinstance(in_flight, int):
+        fits = table.room[0, :, :width] >= in_flight
+        if fits[np.isfinite(table.passing[0, :, :width])].all():
+            return table.passing[0, :, :width], table.staying[0, :, :width]
     costs: list[np.ndarray] = []
     for seconds in (table.passing, table.staying):
         found = np.full((), np.inf)

@@ -194,13 +194,8 @@ class _Explaining:
         return Gain(
             name="staleness",
             seconds=fresh - seconds,
-<<<<<<< HEAD
-            note=f"weights are up to {_batches_old(max(split.lags))}; {format_seconds(hidden)} of"
-            " it are sums hidden behind the next batch",
-=======
             note=f"weights are up to {_batches_old(max(split.lags))};"
             f" {format_seconds(hidden)} of it are sums hidden behind the next batch",
->>>>>>> 5f734c67a723b1e2c4903c2dcdfffe96e0222105
         )
 
     def _fits(self, split: Split) -> bool:

@@ -8,6 +8,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
+from bayplan.grounds import Here
 from bayplan.models.alexnet import AlexNetOneFlow
 from bayplan.models.vgg import VGG16
 from bayplan.placing import place
@@ -260,8 +261,12 @@ LINKS = LinkSpeeds(
 )
 
 
+def here(find_links, *, has_other_nodes=False):
+    return Here(torch.device("cpu"), has_other_nodes, find_links)
+
+
 def test_time_is_predicted_where_links_are_known():
-    plan = place(step_of(), wishes(), optimizer=torch.optim.AdamW, find_links=lambda: LINKS)
+    plan = place(step_of(), wishes(), optimizer=torch.optim.AdamW, ground=here(lambda: LINKS))
     assert plan.predicted_seconds >= 3 * 1e-4  # there, back, and the loss
     assert len(plan.predicted_busy) == 2
     assert all(0 < share < 1 for share in plan.predicted_busy)
@@ -272,14 +277,14 @@ def test_time_between_machines_is_not_predicted():
     def unasked():
         pytest.fail("links between machines are unknown")
 
-    plan = place(step_of(), wishes("0:0.1:0"), find_links=unasked)
+    plan = place(step_of(), wishes("0:0.1:0"), ground=here(unasked, has_other_nodes=True))
     assert (plan.predicted_seconds, plan.predicted_busy) == (0.0, ())
 
 
 def test_slower_links_take_longer():
     slow = LinkSpeed(latency_seconds=1.0, bytes_per_second=1e9)
     links = LinkSpeeds(message=slow, reduce=LINKS.reduce)
-    plan = place(step_of(), wishes(), find_links=lambda: links)
+    plan = place(step_of(), wishes(), ground=here(lambda: links))
     assert 2 < plan.predicted_seconds < 3
 
 

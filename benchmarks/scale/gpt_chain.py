@@ -2,8 +2,8 @@
 
 As published for GPT-3 (Brown et al. 2020, table 2.1): 96 layers of 12288 features, 96 heads, 2048
 tokens, 50257 words. A layer is four matrix products of attention and two of its feed-forward part,
-`24 h^2` operations per token, and the two products with the sequence itself, `4 s h`. It keeps about
-`34 s h` bytes (Korthikanti et al. 2022, without the matrix of attention, which is not kept).
+`24 h^2` operations per token, and the two products with the sequence itself, `4 s h`. It keeps
+about `34 s h` bytes (Korthikanti et al. 2022, without the matrix of attention, which is not kept).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.device import DeviceKind, OpClass
 
-__all__ = ["GPT3", "Gpt", "STATE_PER_PARAMETER", "gpt_chain"]
+__all__ = ["GPT3", "STATE_PER_PARAMETER", "Gpt", "gpt_chain"]
 
 _WEIGHT_BYTES = 2  # bfloat16
 # Of optimizer state for each byte of weights: a float32 copy of them, and two moments.

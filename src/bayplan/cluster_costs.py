@@ -13,7 +13,7 @@ import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.cluster import Cluster
-from bayplan.data.device import DeviceKind
+from bayplan.data.device import DeviceKind, Figure
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.optimizer_state import state_per_parameter
 from bayplan.data.plan import Plan
@@ -110,12 +110,17 @@ class ClusterCosts:
         return self.cluster.kind_of(self.devices[rank])
 
     def step_costs(
-        self, *, compute_factor: float = 1.0, network: Network | None = None
+        self,
+        *,
+        compute_factor: float = 1.0,
+        loading_factor: float = 1.0,
+        network: Network | None = None,
     ) -> StepCosts:
         """For the clock.
 
         Args:
             compute_factor: how many times longer than derived all computing takes.
+            loading_factor: the same of loading samples.
             network: between ranks; that of the cluster by default.
         """
         of = [self._by_kind[self.kind(rank).name] for rank in self.pipeline.ranks]
@@ -136,7 +141,7 @@ class ClusterCosts:
             network=self.ranks_network if network is None else network,
             early=early,
             copies=self._copy,
-            loading=self._loading,
+            loading=self._loading(loading_factor),
         )
 
     def peak_bytes(self, rank: int) -> int:
@@ -242,12 +247,18 @@ class ClusterCosts:
         return self.network.host_copy(self.devices[rank], size_bytes, outward=outward)
 
     @cached_property
-    def _loading(self) -> Loading | None:
+    def input_figures(self) -> list[Figure]:
+        """How fast the hosts' input pipelines are, where that is said."""
+        hosts = {self.cluster.devices[device].host: None for device in self.devices}
+        rates = (self.cluster.hosts[host].input_samples_per_s for host in hosts)
+        return [rate for rate in rates if rate is not None]
+
+    def _loading(self, factor: float) -> Loading | None:
         """How the hosts' input pipelines feed the first stage; None where none is described."""
+        if not self.input_figures:
+            return None
         hosts = [self.cluster.devices[device].host for device in self.devices]
         rates = {host: self.cluster.hosts[host].input_samples_per_s for host in hosts}
-        if not any(rates.values()):
-            return None
 
         def seconds(rank: int, action: Action) -> float:
             rate = rates[hosts[rank]]
@@ -255,7 +266,7 @@ class ClusterCosts:
                 return 0.0
             pieces = self.pipeline.routing.pieces_of(action.stage, rank)
             (size,) = (piece.end - piece.begin for at, piece in pieces if at == action.index)
-            return size / rate.value
+            return factor * size / rate.value
 
         return Loading(loader=hosts.__getitem__, seconds=seconds)
 

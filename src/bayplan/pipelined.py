@@ -27,9 +27,11 @@ from bayplan.planning.pipelines.whole_plan import check_rank_plan
 from bayplan.preparing import Preparation
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.losses import LossSums
+from bayplan.running.exchange.mailboxes import Mailboxes
 from bayplan.running.exchange.meeting import Meeting, open_meeting
-from bayplan.running.exchange.neighbours import Neighbours, meet_neighbours
+from bayplan.running.exchange.neighbours import LEAST_BYTES, meet_neighbours
 from bayplan.running.exchange.sums import Sum, Sums, room_bytes
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.batch_marks import BatchMark
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.holding import Holdings
@@ -260,24 +262,36 @@ class PipelinedStep:
             has_tags=distributed.get_backend() == "gloo",
             swap=self._swap,
             replicas=self._replicas,
-            neighbours=self._neighbours,
+            transports=self._transports,
         )
         preparation.check()
         if self._kept is None:
             self._holdings = Holdings(self._model, preparation.holders(), self._rank)
             self._kept = preparation.gradients(self._sums), preparation.versions()
-        return preparation.worker(
+        worker = preparation.worker(
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
         )
+        if self._plan.static_order:
+            self._mailboxes.open(worker.largest_arrivals(LEAST_BYTES))
+        return worker
 
     @cached_property
     def _meeting(self) -> Meeting:
         return open_meeting()
 
     @cached_property
-    def _neighbours(self) -> Neighbours:
-        """Ranks whose large messages are copied straight out of their memory."""
-        return meet_neighbours(self._meeting, is_ordered=self._plan.static_order)
+    def _mailboxes(self) -> Mailboxes:
+        return Mailboxes(self._meeting)
+
+    @cached_property
+    def _transports(self) -> tuple[Transport, ...]:
+        """How messages go inside a host: small ones left in a mailbox, large ones copied over.
+
+        A mailbox is for one thread; where there is no static order, several wait for messages.
+        """
+        is_static = self._plan.static_order
+        neighbours = meet_neighbours(self._meeting, is_ordered=is_static)
+        return (self._mailboxes, neighbours) if is_static else (neighbours,)
 
     @cached_property
     def _loss_sums(self) -> LossSums:

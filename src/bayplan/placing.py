@@ -12,15 +12,14 @@ from functools import cached_property
 import msgspec
 import torch
 
-from bayplan.api import granularity_of
 from bayplan.capturing.explain import explained
 from bayplan.capturing.fake import OptimizerSource
 from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault, UsageError
-from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.plan import Bucket, Plan, Request, Stage
-from bayplan.devices.machine import cache_directory, device_name
+from bayplan.devices.machine import cache_directory
 from bayplan.fit_choice import peak_bytes
+from bayplan.grounds import Ground, Here
 from bayplan.planning.pipelines.checking import Proof, check_actions
 from bayplan.planning.pipelines.clock import StepTimes, step_times
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
@@ -31,15 +30,13 @@ from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.swaps import Tier
 from bayplan.rank_buckets import RankBuckets
 from bayplan.rank_needs import RankNeeds
-from bayplan.rank_pricing import StagePrices, one_thread_prices, samples_to_price
 from bayplan.rank_seconds import RankSeconds
-from bayplan.rank_updates import UpdateCost, update_cost
-from bayplan.running.joint import JointStep, analyse_joint
+from bayplan.rank_updates import UpdateCost
 from bayplan.running.stages.counting import operator_counts
 from bayplan.running.stages.synchronising import norms_to_synchronise
 from bayplan.running.stages.weighing import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.running.stages.whole import batch_dimensions
-from bayplan.simulating.speeds_network import SpeedsNetwork
+from bayplan.simulating.network import Network
 from bayplan.stage_fits import StageFits
 from bayplan.stage_orders import Fit, StageSearch
 from bayplan.staged import StagedStep
@@ -50,7 +47,6 @@ from bayplan.wishes import SharesBy, Wishes
 __all__ = ["place"]
 
 Progress = Callable[[str, int, int], None]
-FindLinks = Callable[[], LinkSpeeds | None]
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
 
 
@@ -60,7 +56,7 @@ def place(
     *,
     request: Request | None = None,
     optimizer: OptimizerSource = None,
-    find_links: FindLinks = lambda: None,
+    ground: Ground | None = None,
     on_progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Plan a step for many ranks.
@@ -70,14 +66,16 @@ def place(
         wishes: what is given.
         request: how the step can be built again.
         optimizer: makes one of parameters, for what the update takes; None leaves that out.
-        find_links: finds out how fast ranks talk; None leaves the step's time unpredicted.
+        ground: where ranks would run; None for here, with the step's time unpredicted.
         on_progress: hears what is being done.
 
     Raises:
         UsageError: it cannot be done as wished.
     """
     with explained():
-        return _Placing(step, wishes, optimizer, find_links, on_progress).plan(request)
+        if ground is None:
+            ground = Here(next(step.model.parameters()).device, False, lambda: None)
+        return _Placing(step, wishes, optimizer, ground, on_progress).plan(request)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class _Placing:
     step: TrainingStep
     wishes: Wishes
     optimizer: OptimizerSource
-    find_links: FindLinks
+    ground: Ground
     on_progress: Progress
 
     def plan(self, request: Request | None) -> Plan:
@@ -93,7 +91,7 @@ class _Placing:
         unscheduled = Plan(
             model=type(self.step.model).__name__ if request is None else request.target,
             graph_fingerprint="",
-            cluster_fingerprint=device_name(torch.device("cpu")),
+            cluster_fingerprint=self.ground.name,
             torch_version=str(torch.__version__),
             stages=self.stages,
             request=request,
@@ -142,13 +140,13 @@ class _Placing:
     def _times(
         self, needs: RankNeeds, actions: Sequence[Sequence[Action]], fits: Mapping[Key, Fit]
     ) -> StepTimes | None:
-        """How long a step takes; unknown between machines, whose links are unknown."""
-        links = self._links
-        if links is None:
+        """How long a step takes; unknown where nothing is known of links."""
+        network = self._network
+        if network is None:
             return None
-        with one_thread_prices(self.device, cache=cache_directory()) as price:
+        with self.ground.prices() as price:
             found = RankSeconds(needs=needs, fits=fits, price=price)
-            costs = found.costs(SpeedsNetwork(links))
+            costs = found.costs(network, num_cores=self.ground.num_cores)
             return step_times(needs.pipeline, actions, costs, lags=self.wishes.lags)
 
     def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
@@ -166,18 +164,16 @@ class _Placing:
 
     @cached_property
     def _fits(self) -> StageFits:
-        prices = StagePrices(
-            staged=self._staged_at,
-            num_samples=self.num_samples,
-            cache=cache_directory(),
-            granularity_bytes=granularity_of(self.device.type),
-            on_stage=lambda stage, size: self.on_progress(
+        around = self.ground.around(
+            self._staged_at,
+            self.num_samples,
+            lambda stage, size: self.on_progress(
                 f"pricing stage {stage} with {size} samples", stage, len(self.stages)
             ),
         )
         return StageFits(
             staged=self._staged_at,
-            around=prices.around,
+            around=around,
             search=StageSearch(
                 cache=cache_directory(),
                 tier=self._tier,
@@ -202,16 +198,7 @@ class _Placing:
 
     def _price_update(self, parameters: Sequence[torch.Tensor]) -> UpdateCost:
         self.on_progress("pricing updates", 0, 1)
-        return update_cost(
-            parameters,
-            self.optimizer,
-            prices=one_thread_prices(self.device, cache=cache_directory()),
-            granularity_bytes=granularity_of(self.device.type),
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.step.model.parameters()).device
+        return self.ground.update(parameters, self.optimizer)
 
     def _staged_at(self, num_samples: int) -> StagedStep:
         if num_samples not in self._known:
@@ -281,6 +268,8 @@ class _Placing:
     @cached_property
     def firsts(self) -> tuple[int, ...]:
         """The first operator of each stage."""
+        if self.wishes.firsts:
+            return self.wishes.firsts
         if self.wishes.cut_at:
             return self._firsts_by_module()
         shares = self.wishes.shares or (1,) * len(self.wishes.placement.stages)
@@ -289,21 +278,10 @@ class _Placing:
         if self.wishes.shares_by is SharesBy.PARAMETERS:
             weights = parameter_bytes(self.whole.whole, self.whole.step)
         else:
-            weights = seconds_with_backward(self._priced())
+            self.on_progress("pricing operators", 0, 1)
+            weights = seconds_with_backward(self.ground.priced(self.step, self.whole))
         sent = sent_bytes(self.whole.step.program)
         return cuts_by_share(weights, shares, sent_bytes=sent, slack=_SLACK)
-
-    def _priced(self) -> JointStep:
-        """The step with the seconds of each operator, at fewer samples if that takes too long."""
-        whole = self.whole.whole
-        fewer = samples_to_price(whole.nodes, whole.num_samples)
-        if fewer < whole.num_samples:
-            whole = trace_whole(self.step, num_samples=fewer)
-        self.on_progress("pricing operators", 0, 1)
-        with one_thread_prices(self.device, cache=cache_directory()) as price:
-            return analyse_joint(
-                whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
-            )
 
     def _firsts_by_module(self) -> tuple[int, ...]:
         program = self.whole.step.program
@@ -328,16 +306,20 @@ class _Placing:
                 first=first,
                 last=end - 1,
                 devices=self.wishes.placement.ranks_of(at),
-                shares=(1,) * len(self.wishes.placement.stages[at]),
+                shares=self._batch_shares(at),
             )
             for at, (first, end) in enumerate(zip(self.firsts, ends, strict=True))
         )
+
+    def _batch_shares(self, stage: int) -> tuple[int, ...]:
+        given = self.wishes.batch_shares
+        return given[stage] if given else (1,) * len(self.wishes.placement.stages[stage])
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Gradients that travel together."""
         return RankBuckets(
-            self.staged, self.stages, self.wishes.buckets, self._links, self._made_seconds
+            self.staged, self.stages, self.wishes.buckets, self._network, self._made_seconds
         ).planned()
 
     def _made_seconds(self, stage: int) -> Sequence[float]:
@@ -347,12 +329,10 @@ class _Placing:
         return self._fits.plain((stage, size)).seconds.gradients
 
     @cached_property
-    def _links(self) -> LinkSpeeds | None:
-        """How fast ranks talk; unknown between machines."""
-        if len({one.node for one in self.wishes.placement.places}) > 1:
-            return None
-        self.on_progress("measuring how fast ranks talk", 0, 1)
-        return self.find_links()
+    def _network(self) -> Network | None:
+        """Between ranks."""
+        self.on_progress("finding out how fast ranks talk", 0, 1)
+        return self.ground.network()
 
 
 def _is_in(path: str, module: str) -> bool:

@@ -24,8 +24,8 @@ from bayplan.pricing import free_prices
 from bayplan.rank_routes import RankRoutes, salt_of
 from bayplan.rank_swap import RankSwap
 from bayplan.running.exchange.bucket_sums import GradientBucket
-from bayplan.running.exchange.neighbours import Neighbours
 from bayplan.running.exchange.sums import Sums
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.forms import Form
 from bayplan.running.ranks.gradients import Gradients
 from bayplan.running.ranks.picking import Picker
@@ -66,8 +66,7 @@ class Preparation:
         has_tags: whether the transport tells messages between two ranks apart.
         swap: where this rank swaps to.
         replicas: by stage of this rank, those to synchronise BatchNorm with.
-        neighbours: ranks whose large messages are copied out of their memory, where that is a
-            CPU's; None for sockets alone.
+        transports: inside a host, where values are in a CPU's memory, instead of sockets.
     """
 
     plan: Plan
@@ -77,7 +76,7 @@ class Preparation:
     has_tags: bool
     swap: RankSwap
     replicas: Mapping[int, Replicas] = field(default_factory=dict)
-    neighbours: Neighbours | None = None
+    transports: tuple[Transport, ...] = ()
 
     def worker(
         self,
@@ -349,7 +348,7 @@ class Preparation:
             forms=self._forms,
             device=self._device,
             salt=salt_of(batch_tensors(self.step.batch)),
-            neighbours=self.neighbours if self._device.type == "cpu" else None,
+            transports=self.transports if self._device.type == "cpu" else (),
         )
 
     @property

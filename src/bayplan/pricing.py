@@ -71,15 +71,23 @@ class DerivedCosts:
     def __call__(self, node: fx.Node) -> tuple[float, int]:
         """Seconds and workspace bytes of one node."""
         assert callable(node.target), "a joint graph calls functions only"
-        return self.price(node.target, *arguments_of(node))
+        return self._price(node.target, *arguments_of(node), made=node.meta["val"])
 
     def price(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[float, int]:
         """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+        return self._price(operator, args, kwargs, made=None)
+
+    def _price(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made: Any
+    ) -> tuple[float, int]:
+        """The same; what was made tells the fake mode of a call without tensors."""
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self._known:
-            self._known[signature] = _derived_seconds(operator, args, kwargs, self.kind)
+            graph = _operators(operator, args, kwargs, _mode_of((args, kwargs, made)))
+            seconds = 0.0 if graph is None else sum(derive_profile(graph, self.kind).seconds)
+            self._known[signature] = seconds
         return self._known[signature], 0
 
 
@@ -143,22 +151,22 @@ def free_prices(_: torch.device) -> Iterator[Price]:
 def graph_of(node: fx.Node) -> StepGraph | None:
     """The operators behind one node of a traced step, as a graph of their own; None if none are."""
     assert callable(node.target), "a joint graph calls functions only"
-    return _operators(node.target, *arguments_of(node))
+    args, options = arguments_of(node)
+    return _operators(node.target, args, options, _mode_of((args, options, node.meta["val"])))
+
+
+def _mode_of(values: object) -> AbstractContextManager[Any]:
+    return torch_private.fake_mode_of(torch_private.tree_leaves(values))
 
 
 def _operators(
-    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    mode: AbstractContextManager[Any],
 ) -> StepGraph | None:
     """A function may call several operators, so it is watched once on fake tensors."""
-    leaves = torch_private.tree_leaves((args, options))
     tracer = StepTracer(Locator(nn.Identity()))
-    with torch_private.fake_mode_of(leaves), tracer:
+    with mode, tracer:
         function(*args, **options)
     return convert(tracer, model="", gradient_storages=[]) if tracer.nodes else None
-
-
-def _derived_seconds(
-    operator: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], kind: DeviceKind
-) -> float:
-    graph = _operators(operator, args, options)
-    return 0.0 if graph is None else sum(derive_profile(graph, kind).seconds)

@@ -12,9 +12,9 @@ import torch
 
 from bayplan.data.bucket_file import BucketFile
 from bayplan.data.link_cost import LinkCost
-from bayplan.data.link_speeds import LinkSpeeds
 from bayplan.data.plan import Bucket, Stage
 from bayplan.planning.exchange import Gradient, filled, plan_buckets
+from bayplan.simulating.network import Network
 from bayplan.staged import StagedStep
 
 __all__ = ["RankBuckets"]
@@ -30,14 +30,14 @@ class RankBuckets:
         staged: the step, cut.
         stages: and where they are.
         given: buckets that a user gives; None plans them.
-        links: how fast ranks talk; None where that is unknown.
+        network: between ranks; None where that is unknown.
         made_seconds: of a stage, in the order of its gradients, when its backward makes each.
     """
 
     staged: StagedStep
     stages: Sequence[Stage]
     given: BucketFile | None
-    links: LinkSpeeds | None
+    network: Network | None
     made_seconds: Callable[[int], Sequence[float]]
 
     def planned(self) -> tuple[Bucket, ...]:
@@ -81,11 +81,11 @@ class RankBuckets:
         if self.given is not None:
             found = ([name for name in own if name in names] for own in self.given.buckets)
             return [group for group in found if group]
-        num_ranks = len({rank for stage in stages for rank in self.stages[stage].devices})
-        if num_ranks == 1:
+        ranks = sorted({rank for stage in stages for rank in self.stages[stage].devices})
+        if len(ranks) == 1:
             return [list(names)]  # they stay where they are
-        links = self.links
-        if len(stages) > 1 or links is None:
+        network = self.network
+        if len(stages) > 1 or network is None:
             gradients = self._gradients(names, dict.fromkeys(names, 0.0))
             share = int(_SHARE * sum(one.size_bytes for one in gradients))
             most = min(max(share, _LEAST_BYTES), _MOST_BYTES)
@@ -95,7 +95,7 @@ class RankBuckets:
         (stage,) = stages
         own = self.staged.assignment.gradients[stage]
         made = dict(zip(own, self.made_seconds(stage), strict=True))
-        link = LinkCost(seconds=lambda size_bytes: links.reduce_seconds(size_bytes, num_ranks))
+        link = LinkCost(seconds=lambda size_bytes: network.reduce(ranks, size_bytes).alone_seconds)
         plan = plan_buckets(self._gradients(names, made), link)
         return [[part.name for part in bucket.parts] for bucket in plan.buckets]
 

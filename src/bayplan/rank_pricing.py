@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -20,18 +21,26 @@ from torch import fx
 from bayplan.capturing.flops import count_flops
 from bayplan.data.profile import Clock
 from bayplan.planned import Circumstances
-from bayplan.pricing import Price, measured_prices, scaled_prices
+from bayplan.pricing import CallPrices, Price, measured_prices, scaled_prices
 from bayplan.profiling.signatures import OperatorCosts, arguments_of
 from bayplan.running.joint import name_of_repeat
 from bayplan.running.stages.drawing import whole_mask_bytes
 from bayplan.staged import StagedStep
 
-__all__ = ["StagePrices", "one_thread_prices", "samples_to_price", "with_whole_masks"]
+__all__ = ["RankPrices", "StagePrices", "one_thread_prices", "samples_to_price", "with_whole_masks"]
 
 _PRICED_FLOPS = 3e11  # of all samples; more would take minutes to price
 _FEWEST = 2  # samples; one may take other kernels than many
 
 _Prices = dict[str, tuple[float, int]]  # seconds and workspace bytes, by op
+
+
+class RankPrices(CallPrices, Protocol):
+    """Prices of nodes and of single calls."""
+
+    def __call__(self, node: fx.Node) -> tuple[float, int]:
+        """Seconds and workspace bytes of one node."""
+        ...
 
 
 @contextmanager

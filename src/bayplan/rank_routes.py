@@ -9,7 +9,7 @@ import torch
 from bayplan.data.plan import Plan
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message, Piece
-from bayplan.running.exchange.neighbours import Neighbours
+from bayplan.running.exchange.transports import Transport
 from bayplan.running.ranks.batch_marks import form_of
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
@@ -38,8 +38,7 @@ class RankRoutes:
         forms: by name, how values look on their way.
         device: that they are on.
         salt: by `salt_of`, of the batch.
-        neighbours: ranks whose large messages are copied out of their memory; None for sockets
-            alone.
+        transports: inside a host, instead of sockets.
     """
 
     plan: Plan
@@ -49,7 +48,7 @@ class RankRoutes:
     forms: Mapping[str, Form]
     device: torch.device
     salt: int
-    neighbours: Neighbours | None
+    transports: tuple[Transport, ...]
 
     def arrival(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Arrival:
         """What a piece takes; gradients with `is_back`."""
@@ -96,7 +95,8 @@ class RankRoutes:
             tag=_SALTS
             * (((is_back * num_stages + early) * num_stages + late) * num_micro_batches + at)
             + self.salt,
-            neighbours=self.neighbours,
+            comes=comes,
+            transports=self.transports,
         )
 
     def _forms_of(

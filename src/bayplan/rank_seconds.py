@@ -1,7 +1,6 @@
 """What the actions of all ranks cost in seconds, for the clock."""
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,17 +35,21 @@ class RankSeconds:
     price: CallPrices
     _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
 
-    def costs(self, network: Network) -> StepCosts:
-        """Of all ranks, which share this machine's cores if they have no devices of their own."""
+    def costs(self, network: Network, *, num_cores: float = math.inf) -> StepCosts:
+        """Of all ranks.
+
+        Args:
+            network: between them.
+            num_cores: that they share, if they have no devices of their own.
+        """
         pipeline, needs = self.needs.pipeline, self.needs
-        device = next(needs.step.model.parameters()).device
         return StepCosts(
             seconds=self.seconds,
             update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
             message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
             bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
             network=network,
-            num_cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else math.inf,
+            num_cores=num_cores,
             early=self.early,
         )
 

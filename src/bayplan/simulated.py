@@ -9,7 +9,7 @@ import torch
 
 from bayplan.cluster_costs import ClusterCosts, host_tier
 from bayplan.data.cluster import Cluster
-from bayplan.data.errors import DoesNotFit, ForeignPlan
+from bayplan.data.errors import DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Plan
 from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
@@ -25,7 +25,7 @@ from bayplan.questions import Question
 from bayplan.reporting.histogram import message_classes
 from bayplan.runner import question_of
 from bayplan.simulating.slowed import Slowed
-from bayplan.simulating.spread import compute_spread, link_spread
+from bayplan.simulating.spread import compute_spread, link_spread, worst_spread
 from bayplan.tracing import trace_step
 
 __all__ = ["devices_for", "simulate_plan"]
@@ -98,6 +98,11 @@ def _simulate_ranks(
     devices: Sequence[int],
     on_progress: Progress,
 ) -> RunRecord:
+    if not (cluster.links or cluster.joints):
+        raise UsageError(
+            f"cluster {cluster.name} does not say how its {len(cluster.devices)} devices are"
+            f" joined, and {len(devices)} ranks exchange messages; add joints to its file"
+        )
     costs = ClusterCosts(plan=plan, question=question, cluster=cluster, devices=devices)
     on_progress("pricing stages", 0, 3)
     memory = [_memory(costs, rank) for rank in costs.pipeline.ranks]
@@ -141,7 +146,11 @@ def _memory(costs: ClusterCosts, rank: int) -> DeviceRecord:
 
 
 def _replay(
-    costs: ClusterCosts, *, compute_factor: float = 1.0, link_factor: float = 1.0
+    costs: ClusterCosts,
+    *,
+    compute_factor: float = 1.0,
+    loading_factor: float = 1.0,
+    link_factor: float = 1.0,
 ) -> StepTimes:
     network = costs.ranks_network
     return step_times(
@@ -149,6 +158,7 @@ def _replay(
         costs.actions,
         costs.step_costs(
             compute_factor=compute_factor,
+            loading_factor=loading_factor,
             network=network if link_factor == 1.0 else Slowed(network, link_factor),
         ),
         lags=costs.plan.lags,
@@ -156,12 +166,15 @@ def _replay(
 
 
 def _spread_seconds(costs: ClusterCosts, times: StepTimes) -> float:
-    """What the step would change by: devices and links err each on their own."""
+    """What the step would change by: devices, links and input err each on their own."""
     kinds = {kind.name: kind for kind in map(costs.kind, costs.pipeline.ranks)}
-    slower = (
+    slower = [
         _replay(costs, compute_factor=1.0 + compute_spread(kinds.values())),
         _replay(costs, link_factor=1.0 + link_spread(costs.cluster)),
-    )
+    ]
+    if costs.input_figures:
+        spread = worst_spread(costs.input_figures)
+        slower.append(_replay(costs, loading_factor=1.0 + spread))
     return math.hypot(*(one.seconds - times.seconds for one in slower))
 
 
@@ -243,7 +256,8 @@ def _record(
         step_seconds=(seconds,),
         step_spread_seconds=spread_seconds,
         devices=tuple(devices),
-        not_counted=_NOT_COUNTED,
+        not_counted=_NOT_COUNTED
+        + (("the time of sums inside BatchNorm",) if plan.sync_batch_norm else ()),
         versions={
             "torch": str(torch.__version__),
             "cluster": f"{cluster.name} {cluster.fingerprint}",

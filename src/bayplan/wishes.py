@@ -28,6 +28,8 @@ class Wishes:
     Attributes:
         shares: of each stage; empty for equal ones.
         cut_at: instead of shares, the module that each stage after the first begins with.
+        firsts: instead of both, the operator that each stage begins with.
+        batch_shares: by stage, what part of the batch each replica takes; empty for equal ones.
         depth: see `schedule`.
         staleness: how many updates old the weights may be that a batch sees.
         versions: the same by stage: how many versions of its weights are in use at once.
@@ -47,6 +49,8 @@ class Wishes:
     shares: tuple[int, ...] = ()
     shares_by: SharesBy = SharesBy.TIME
     cut_at: tuple[str, ...] = ()
+    firsts: tuple[int, ...] = ()
+    batch_shares: tuple[tuple[int, ...], ...] = ()
     num_micro_batches: int = 1
     schedule: str = "1f1b"
     route: Route = Route.SPLIT

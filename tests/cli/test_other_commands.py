@@ -86,6 +86,25 @@ def test_capture_then_simulate_then_report(bayplan, project):
     assert msgspec.json.decode(printed, type=RunRecord) == record
 
 
+def test_a_record_is_drawn_as_a_timeline(bayplan, project):
+    assert bayplan("capture", "train:build", "--batch", 4, "-o", "graph.json").code == 0
+    assert bayplan("simulate", "graph.json", "--device", "h100", "-o", "record.json").code == 0
+    assert bayplan("report", "record.json", "--trace", "trace.json").code == 0
+    trace = json.loads((project / "trace.json").read_text())
+    record = files.read(project / "record.json", RunRecord)
+    assert trace["otherData"]["source"] == "simulated"
+    curve = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert len(curve) == len(record.devices[0].curve.seconds)
+    assert max(sum(event["args"].values()) for event in curve) == record.peak_bytes
+
+    device = msgspec.structs.replace(record.devices[0], curve=None, events=())
+    files.write(project / "bare.json", msgspec.structs.replace(record, devices=(device,)))
+    outcome = bayplan("report", "bare.json", "--trace", "other.json")
+    assert outcome.code == 2
+    assert "neither events nor a memory curve" in outcome.err
+    assert not (project / "other.json").exists()
+
+
 @pytest.mark.parametrize("where", [("--device", "h100"), ()], ids=["derived", "measured"])
 def test_simulate_agrees_with_fit(bayplan, project, where):
     assert bayplan("capture", "train:build", "-o", "graph.json", *where).code == 0

@@ -4,7 +4,7 @@ Results go to stdout, progress and errors to stderr. torch is imported only by t
 need it, inside them, so that `--help` answers at once.
 """
 
-from bayplan.cli import asking, clusters, looking, plans, tuning
+from bayplan.cli import asking, clusters, looking, plans, simulating, tuning
 from bayplan.cli.app import app, main
 
-__all__ = ["app", "asking", "clusters", "looking", "main", "plans", "tuning"]
+__all__ = ["app", "asking", "clusters", "looking", "main", "plans", "simulating", "tuning"]

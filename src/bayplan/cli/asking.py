@@ -1,4 +1,4 @@
-"""Commands that ask about a step: fit, profile, capture, simulate."""
+"""Commands that ask about a step: fit, profile, capture."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bayplan.planner import Planner
     from bayplan.reporting.progress import ProgressBar
 
-__all__ = ["capture", "fit", "profile", "simulate"]
+__all__ = ["capture", "fit", "profile"]
 
 
 @app.command(
@@ -241,46 +241,4 @@ def capture(
         graph = question.capture()
     files.write(output, graph)
     print(f"{graph.model}: {len(graph.nodes)} nodes, fingerprint {graph.fingerprint} -> {output}")
-    return ExitCode.DONE
-
-
-@app.command(
-    sort_key=4,
-    help_epilogue="""\
-Examples:
-  bayplan simulate resnet50.graph.json --device h100 -o resnet50.record.json
-  bayplan simulate resnet50.graph.json --profile resnet50.profile.json""",
-)
-def simulate(
-    graph: Annotated[Path, Parameter(help="A graph written by `bayplan capture`.")],
-    /,
-    *,
-    profile: Annotated[
-        Path | None, Parameter(help="What its operators cost, by `bayplan profile`.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        Parameter(
-            help="A device of the catalogue (h100, titan-v, …) or a device file (YAML); needed"
-            " where there is no profile."
-        ),
-    ] = None,
-    output: Output = None,
-    json: Json = False,
-) -> int:
-    """Replay a captured graph with a profile, or on a device of the catalogue."""
-    from bayplan.api import simulate as replay
-    from bayplan.data.errors import FileFault
-    from bayplan.data.graph import StepGraph
-    from bayplan.data.profile import Profile
-    from bayplan.reporting.text import record_text
-
-    step = files.read(graph, StepGraph)
-    if not step.nodes:
-        raise FileFault(f"{graph}: nodes is empty; there is no step to simulate")
-    costs = None if profile is None else files.read(profile, Profile)
-    record = replay(step, costs, device=device)
-    if output is not None:
-        files.write(output, record)
-    print(as_json(record) if json else record_text(record))
     return ExitCode.DONE

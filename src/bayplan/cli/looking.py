@@ -1,13 +1,17 @@
 """Commands that look at what is there: report, explain, doctor."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import Parameter
 
 from bayplan.cli.app import app
 from bayplan.data import files
-from bayplan.data.errors import ExitCode, FileFault
+from bayplan.data.errors import ExitCode, FileFault, UsageError
+
+if TYPE_CHECKING:
+    from bayplan.data.record import RunRecord
 
 __all__ = ["doctor", "explain", "report"]
 
@@ -18,6 +22,10 @@ __all__ = ["doctor", "explain", "report"]
 Examples:
   bayplan report run.json
   bayplan report predicted.record.json --against run.json
+  bayplan report run.record.json --trace run.trace.json
+
+A trace is a timeline of the record's last step on every device; chrome://tracing and
+https://ui.perfetto.dev draw it.
 
 A record comes from `bayplan simulate -o`, or from `with bayplan.record("run.json"):` in a loop.""",
 )
@@ -28,18 +36,34 @@ def report(
     against: Annotated[
         Path | None, Parameter(help="Another record, to print both and how far they differ.")
     ] = None,
+    trace: Annotated[
+        Path | None, Parameter(help="A file for the timeline, to be drawn by a browser.")
+    ] = None,
 ) -> int:
     """Print a record; with --against another one, predicted next to measured."""
     from bayplan.data.record import RunRecord
     from bayplan.reporting.text import comparison_text, record_text
 
     first = files.read(record, RunRecord)
+    if trace is not None:
+        _write_trace(first, record, trace)
     print(record_text(first))
     if against is not None:
         second = files.read(against, RunRecord)
         print(record_text(second))
         print(comparison_text(first, second))
     return ExitCode.DONE
+
+
+def _write_trace(given: "RunRecord", record: Path, path: Path) -> None:
+    from bayplan.reporting.trace import trace_of
+
+    if not any(device.events or device.curve for device in given.devices):
+        raise UsageError(
+            f"{record} has neither events nor a memory curve, so there is no timeline to write; a"
+            " record of `bayplan run` with --placement, or of `bayplan simulate`, has"
+        )
+    files.write_bytes(path, msgspec.json.encode(trace_of(given)))
 
 
 @app.command(

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from bayplan.cli.app import TARGET_HELP, app
+from bayplan.cli.clustered import plan_for_cluster
 from bayplan.cli.options import (
     Autocast,
     Batch,
@@ -49,8 +50,14 @@ Examples:
   bayplan plan resnet50 --batch 64 --strategy checkpoint -o checkpoint.plan.json
   bayplan run plans/0.40.json --steps 20
   bayplan plan vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 -o vgg16.plan.json
+  bayplan plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json
 
 {RANKS_HELP}
+
+For a cluster, which need not be here: stages, cuts, replicas, places, micro-batches and schedule
+are planned together, from the figures of its devices and links; stale weights only with
+--staleness. The plan says what binds it, what the alternatives would cost, and where its gain comes
+from. `bayplan cluster` lists the clusters that are known.
 
 Strategies: auto (ours: keep, recompute, pack, swap, whatever is fastest), keep, checkpoint
 (about sqrt(n) checkpoints), checkpoint-speed (keeps convolutions and matrix products), swap (as
@@ -86,11 +93,19 @@ def plan(
     swap_dir: SwapDir = None,
     swap_size: SwapSize = None,
     time_limit: TimeLimit = 10.0,
+    cluster: Annotated[
+        str | None,
+        Parameter(
+            group="Many ranks",
+            help="Devices to plan for: a cluster of the catalogue (titanv-8, …), or its file"
+            " (YAML). Without --placement, the fastest split that fits is looked for.",
+        ),
+    ] = None,
     many: Annotated[RankOptions, Parameter(name="*", group="Many ranks")] = NO_RANKS,
     json: Json = False,
 ) -> int:
-    """Plan a training step within a memory limit or for many ranks, and write the plan."""
-    if many.is_given:
+    """Plan a training step within a memory limit, for many ranks or for a cluster."""
+    if cluster is not None or many.is_given:
         refuse_beside_placement(
             memory=memory,
             pareto=pareto,
@@ -99,6 +114,21 @@ def plan(
             update_in_backward=update_in_backward,
         )
         check_output(output)
+        if cluster is not None:
+            made, text = plan_for_cluster(
+                target,
+                many,
+                cluster,
+                batch=batch,
+                optimizer=optimizer,
+                autocast=autocast,
+                swap_dir=swap_dir,
+                pack=pack,
+                time_limit=time_limit,
+            )
+            files.write(output, made)
+            print(as_json(made) if json else f"{text}\n-> {output}")
+            return ExitCode.DONE
         made = plan_for_ranks(
             target,
             many,

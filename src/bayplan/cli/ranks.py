@@ -118,7 +118,9 @@ class RankOptions:
             UsageError: something is said about ranks, but not where they are.
         """
         if self.placement is None and self != RankOptions():
-            raise UsageError("these options are about many ranks; say where, with --placement")
+            raise UsageError(
+                "these options are about many ranks; say where, with --placement, or with --cluster"
+            )
         return self.placement is not None
 
     def wishes(
@@ -231,6 +233,7 @@ def plan_for_ranks(
         check_is_local(wishes.placement)
     question = question_about(target, batch=batch, optimizer=optimizer, autocast=autocast)
     from bayplan.data.plan import Request
+    from bayplan.grounds import Here
     from bayplan.placing import place
     from bayplan.reporting.progress import ProgressBar
     from bayplan.running.ranks.link_speeds import local_link_speeds
@@ -238,13 +241,16 @@ def plan_for_ranks(
     request = Request(
         target=question.target.name, batch=question.batch, optimizer=optimizer, autocast=autocast
     )
+    step = question.without_memory()
+    nodes = {place.node for place in wishes.placement.places}
+    ground = Here(next(step.model.parameters()).device, len(nodes) > 1, local_link_speeds)
     with ProgressBar() as bar:
         return place(
-            question.without_memory(),
+            step,
             wishes,
             request=request,
             optimizer=question.optimizer_source(),
-            find_links=local_link_speeds,
+            ground=ground,
             on_progress=bar,
         )
 

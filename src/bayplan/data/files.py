@@ -7,13 +7,11 @@ Writing goes to a temporary neighbour first, so an interrupted command leaves no
 
 import contextlib
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import yaml
 
 from bayplan.data.errors import FileFault
 
@@ -21,7 +19,8 @@ __all__ = ["decode", "encode", "encode_yaml", "read", "write", "write_by_hand", 
 
 # What a file that was given in the place of another one is good for.
 _USES = {
-    "bayplan/plan": "a plan is shown by `bayplan explain`, and run with -o it makes a record",
+    "bayplan/plan": "a plan is shown by `bayplan explain`, simulated with --cluster, and run with"
+    " -o it makes a record",
     "bayplan/record": "a record is shown by `bayplan report`",
     "bayplan/graph": "a graph is replayed by `bayplan simulate`",
     "bayplan/buckets": "buckets are taken by `bayplan run --buckets`",
@@ -46,10 +45,9 @@ def encode(noun: msgspec.Struct) -> bytes:
 
 def encode_yaml(noun: msgspec.Struct) -> bytes:
     """Turn a noun into YAML that a person goes on writing."""
-    # Lists and mappings of mere values stay on one line, so that a figure is a line.
-    text = yaml.safe_dump(
-        _with_header(noun), sort_keys=False, allow_unicode=True, width=100, default_flow_style=None
-    )
+    from bayplan.data.yaml_text import dump_yaml
+
+    text = dump_yaml(_with_header(noun))
     return text.encode()
 
 
@@ -111,42 +109,24 @@ def decode(content: bytes, noun: type[Noun], *, name: str, is_yaml: bool = False
     """Decode and check file content; `name` is what the error calls it."""
     try:
         if is_yaml:
-            fields = _load_yaml(content)
+            fields = _load_yaml(content, name)
             _check_header(msgspec.convert(fields, _Header), noun, name)
             return msgspec.convert(fields, noun)
         _check_header(msgspec.json.decode(content, type=_Header), noun, name)
         return msgspec.json.decode(content, type=noun)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as fault:
         raise FileFault(f"{name}: {fault}") from None
-    except yaml.YAMLError as fault:
-        raise FileFault(f"{name}: not YAML: {fault}") from None
     except RecursionError:
         raise FileFault(f"{name}: nested too deeply to be a bayplan file") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """Merges `<<` mappings without repeating entries, so that nested merges cannot explode."""
+def _load_yaml(content: bytes, name: str) -> object:
+    from bayplan.data.yaml_text import YamlFault, load_yaml  # here, for `--help` needs none
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        last = {id(key): (key, value) for key, value in reversed(node.value)}
-        node.value = list(reversed(last.values()))
-
-
-# YAML 1.1 takes `12e9` for a word, because it has no dot.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
-def _load_yaml(content: bytes) -> object:
     try:
-        return yaml.load(content, Loader=_Loader)
-    except (ValueError, KeyError, AttributeError) as fault:
-        # PyYAML lets these escape for scalars such as `2024-99-99` or `!!bool x`.
-        raise yaml.YAMLError(f"a value cannot be read: {fault}") from fault
+        return load_yaml(content)
+    except YamlFault as fault:
+        raise FileFault(f"{name}: not YAML: {fault}") from None
 
 
 def _check_header(header: _Header, noun: type[msgspec.Struct], name: str) -> None:

@@ -107,10 +107,10 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 continue
             raise UsageError(
                 f"placement {self} names {missing}; number them from 0 without a gap, like"
-                f" {self._renumbered()}"
+                f" {self.without_gaps()}"
             )
 
-    def _renumbered(self) -> "Placement":
+    def without_gaps(self) -> "Placement":
         """The same with every gap closed."""
         nodes = sorted({place.node for place in self.places})
         devices = {

@@ -1,4 +1,4 @@
-"""`Why`: what a split's time consists of, and what other splits would cost; JSON, like all nouns."""
+"""`Why`: what a split's time consists of, and what other splits would cost."""
 
 import msgspec
 

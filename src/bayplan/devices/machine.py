@@ -15,6 +15,7 @@ __all__ = [
     "check_torch_version",
     "describe_machine",
     "device_name",
+    "is_running",
 ]
 
 
@@ -55,6 +56,20 @@ def available_memory_bytes(device: torch.device) -> int:
     import psutil  # here, for it costs half a tenth of a second that most commands do not need
 
     return psutil.virtual_memory().available
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this host, by its number, is seen to run.
+
+    Example:
+        >>> is_running(os.getpid()), is_running(2**30)
+        (True, False)
+    """
+    try:
+        state = Path("/proc", str(process), "stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return False
+    return state[:1] not in ("Z", "X")  # dead, and its parent has not asked yet
 
 
 def cache_directory() -> Path:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from bayplan.data.cluster import Cluster, Host, Joint
-from bayplan.data.device import Figure
 from bayplan.data.joins import join_text, numbers_text
-from bayplan.data.joint import Link
+from bayplan.data.joint import Link, given_figures
 from bayplan.data.units import format_bytes, format_count, format_rate, format_seconds
 from bayplan.data.wiring import Wiring
 
@@ -92,16 +91,13 @@ def _short(text: str) -> str:
 
 
 def _figure_lines(struct: Host | Joint | Link) -> Iterator[str]:
-    for name in struct.__struct_fields__:
-        figure = getattr(struct, name)
-        if isinstance(figure, Figure):
-            words = name.removesuffix("_bytes_per_s").removesuffix("_per_s")
-            words = words.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
-            head = f"  {words:<18}{_shown(name, figure.value):>11}  "
-            room = _WIDTH - len(head)
-            first, *rest = wrap(figure.source, room)
-            yield head + first
-            yield from (" " * len(head) + line for line in rest)
+    for name, figure in given_figures(struct):
+        words = name.removesuffix("_bytes_per_s").removesuffix("_per_s")
+        words = words.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+        head = f"  {words:<18}{_shown(name, figure.value):>11}  "
+        first, *rest = wrap(figure.source, _WIDTH - len(head)) or [""]
+        yield head + first
+        yield from (" " * len(head) + line for line in rest)
 
 
 def _shown(name: str, value: float) -> str:

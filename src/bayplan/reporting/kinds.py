@@ -4,9 +4,9 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.record import MESSAGE
 from bayplan.data.units import format_bytes
 
-__all__ = ["kind_lines", "share_text"]
+__all__ = ["KIND_WORDS", "kind_lines", "share_text"]
 
-_KIND_WORDS: dict[str, str] = {
+KIND_WORDS: dict[str, str] = {
     StorageKind.PARAMETER: "parameters",
     StorageKind.GRADIENT: "gradients",
     StorageKind.OPTIMIZER_STATE: "optimizer state",
@@ -23,7 +23,7 @@ def kind_lines(by_kind: dict[str, int]) -> list[str]:
     """A line for each kind, with its share of all."""
     total = sum(by_kind.values())
     return [
-        f"  {_KIND_WORDS.get(kind, kind):<30} {format_bytes(size):>10}  {share_text(size, total)}"
+        f"  {KIND_WORDS.get(kind, kind):<30} {format_bytes(size):>10}  {share_text(size, total)}"
         for kind, size in by_kind.items()
         if size
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind, Figure, OpClass
 
-__all__ = ["compute_spread", "link_spread", "source_spread"]
+__all__ = ["compute_spread", "link_spread", "source_spread", "worst_spread"]
 
 _MEASURED, _FITTED, _DATA_SHEET, _GUESS = 0.05, 0.10, 0.20, 0.30
 _BY_WORD = {
@@ -49,14 +49,15 @@ def compute_spread(kinds: Iterable[DeviceKind]) -> float:
             kind.bandwidth_bytes_per_s,
         )
     ]
-    return _worst(figures)
+    return worst_spread(figures)
 
 
 def link_spread(cluster: Cluster) -> float:
     """How far the time of messages and sums may be off: as far as the worst bandwidth."""
     joined = (*cluster.links, *cluster.joints)
-    return _worst(one.bandwidth_bytes_per_s for one in joined)
+    return worst_spread(one.bandwidth_bytes_per_s for one in joined)
 
 
-def _worst(figures: Iterable[Figure]) -> float:
+def worst_spread(figures: Iterable[Figure]) -> float:
+    """How far the least trusted of some figures may be off."""
     return max((source_spread(figure.source) for figure in figures), default=0.0)

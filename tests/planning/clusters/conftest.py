@@ -74,9 +74,7 @@ def make_chain() -> Callable[..., Chain]:
         return Chain(
             name="test",
             num_samples=num_samples,
-            layers=tuple(
-                Layer(name=str(at), **{**plain, **one}) for at, one in enumerate(given)
-            ),
+            layers=tuple(Layer(name=str(at), **{**plain, **one}) for at, one in enumerate(given)),
             source="a test",
             spread=spread,
         )

@@ -66,9 +66,7 @@ def test_a_sum_hides_behind_the_backward_that_makes_it(make_chain, make_split, m
 
 
 def test_stale_weights_let_batches_follow_without_a_gap(make_chain, make_split, make_hosts):
-    split = make_split(
-        [1, 3], [1, 1], num_samples=8, schedule="one-by-one", lags=(1, 0)
-    )
+    split = make_split([1, 3], [1, 1], num_samples=8, schedule="one-by-one", lags=(1, 0))
     found = judge(make_chain(4), split, make_hosts(8, 2, **FAST))
     assert found.seconds == pytest.approx(2 * 0.03)
     assert found.stages[0].memory.version_bytes == found.stages[0].memory.weight_bytes
@@ -205,7 +203,7 @@ def test_a_long_batch_follows_from_shorter_ones(
     chain = make_chain(layers)
     plain = judge(chain, split, network, is_folded=True)
     short = judge(chain, split, network, is_folded=True, most_micro_batches=8)
-    assert short.seconds == pytest.approx(plain.seconds, rel=5e-3)  # micro-batches may come in pairs
+    assert short.seconds == pytest.approx(plain.seconds, rel=2e-3)
     for one, other in zip(short.stages, plain.stages, strict=True):
         assert one.compute_seconds == pytest.approx(other.compute_seconds, rel=1e-6)
 

@@ -78,6 +78,7 @@ def test_15_to_1_is_data_parallel_with_a_hidden_sum(titans, make_split):
     assert gains["staleness"] > 0
     # A device less computes: what is called a pipeline costs.
     assert gains["pipelining"] < 0
+    assert why.data_parallel_seconds is not None
     assert why.data_parallel_seconds > why.judgement.seconds
     assert sum(gains.values()) == pytest.approx(
         why.data_parallel_seconds - why.judgement.seconds, rel=1e-6
@@ -92,6 +93,7 @@ def test_the_same_without_old_weights_hides_nothing(titans, make_split):
         "this is 7-way data parallel whose all-reduce is not hidden, no pipeline: 1 device idle"
     )
     assert "staleness" not in {gain.name for gain in why.gains}
+    assert why.data_parallel_seconds is not None
     assert why.judgement.seconds > why.data_parallel_seconds
 
 
@@ -103,9 +105,7 @@ def test_the_planner_does_better_than_15_to_1(titans, make_split):
     )
     assert plan.best.judgement.seconds < theirs.seconds
     assert not any(plan.best.split.lags)
-    why = explain(
-        alexnet(), plan.best.split, titans, num_devices=8, training=training, plan=plan
-    )
+    why = explain(alexnet(), plan.best.split, titans, num_devices=8, training=training, plan=plan)
     gains = {gain.name: gain.seconds for gain in why.gains}
     assert gains["removed sums"] > 0
     assert [one.name for one in why.alternatives].count("pure data parallel") == 1

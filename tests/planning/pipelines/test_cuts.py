@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.errors import UsageError
-from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
+from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_load, cuts_by_share
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,19 @@ def test_by_count_wrong_shares_are_refused_as_well():
         cuts_by_count([1, 1], (0, 1))
     with pytest.raises(UsageError, match="3 stages, but the model can be cut into 2 at most"):
         cuts_by_count([1, 1], (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_depths", "loads", "firsts"),
+    [(10, (1,), (0,)), (10, (2, 1), (0, 6)), (18, (11, 7), (0, 11)), (7, (1, 1, 1), (0, 2, 4))],
+)
+def test_loads_are_shares_of_whole_depths(num_depths, loads, firsts):
+    assert cuts_by_load(num_depths, loads) == firsts
+
+
+def test_a_load_of_less_than_a_layer_is_refused_with_one_that_works():
+    with pytest.raises(
+        UsageError, match=r"stage 0 has a load of 1 of 10, .* works with a load of 3"
+    ):
+        cuts_by_load(4, (1, 9))
+    assert cuts_by_load(4, (3, 9)) == (0, 1)

@@ -103,8 +103,9 @@ def test_a_rank_that_does_not_come_is_named(library):
 def test_counts_of_turns_wrap(ranks, monkeypatch):
     for rank in ranks:
         rank._turn = 2**32 - 2
-        blocks_module.ctypes.c_uint32.from_address(rank.own.address).value = 2**32 - 2
-        blocks_module.ctypes.c_uint32.from_address(rank.own.address + 64).value = 2**32 - 2
+        for line in range(3):  # the flags of a sum
+            flag = blocks_module.ctypes.c_uint32.from_address(rank.own.address + 64 * line)
+            flag.value = 2**32 - 2
     for wanted in (3, 9, 27):
         for rank in ranks:
             if wanted == 3:

@@ -25,6 +25,9 @@ COUNT = 700_001  # several strips, the last one odd
 class Emulated(Meeting):
     hosts = ("left", "left", "left", "right")
 
+class Three(Meeting):
+    hosts = ("left", "middle", "right", "right")
+
 def meeting(name, kind=Meeting, **options):
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return kind(store, rank, world_size, cache, **options)
@@ -49,6 +52,7 @@ found = {}
 RANKS = range(world_size)
 found["one host"] = summed(meeting("a").sums(RANKS, all_bytes))
 found["two hosts"] = summed(meeting("b", Emulated).sums(RANKS, all_bytes))
+found["three hosts"] = summed(meeting("n", Three).sums(RANKS, all_bytes))
 found["half precision"] = summed(meeting("c").sums(RANKS, all_bytes), torch.bfloat16)[0]
 found["no room"] = summed(meeting("d").sums(RANKS, 64))
 found["one unwilling"] = summed(meeting("e", is_willing=rank != 2).sums(RANKS, all_bytes))
@@ -132,6 +136,7 @@ def test_ranks_sum_up_whichever_way_they_share(tmp_path):
     for rank, found in enumerate(ranks):
         assert found["one host"] == ["SharedSums", of_four]
         assert found["two hosts"] == ["SharedSums", of_four]
+        assert found["three hosts"] == ["SharedSums", of_four]
         assert found["half precision"] == "SharedSums"
         assert found["no room"] == ["SharedSums", of_four]
         assert found["one unwilling"] == ["SharedSums", of_four]

@@ -40,8 +40,9 @@ if not near.processes:  # the same on both ranks
     dist.destroy_process_group()
     sys.exit(9)
 found["reads"] = {str(peer): process != os.getpid() for peer, process in near.processes.items()}
-found["reach"] = [near.reach(1 - rank, LEAST_BYTES), near.reach(1 - rank, LEAST_BYTES - 1),
-                  near.reach(7, LEAST_BYTES)]
+found["reach"] = [near.reach(1 - rank, LEAST_BYTES, comes=True),
+                  near.reach(1 - rank, LEAST_BYTES - 1, comes=True),
+                  near.reach(7, LEAST_BYTES, comes=True)]
 found["in order"] = [exchanged(near, (0, 1, 2)) for _ in range(3)]
 loose = meet_neighbours(open_meeting(), is_ordered=False)
 found["in any order"] = exchanged(loose, (2, 0, 1))

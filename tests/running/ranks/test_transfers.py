@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from bayplan.running.ranks import transfers
+from bayplan.running.exchange import transports
 from bayplan.running.ranks.forms import Form, Parcel
 from bayplan.running.ranks.transfers import Arrival, Departure, Route
 from bayplan.running.stages.sampling import Samples
@@ -46,7 +46,7 @@ class Mail:
 @pytest.fixture
 def mail(monkeypatch):
     mail = Mail()
-    monkeypatch.setattr(transfers, "distributed", mail)
+    monkeypatch.setattr(transports, "distributed", mail)
     return mail
 
 
@@ -60,7 +60,7 @@ def same_for_all(name="same"):
 
 def route(forms, here, there=None, *, tag=0, peer=0, is_shared=False):
     return Route(
-        peer, SOURCE, Parcel(forms, *here), Parcel(forms, *(there or here)), is_shared, tag
+        peer, SOURCE, Parcel(forms, *here), Parcel(forms, *(there or here)), is_shared, tag=tag
     )
 
 

@@ -1,14 +1,16 @@
 """Which ways to split a model are worth a simulation: the best of each kind in the cost model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
+from bayplan.planning.clusters.speeds import shares_by_speed
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
 from bayplan.planning.clusters.training import DeviceMemory, Training
@@ -16,9 +18,9 @@ from bayplan.planning.clusters.training import DeviceMemory, Training
 __all__ = ["Estimate", "Search", "counts_up_to", "in_columns"]
 
 # Numbers that one solution of the dynamic programme may look at: some tenths of a second.
-_MOST_WORK = 4e7
+_MOST_WORK = 5e7
+_WORK_OF_A_RUN = 10_000  # as much as so many numbers
 _MOST_UNITS = 128
-_SHARES = 1000  # in which unequal devices' parts of a batch are said
 _MOST_STALE = 16  # micro-batches where batches overlap: more hide no more
 _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
 
@@ -55,6 +57,7 @@ class Search:
     micro_batches: Sequence[int] = ()
     may_recompute: bool = True
     tolerance: float = 0.005
+    _known: dict[object, Any] = field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:
@@ -92,16 +95,17 @@ class Search:
         layers = len(next(iter(self.chains.values())).layers)
         most = _MOST_UNITS
         while most > 8 and self._work(most, layers) > _MOST_WORK:
-            most = most * 3 // 4
+            most //= 2
         if self.num_devices <= most:
             return (1,)
-        parts = {most} | {2**power for power in range(most.bit_length()) if 2**power <= most}
-        return tuple(sorted({self.num_devices // number for number in parts}))
+        parts = [2**power for power in range(most.bit_length())]
+        return tuple(sorted({-(-self.num_devices // number) for number in parts}))
 
     def _work(self, num_units: int, layers: int) -> float:
         width = self._width
         is_tight = bool(self.memory) and width < layers
-        return num_units**2 / 2 * layers * width * (num_units / 2 if is_tight else 1)
+        numbers = layers * width * (num_units / 2 if is_tight else 1)
+        return num_units**2 / 2 * (numbers + _WORK_OF_A_RUN)
 
     @cached_property
     def _width(self) -> int:
@@ -111,29 +115,49 @@ class Search:
 
     def _of_unit(self, unit: int) -> Iterator[Estimate]:
         counts = [one for one in self.counts if self.num_samples // one >= unit]
+        best_count: int | None = None  # of the way before
         for passing in self._ways:
-            usable = counts
-            if passing.is_stale:
-                most = 1 if passing is Passing.STALE_SUM else _MOST_STALE
-                usable = [one for one in counts if one <= most]
-            # Pipelines like many micro-batches, data parallel few: come from both ends.
-            seen: set[int] = set()
-            for row in (usable, usable[::-1]):
-                yield from self._of_counts(unit, passing, row, seen)
+            found = self._of_passing(unit, passing, counts, best_count)
+            if passing in self.passings:
+                best_count = _best_count(found)
+            for count, own in found.items():
+                yield from (Estimate(self._split(one, passing, count), one.seconds) for one in own)
 
-    def _of_counts(
-        self, unit: int, passing: Passing, counts: Sequence[int], seen: set[int]
-    ) -> Iterator[Estimate]:
-        """The best for each number of micro-batches, until it gets slower and slower."""
+    def _of_passing(
+        self, unit: int, passing: Passing, counts: Sequence[int], best_count: int | None
+    ) -> dict[int, list[Partition]]:
+        """The best ones, by micro-batches; around what is known to suit a similar way."""
+        found: dict[int, list[Partition]] = {}
+        if passing.is_stale:
+            most = 1 if passing is Passing.STALE_SUM else _MOST_STALE
+            counts, best_count = [one for one in counts if one <= most], None
+        if best_count is None:
+            # Pipelines like many micro-batches, data parallel few: come from both ends, in large
+            # steps, and look around what was best.
+            coarse = counts if self.micro_batches else [one for one in counts if _is_power(one)]
+            for row in (coarse, coarse[::-1]):
+                self._look(unit, passing, row, found)
+            best_count = _best_count(found)
+        if best_count is not None:
+            at = counts.index(best_count)
+            self._look(unit, passing, counts[max(0, at - 1) : at + 2], found)
+        return found
+
+    def _look(
+        self,
+        unit: int,
+        passing: Passing,
+        counts: Sequence[int],
+        found: dict[int, list[Partition]],
+    ) -> None:
+        """Find the best for numbers of micro-batches, until it gets slower and slower."""
         least, num_slower = float("inf"), 0
         for count in counts:
-            if count in seen or num_slower >= _PATIENCE:
+            if num_slower >= _PATIENCE:
                 return
-            seen.add(count)
-            found = self.partitioner(unit, count, passing).best()
-            for one in found:
-                yield Estimate(self._split(one, passing, count), one.seconds)
-            seconds = found[0].seconds if found else float("inf")
+            if count not in found:
+                found[count] = self.partitioner(unit, count, passing).best()
+            seconds = found[count][0].seconds if found[count] else float("inf")
             num_slower = 0 if seconds < least else num_slower + 1
             least = min(least, seconds)
 
@@ -166,6 +190,7 @@ class Search:
             num_micro_batches=count,
             may_recompute=self.may_recompute,
             most_layers=most_layers,
+            known=self._known,
         )
         most = len(self.layout.order)
         if passing is Passing.STALE:
@@ -203,16 +228,21 @@ class Search:
 
     def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Parts of a batch, in proportion to how fast each device is."""
-        own = [self.kinds[device] for device in devices] if self.kinds else []
-        if len(set(own)) < 2:
+        if not self.kinds:
             return (1,) * len(devices)
-        seconds = {
-            kind: sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
-            / chain.num_samples
-            for kind, chain in self.chains.items()
-        }
-        fastest = min(seconds[kind] for kind in own)
-        return tuple(max(1, round(_SHARES * fastest / seconds[kind])) for kind in own)
+        return shares_by_speed(devices, lambda device: self.chains[self.kinds[device]])
+
+
+def _best_count(found: Mapping[int, Sequence[Partition]]) -> int | None:
+    """The number of micro-batches with the fastest pipeline; if there is none, of all."""
+    seconds = {
+        (len(one.parts) == 1, one.seconds): count for count, own in found.items() for one in own
+    }
+    return seconds[min(seconds)] if seconds else None
+
+
+def _is_power(count: int) -> bool:
+    return count & (count - 1) == 0
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """What a stage needs in memory: one formula for a judged split and for all stages a planner tries.
 
-    weights         once
-    versions        once more for each batch that backward is behind
-    gradients       their sum over micro-batches
-    state           of the optimizer
-    activations     of each micro-batch in flight, and what passes in one of them; where a stage is
-                    recomputed, the inputs of those in flight and all activations of one
-    transfers       on each side a message that comes and one that goes
-    buckets         one that is filled and one that is summed up, where there are replicas
+weights         once
+versions        once more for each batch that backward is behind
+gradients       their sum over micro-batches
+state           of the optimizer
+activations     of each micro-batch in flight, and what passes in one of them; where a stage is
+                recomputed, the inputs of those in flight and all activations of one
+transfers       on each side a message that comes and one that goes
+buckets         one that is filled and one that is summed up, where there are replicas
 """
 
 from collections.abc import Sequence
@@ -122,9 +122,7 @@ def needed_parts(
     )
 
 
-def memory_need(
-    parts: Parts, training: Training, memory: DeviceMemory | None = None
-) -> MemoryNeed:
+def memory_need(parts: Parts, training: Training, memory: DeviceMemory | None = None) -> MemoryNeed:
     """The same as whole bytes, with what is beside it on a device."""
     whole = [int(np.ceil(part)) for part in parts]
     return MemoryNeed(
@@ -149,7 +147,7 @@ def in_flight_of(split: Split) -> tuple[int, ...]:
         is_first = split.schedule == BACKWARD_FIRST
         # A backward that comes first makes room for the forward behind it.
         return tuple(lag * count + (not (is_first and lag)) for lag in lags)
-    if split.schedule == _ONE_BY_ONE or num_stages == 1 and split.schedule != _FILLS_FIRST:
+    if split.schedule == _ONE_BY_ONE:
         return (1,) * num_stages
     if split.schedule == _FILLS_FIRST and num_stages > 1:
         return (count,) * num_stages

@@ -247,9 +247,7 @@ class Partitioner:
         for k in range(1, most + 1):
             d = int(ends[:, k, 0].argmin())
             if np.isfinite(ends[d, k, 0]):
-                found[k] = self._rebuilt(
-                    d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k
-                )
+                found[k] = self._rebuilt(d, lambda d, i, k: divmod(int(choices[d, k, i]), width), k)
         return found
 
     def _rebuilt(self, d: int, choice: _Choice, k: int = 0) -> Partition:
@@ -272,9 +270,13 @@ def _chosen(
     table: StageTable, in_flight: int | np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the first way to hold activations that fits: kept, else recomputed, else none."""
-    costs = []
+    if isinstance(in_flight, int):
+        fits = table.room[0, :, :width] >= in_flight
+        if fits[np.isfinite(table.passing[0, :, :width])].all():
+            return table.passing[0, :, :width], table.staying[0, :, :width]
+    costs: list[np.ndarray] = []
     for seconds in (table.passing, table.staying):
-        found = np.inf
+        found = np.full((), np.inf)
         for mode in reversed(range(len(seconds))):
             fits = table.room[mode, :, :width] >= in_flight
             found = np.where(fits, seconds[mode, :, :width], found)

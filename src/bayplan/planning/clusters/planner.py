@@ -1,4 +1,4 @@
-"""The planner of whole clusters: candidates from the cost model, the verdict from the simulation."""
+"""The planner of clusters: candidates from the cost model, the verdict from the simulation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,11 +235,16 @@ class _Planning:
         search = self.search
         chain, row = next(iter(search.chains.values())), search.layout.order
         plain = (
-            (DATA_PARALLEL, data_parallel(chain, row, search.num_samples, shares=search.shares(row))),
+            (
+                DATA_PARALLEL,
+                data_parallel(chain, row, search.num_samples, shares=search.shares(row)),
+            ),
             (EVEN_PIPELINE, even_pipeline(chain, row, search.num_samples)),
         )
         for name, split in plain:
             if split is not None:
+                if search.micro_batches:
+                    split = replace(split, num_micro_batches=min(search.micro_batches))
                 least = smallest_that_fits(
                     split,
                     search.counts,
@@ -365,7 +370,7 @@ def _check(
         raise UsageError(f"{len(kinds)} kinds for {num_devices} devices; name one for each")
     if staleness < 0:
         raise UsageError(f"staleness is {staleness}, must be 0 or more")
-    known = (Passing.ONE_F_ONE_B, Passing.GPIPE)
+    known = [str(Passing.ONE_F_ONE_B), str(Passing.GPIPE)]
     for name in schedules:
         if name not in known:
             raise UsageError(f"no schedule {name!r} to plan with; {did_you_mean(name, known)}")

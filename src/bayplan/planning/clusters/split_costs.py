@@ -1,4 +1,4 @@
-"""A split as what the event clock wants: a pipeline, every rank's list, and what each part costs."""
+"""A split as the event clock wants it: a pipeline, every rank's list, what each part costs."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -82,9 +82,7 @@ class SplitCosts:
         lists = self._lists(_ONE_BY_ONE)
         if self.split.schedule != BACKWARD_FIRST:
             return lists
-        return tuple(
-            backward_first(own) if self.split.lags[own[0].stage] else own for own in lists
-        )
+        return tuple(backward_first(own) if self.split.lags[own[0].stage] else own for own in lists)
 
     def _lists(self, name: str) -> tuple[tuple[Action, ...], ...]:
         if is_straight(self.pipeline, name):
@@ -102,7 +100,7 @@ class SplitCosts:
             ],
             message_bytes=self.message_bytes,
             bucket_bytes=[
-                self.gradient_bytes(at) / number
+                round(self.gradient_bytes(at) / number)
                 for at, number in enumerate(self.num_buckets)
                 for _ in range(number)
             ],
@@ -165,9 +163,7 @@ class SplitCosts:
     def message_bytes(self, message: Message, is_back: bool) -> float:
         """Of what a cut sends; its gradients are as large."""
         source = self.folded.stages[message.source_stage]
-        return self.chain(message.source_stage).sent_bytes(
-            source.last, message.end - message.begin
-        )
+        return self.chain(message.source_stage).sent_bytes(source.last, message.end - message.begin)
 
     def early(self, rank: int, action: Action) -> Mapping[int, float]:
         """How long before the end of a backward the gradients of each bucket are there.
@@ -204,9 +200,7 @@ class SplitCosts:
         network = FoldedNetwork(self.network, self.folded)
         totals: dict[tuple[str, int], float] = {}
         size = self.num_samples // self.split.num_micro_batches
-        one = resplit(
-            self.folded.stages[stage : stage + 2], num_samples=size, num_micro_batches=1
-        )
+        one = resplit(self.folded.stages[stage : stage + 2], num_samples=size, num_micro_batches=1)
         for message in one.messages(0, 1, 0):
             message = message._replace(source_stage=stage)
             taken = network.message(
@@ -218,7 +212,7 @@ class SplitCosts:
 
 
 def backward_first(own: Sequence[Action]) -> tuple[Action, ...]:
-    """A list of one stage whose backward is of an older batch, with each backward before its forward.
+    """A list of one stage whose backward is of an older batch, each before its forward.
 
     Example:
         >>> own = ("0F0", "0SEND_F0", "0RECV_B0", "0B0", "0REDUCE0", "0U0")

@@ -9,16 +9,18 @@ where `passing` is what a micro-batch takes to go through, once, and `staying` w
 for all others behind it, with the part of its sum over replicas that nothing hides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from bayplan.data.chain import Chain
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.speeds import speed_of
 from bayplan.planning.clusters.training import DeviceMemory, Training
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
@@ -81,6 +83,7 @@ class StageTables:
         num_samples, num_micro_batches: of a batch.
         may_recompute: whether a stage may repeat its forward.
         most_layers: of a stage; None for any number.
+        known: sums over layers and of gradients, which other tables of the same chains may share.
     """
 
     chains: Mapping[str, Chain]
@@ -93,6 +96,7 @@ class StageTables:
     num_micro_batches: int
     may_recompute: bool = True
     most_layers: int | None = None
+    known: dict[object, Any] = field(default_factory=dict)
     _tables: dict[object, StageTable] = field(default_factory=dict)
 
     def table(self, run: Run) -> StageTable:
@@ -132,20 +136,13 @@ class StageTables:
         if len(counts) < 2:
             kind = next(iter(counts), next(iter(self.chains)))
             return {kind: -(-self.micro_batch // run.number)}
-        speeds = {kind: self._speed(self.chains[kind]) for kind in counts}
+        speeds = {kind: speed_of(self.chains[kind]) for kind in counts}
         whole = sum(speeds[kind] * number for kind, number in counts.items())
-        return {
-            kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts
-        }
-
-    def _speed(self, chain: Chain) -> float:
-        return 1 / max(1e-12, sum(chain.seconds(0, self.num_layers - 1, chain.num_samples)))
+        return {kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts}
 
     def _made(self, run: Run) -> StageTable:
         """The slowest kind of a run decides about its seconds, the fullest about its memory."""
-        made = [
-            self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()
-        ]
+        made = [self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()]
         return StageTable(
             np.max([one.passing for one in made], axis=0),
             np.max([one.staying for one in made], axis=0),
@@ -182,7 +179,7 @@ class StageTables:
         for is_recomputed in modes:
             compute = forward * (1 + is_recomputed) + backward
             one, others = self._batch_seconds(
-                run, compute, backward, forward, came + gone, columns.parameters
+                compute, backward, forward, came + gone, columns, self._sum(run, kind)
             )
             passing.append(np.where(columns.exists, one, np.inf))
             staying.append(np.where(columns.exists, others, np.inf))
@@ -191,22 +188,18 @@ class StageTables:
 
     def _batch_seconds(
         self,
-        run: Run,
         compute: np.ndarray,
         backward: np.ndarray,
         forward: np.ndarray,
         messages: np.ndarray,
-        parameters: np.ndarray,
+        columns: "_Columns",
+        each: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        training, count = self.training, self.num_micro_batches
-        gradients = parameters * training.gradient_per_parameter
-        number = np.clip(np.ceil(gradients / training.bucket_bytes), 1, training.most_buckets)
-        each = self.layout.sum_seconds(run.begin, run.number, gradients / number)
-        each = np.where(gradients > 0, each, 0.0)
+        count, number = self.num_micro_batches, columns.num_buckets
         # The last micro-batch's backward hides all but the last bucket.
-        hiding = backward * (number - 1) / number
+        hiding = backward * columns.hiding
         bare = np.maximum(each, number * each - hiding)
-        update = parameters * training.update_seconds_per_byte
+        update = columns.parameters * self.training.update_seconds_per_byte
         if self.passing is Passing.STALE_SUM:
             # Stages wait for each other, but a sum has all of the next forward to hide behind.
             return count * (compute + messages) + update, np.maximum(
@@ -222,31 +215,41 @@ class StageTables:
         load = np.maximum(compute, messages) if is_hidden else compute + messages
         return load, (count - 1) * load + bare + update
 
-    def _room(
-        self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool
-    ) -> np.ndarray:
+    def _sum(self, run: Run, kind: str) -> np.ndarray:
+        """What the sum of one bucket takes over a run."""
+        period = self.layout.period
+        begin = run.begin % period if period else run.begin
+        key = ("sum", kind, self.most_layers, begin, run.number)
+        if key not in self.known:
+            columns = self._columns(kind)
+            each = self.layout.sum_seconds(run.begin, run.number, columns.bucket_bytes)
+            self.known[key] = np.where(columns.bucket_bytes > 0, each, 0.0)
+        return self.known[key]
+
+    def _room(self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool) -> np.ndarray:
         """The most stages from here on to the end, this one included, for which memory suffices."""
         if not self.memory:
             return np.full(sizes.parameter_bytes.shape, np.iinfo(np.int32).max)
         usable = self.memory[kind].usable_bytes / (1 + self.training.allocator_slack)
-
-        def needed(stages_left: int) -> np.ndarray:
-            return needed_parts(
-                sizes,
-                self.training,
-                in_flight=self.in_flight(stages_left),
-                lag=stages_left - 1 if self.passing.is_stale else 0,
-                is_recomputed=is_recomputed,
-                is_replicated=run.number > 1,
-            ).total
-
+        alone, with_next = self.in_flight(1), self.in_flight(2)
+        is_replicated = run.number > 1
+        first = needed_parts(
+            sizes, self.training, in_flight=alone, is_replicated=is_replicated
+        ).total
+        each = sizes.held_bytes
+        if is_recomputed:  # what `needed_parts` would say, without its tables once more
+            each = sizes.input_bytes
+            first = first + alone * (each - sizes.held_bytes) + sizes.held_bytes
         # What each further stage behind this one adds is the same up to a bound.
-        first, second = needed(1), needed(2)
-        more = np.maximum(second - first, 1e-9)
+        added = (with_next - alone) * each
+        if self.passing.is_stale:
+            added = added + sizes.parameter_bytes
+        more = np.maximum(added, 1e-9)
         room = np.where(first <= usable, 1 + np.floor((usable - first) / more), 0)
         most = self.most_in_flight
         if most is not None:
-            room = np.where(needed(most) <= usable, np.iinfo(np.int32).max, room)
+            least = first + (most - 1) * added
+            room = np.where(least <= usable, np.iinfo(np.int32).max, room)
         return np.minimum(room, np.iinfo(np.int32).max).astype(np.int64)
 
     @property
@@ -267,16 +270,17 @@ class StageTables:
             return 1 + (stages_left - 1) * count
         return min(count, stages_left)
 
-    @cached_property
-    def _columns(self) -> Callable[[str], "_Columns"]:
-        made = {kind: _Columns(chain, self.most_layers) for kind, chain in self.chains.items()}
-        return made.__getitem__
+    def _columns(self, kind: str) -> "_Columns":
+        key = ("columns", kind, self.most_layers)
+        if key not in self.known:
+            self.known[key] = _Columns(self.chains[kind], self.most_layers, self.training)
+        return self.known[key]
 
 
 class _Columns:
     """A chain's sums over all stages: rows are their first layers, columns their lengths less 1."""
 
-    def __init__(self, chain: Chain, most_layers: int | None) -> None:
+    def __init__(self, chain: Chain, most_layers: int | None, training: Training) -> None:
         number = len(chain.layers)
         width = min(number, most_layers or number)
         self.num_samples = chain.num_samples
@@ -292,6 +296,12 @@ class _Columns:
         self.fixed_forward = sums("fixed_forward_seconds")
         self.fixed_backward = sums("fixed_backward_seconds")
         self.parameters, self.held = sums("parameter_bytes"), sums("held_bytes")
+        gradients = self.parameters * training.gradient_per_parameter
+        self.num_buckets = np.clip(
+            np.ceil(gradients / training.bucket_bytes), 1, training.most_buckets
+        )
+        self.bucket_bytes = gradients / self.num_buckets
+        self.hiding = 1 - 1 / self.num_buckets
         sent = np.array([layer.sent_bytes for layer in chain.layers[:-1]] + [0], dtype=float)
         self.output_bytes = sent[ends - 1]
         self.input_bytes = np.concatenate([[0.0], sent[:-1]])[:, None] + 0 * self.forward

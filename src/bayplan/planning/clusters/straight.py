@@ -3,9 +3,9 @@
 They are those that `schedule` finds, for schedules whose order is known beforehand; with a hundred
 stages and as many micro-batches this is where time would go.
 
-    1f1b, 3 stages      0F0 0F1 0F2 0B0 0F3 0B1 ...     as many forwards as stages from here on, then
-                        1F0 1F1 1B0 1F2 1B1 ...         by turns
-                        2F0 2B0 2F1 2B1 ...
+    1f1b, 3 stages    0F0 0F1 0F2 0B0 0F3 0B1 ...    as many forwards as stages from here on,
+                      1F0 1F1 1B0 1F2 1B1 ...        then by turns
+                      2F0 2B0 2F1 2B1 ...
 """
 
 from collections.abc import Iterator

@@ -17,6 +17,7 @@ from bayplan.simulating.network import Network, Transfer
 
 __all__ = ["Timed", "Times", "simulated_work"]
 
+_TOGETHER = 4  # micro-batches that may come in pairs or fours, and then not one like the other
 _MORE = 16  # micro-batches that the longer of two short batches has more
 
 
@@ -93,6 +94,7 @@ def _longer(split: Split, most_micro_batches: int | None) -> int | None:
         return None
     # Until the last stage has work, and back, no micro-batch is like another.
     least = max(most_micro_batches, len(split.stages) + 2 * _MORE)
+    least += (split.num_micro_batches - least) % _TOGETHER
     return least if split.num_micro_batches > least else None
 
 
@@ -104,7 +106,7 @@ def simulated_work(split: Split, most_micro_batches: int | None) -> int:
         >>> stage = Stage(first=0, last=0, devices=(0, 1, 2), shares=(1, 1, 1))
         >>> one = Split(stages=(stage,), num_samples=600, num_micro_batches=10)
         >>> simulated_work(one, 32), simulated_work(replace(one, num_micro_batches=200), 32)
-        (10, 50)
+        (10, 56)
     """
     # Replicas are simulated once for each column.
     num_ranks = sum(split.replicas) // gcd(*split.replicas)

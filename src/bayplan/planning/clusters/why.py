@@ -24,6 +24,7 @@ from bayplan.planning.clusters.candidates import counts_up_to
 from bayplan.planning.clusters.judging import Chains, Memory, chain_finder, judge, split_memory
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan
 from bayplan.planning.clusters.references import data_parallel, smallest_that_fits
+from bayplan.planning.clusters.speeds import shares_by_speed
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import Training
 from bayplan.simulating.network import Network, Transfer
@@ -148,13 +149,13 @@ class _Explaining:
         self, split: Split, seconds: float, devices: Sequence[int]
     ) -> tuple[tuple[Gain, ...], float | None]:
         """What each thing saves, and data parallel's seconds if it fits."""
-        chain = chain_finder(self.chains, self.kinds)(devices[0])
-        ideal = data_parallel(chain, devices, split.num_samples)
-        if self.kinds and len({self.kinds[one] for one in devices}) > 1:
-            ideal = replace(
-                ideal,
-                stages=(replace_shares(ideal, self.chains, self.kinds),),
-            )
+        chain_of = chain_finder(self.chains, self.kinds)
+        ideal = data_parallel(
+            chain_of(devices[0]),
+            devices,
+            split.num_samples,
+            shares=shares_by_speed(devices, chain_of),
+        )
         real = smallest_that_fits(ideal, counts_up_to(split.num_samples), self._fits)
         real_fits = self._fits(real)
         bare = self.seconds(ideal)
@@ -193,8 +194,8 @@ class _Explaining:
         return Gain(
             name="staleness",
             seconds=fresh - seconds,
-            note=f"weights are up to {max(split.lags)} batches old; {format_seconds(hidden)} of it"
-            " are sums hidden behind the next batch",
+            note=f"weights are up to {_batches_old(max(split.lags))};"
+            f" {format_seconds(hidden)} of it are sums hidden behind the next batch",
         )
 
     def _fits(self, split: Split) -> bool:
@@ -204,24 +205,21 @@ class _Explaining:
         return all(need.fits for need in needs)
 
 
-def replace_shares(split: Split, chains: Chains, kinds: Sequence[str]):  # noqa: ANN201
-    """The only stage of a split with shares by the speed of each device."""
-    from msgspec.structs import replace as replaced
-
-    stage = split.stages[0]
-    find = chain_finder(chains, kinds)
-    speeds = []
-    for device in stage.devices:
-        chain = find(device)
-        speeds.append(chain.num_samples / sum(chain.seconds(0, stage.last, chain.num_samples)))
-    return replaced(stage, shares=tuple(max(1, round(1000 * s / max(speeds))) for s in speeds))
-
-
 def _fresh(split: Split) -> Split:
     """The same split where no backward lags."""
     if not any(split.lags):
         return split
     return replace(split, lags=(), schedule="1f1b")
+
+
+def _batches_old(number: int) -> str:
+    """An age in words.
+
+    Example:
+        >>> _batches_old(1), _batches_old(2)
+        ('1 batch old', '2 batches old')
+    """
+    return f"{number} batch{'es' * (number > 1)} old"
 
 
 def _memory_note(real: Split, fits: bool) -> str:

@@ -10,16 +10,17 @@ Between two ranks messages go one after the other, and so do the sums of the sam
 different ranks go on at once, and share the wires that they have in common.
 """
 
+import gc
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.record import Event, Lane
 from bayplan.planning.pipelines.awaiting import Awaiting
 from bayplan.planning.pipelines.loaders import Loaders
+from bayplan.planning.pipelines.outcome import Moved, StepTimes
 from bayplan.planning.pipelines.pipeline import Pipeline
 from bayplan.planning.pipelines.routing import Message
 from bayplan.planning.pipelines.sharing import SharedResources
@@ -39,47 +40,6 @@ _BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 
 _Post = tuple[float, Callable[[], None]]  # what to do so many seconds after the begin
 _Letter = tuple[Message, bool, int]  # whether it holds gradients, and of which batch
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A message or a sum of the last step that was looked at.
-
-    Attributes:
-        ranks: that sent it, or all that have the sum.
-        lane: send or reduce.
-        seconds: from its turn to when it was there; others on the same wires make that longer.
-    """
-
-    ranks: tuple[int, ...]
-    lane: Lane
-    size_bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What came of it.
-
-    Attributes:
-        seconds: from step to step.
-        events: by rank, what it did in the last step that was looked at, from its begin on.
-        moved: what was sent and summed in that step.
-    """
-
-    seconds: float
-    events: tuple[tuple[Event, ...], ...]
-    moved: tuple[Moved, ...] = ()
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """By rank, the share of the step that it computes in."""
-        return tuple(
-            min(1.0, sum(one.seconds for one in own if one.lane is Lane.COMPUTE) / self.seconds)
-            if self.seconds
-            else 0.0
-            for own in self.events
-        )
 
 
 def step_times(
@@ -102,9 +62,25 @@ def step_times(
     is_steady = bool(ahead) or any(lags)
     num_calls = 2 * max(lags) + ahead + _STEADY_CALLS if is_steady else 1
     run = _Run(pipeline, actions, costs, lags, num_calls)
-    ends = run.ends()
+    with _no_collecting():
+        ends = run.ends()
     steady = (ends[-1] - ends[-1 - _STEADY_CALLS]) / _STEADY_CALLS if is_steady else ends[0]
     return StepTimes(steady, tuple(tuple(own) for own in run.events), tuple(run.moved))
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Without Python's search for garbage: of all that lives until a run ends it finds none.
+
+    With hundreds of thousands of actions it would take half of the time.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 class _Run:
@@ -173,10 +149,28 @@ class _Run:
                 if not self._is_here(rank, self._letters(rank, action, batch)):
                     return
                 self._note_wait(rank, action, Lane.RECEIVE)
-                self._next(rank)
+                if self._is_busy(rank, action, Lane.RECEIVE):
+                    return
             else:
                 self._begin_to_send(rank, action, batch)
-                self._next(rank)
+                lane = Lane.SEND if action.kind in _SENDS else Lane.REDUCE
+                if self._is_busy(rank, action, lane):
+                    return
+
+    def _is_busy(self, rank: int, action: Action, lane: Lane) -> bool:
+        """Whether a rank has something to do itself for what goes on by itself."""
+        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
+        if not seconds:
+            self._next(rank)
+            return False
+
+        def done() -> None:
+            self._note(rank, action, lane, since)
+            self._next(rank)
+            self._go_on(rank)
+
+        self.clock.begin(seconds, cores=1.0, then=done)
+        return True
 
     def _batch(self, action: Action, call: int) -> int:
         """The batch that an action is about in a call."""
@@ -245,10 +239,7 @@ class _Run:
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
         """Compute, and post sums on the way: those that the list has right behind the action."""
         seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
-        behind = takewhile(
-            lambda one: one.kind not in _COMPUTES, self.actions[rank][position + 1 :]
-        )
-        buckets = [one.index for one in behind if one.kind is _K.REDUCE]
+        buckets = self._reduced_behind(rank, position)
         early = self.costs.early(rank, action) if buckets else {}
         posts: list[_Post] = []
         at = 0.0
@@ -258,14 +249,27 @@ class _Run:
         self._copy(rank, action, batch)
         self._compute(rank, action, batch, seconds, posts)
 
+    def _reduced_behind(self, rank: int, position: int) -> list[int]:
+        """The buckets that are reduced after an action and before the next that computes."""
+        found, actions = list[int](), self.actions[rank]
+        for at in range(position + 1, len(actions)):
+            if actions[at].kind in _COMPUTES:
+                break
+            if actions[at].kind is _K.REDUCE:
+                found.append(actions[at].index)
+        return found
+
     def _copy(self, rank: int, action: Action, batch: int) -> None:
         transfer = self.costs.copies(rank, action)
         if transfer is None:
             self.awaiting.come((rank, action, batch, Lane.COPY))
             return
 
+        kind = _K.SWAP_OUT if action.kind is _K.FORWARD else _K.SWAP_IN
+        copied = Action(action.stage, kind, action.index)
+
         def done(since: float) -> None:
-            self._note(rank, action, Lane.COPY, since)
+            self._note(rank, copied, Lane.COPY, since)
             self._come((rank, action, batch, Lane.COPY))
 
         self.queues.add((Lane.COPY, rank), transfer, done)

@@ -3,7 +3,8 @@
 A weight is whatever shares are of: seconds, operators, or bytes of parameters. The place that a
 share asks for is often inside a block, where much would have to be sent; a little off it there is
 mostly one where little is. So cuts by a measured weight may move by a small part of the whole to
-where least is sent. Cuts by operator count are where OneFlow's staged pipeline makes them.
+where least is sent. Cuts by operator count, and by load, are where OneFlow's staged pipeline makes
+them: it counted operators at first, and depths of them later.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from itertools import accumulate
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["cuts_by_count", "cuts_by_share"]
+__all__ = ["cuts_by_count", "cuts_by_load", "cuts_by_share"]
 
 
 def cuts_by_share(
@@ -72,6 +73,32 @@ def cuts_by_count(counts: Sequence[int], shares: Sequence[int]) -> tuple[int, ..
         possible = _possible(firsts[-1], at, len(counts), len(shares))
         firsts.append(next((cut for cut in possible if before[cut] > held), possible[-1]))
     return tuple(firsts)
+
+
+def cuts_by_load(num_depths: int, loads: Sequence[int]) -> tuple[int, ...]:
+    """The first depth of each stage, as OneFlow finds it by `stage_load`.
+
+    A stage begins at the whole depths that all loads before it are a share of.
+
+    Args:
+        num_depths: of the operators that make up the model; its layers, where they are in a row.
+        loads: of each stage.
+
+    Example:
+        >>> cuts_by_load(10, (2, 1))
+        (0, 6)
+    """
+    _check(loads, num_depths)
+    firsts = tuple(
+        num_depths * before // sum(loads) for before in accumulate(loads[:-1], initial=0)
+    )
+    for at, (first, end) in enumerate(zip(firsts, (*firsts[1:], num_depths), strict=True)):
+        if first == end:
+            raise UsageError(
+                f"stage {at} has a load of {loads[at]} of {sum(loads)}, less than one of"
+                f" {num_depths} layers; works with a load of {-(-sum(loads) // num_depths)}"
+            )
+    return firsts
 
 
 def _check(shares: Sequence[int], num_ops: int) -> None:

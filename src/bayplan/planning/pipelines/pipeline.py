@@ -116,15 +116,21 @@ class Pipeline:
 
     def moved(self, rank: int, action: Action) -> tuple[Message, ...]:
         """The messages between ranks that a send or receive moves, in the order they are sent."""
-        key = (rank, action.stage, action.index)
-        moved = {
+        messages = self._moved.get(action.kind)
+        return () if messages is None else messages.get((rank, action.stage, action.index), ())
+
+    @cached_property
+    def _moved(self) -> dict[ActionKind, _Messages]:
+        made = {
             ActionKind.RECEIVE_FORWARD: self._inputs,
             ActionKind.SEND_FORWARD: self._outputs,
             ActionKind.RECEIVE_BACKWARD: self._gradients_in,
             ActionKind.SEND_BACKWARD: self._gradients_out,
         }
-        messages = moved.get(action.kind, {}).get(key, ())
-        return tuple(message for message in messages if not message.is_local)
+        return {
+            kind: {key: tuple(one for one in own if not one.is_local) for key, own in all_.items()}
+            for kind, all_ in made.items()
+        }
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:

@@ -50,12 +50,22 @@ class _Resource:
 class _Work:
     """Something that goes on, at some speed since some time."""
 
+    __slots__ = (
+        "left_seconds",
+        "number",
+        "resources",
+        "since_seconds",
+        "speed",
+        "then",
+        "version",
+    )
+
     def __init__(
-        self, number: int, seconds: float, resources: list[_Resource], then: Callable[[], None]
+        self, number: int, seconds: float, since_seconds: float, then: Callable[[], None]
     ) -> None:
-        self.number, self.left_seconds = number, seconds
-        self.resources, self.then = resources, then
-        self.speed, self.since_seconds = 0.0, 0.0
+        self.number, self.left_seconds, self.then = number, seconds, then
+        self.resources: list[_Resource] = []
+        self.speed, self.since_seconds = 0.0, since_seconds
         self.version = 0  # of its place among the ends
 
 
@@ -95,19 +105,22 @@ class SharedResources:
             cores: that it keeps busy.
             wires: that it keeps busy, each whole.
         """
-        wanted: dict[_Resource, float] = {}
-        if cores and self._cores is not None:
-            wanted[self._cores] = cores
-        for name in wires:
-            wanted[self._wires.setdefault(name, _Resource(1.0))] = 1.0
-        work = _Work(self._num_begun, seconds, list(wanted), then)
+        work = _Work(self._num_begun, seconds, self.now_seconds, then)
         self._num_begun += 1
-        work.since_seconds = self.now_seconds
-        for resource, share in wanted.items():
-            resource.add(work, share)
-            self._changed[resource] = None
-        if not wanted:
+        if cores and self._cores is not None:
+            self._take(work, self._cores, cores)
+        for name in wires:
+            resource = self._wires.get(name)
+            if resource is None:
+                resource = self._wires[name] = _Resource(1.0)
+            self._take(work, resource, 1.0)
+        if not work.resources:
             self._go(work, 1.0)
+
+    def _take(self, work: _Work, resource: _Resource, wanted: float) -> None:
+        work.resources.append(resource)
+        resource.add(work, wanted)
+        self._changed[resource] = None
 
     def run(self) -> None:
         """Let time pass until nothing goes on any more."""

@@ -42,6 +42,8 @@ class StepCosts:
         update_seconds: by rank, of its optimizer's update.
         message_bytes: of a message; True for the gradients that go back.
         bucket_bytes: by bucket.
+        own_seconds: of a rank's send, receive or reduce, what the rank is busy with itself, while
+            what it sends is on its way, or when what it receives is here.
         network: between ranks, which are its devices' numbers.
         num_cores: that all ranks share; infinite where each has a device of its own.
         early: of a rank's backward that is the last of its stage, by bucket, how many seconds
@@ -55,9 +57,10 @@ class StepCosts:
     seconds: Callable[[int, Action], float]
     update_seconds: Sequence[float]
     message_bytes: Callable[[Message, bool], float]
-    bucket_bytes: Sequence[int]
+    bucket_bytes: Sequence[float]
     network: Network
     num_cores: float = math.inf
     early: Callable[[int, Action], Mapping[int, float]] = lambda rank, action: {}
+    own_seconds: Callable[[int, Action], float] = lambda rank, action: 0.0
     copies: Callable[[int, Action], Transfer | None] = lambda rank, action: None
     loading: Loading | None = None

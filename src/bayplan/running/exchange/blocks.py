@@ -22,7 +22,9 @@ from bayplan.devices.machine import available_memory_bytes
 from bayplan.native import compile_library
 
 __all__ = [
+    "C_FLAGS",
     "HEADER_BYTES",
+    "LINE_BYTES",
     "SUMMABLE",
     "Block",
     "Blocks",
@@ -36,7 +38,7 @@ SUMMABLE = (torch.float32, torch.float64)
 HEADER_BYTES = 4096  # the flags
 LINE_BYTES = 64
 _SOURCE = Path(__file__).with_name("shared_sum.c")
-_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
+C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 
 class RankLost(RuntimeError):
@@ -62,7 +64,7 @@ def load(cache: Path) -> ctypes.CDLL:
     Raises:
         CompileFailed: there is no compiler.
     """
-    library = ctypes.CDLL(str(compile_library(_SOURCE, cache, flags=_FLAGS).absolute()))
+    library = ctypes.CDLL(str(compile_library(_SOURCE, cache, flags=C_FLAGS).absolute()))
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     turn = ctypes.c_uint32
     library.shared_sum.argtypes = [

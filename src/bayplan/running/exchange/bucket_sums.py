@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bayplan.running.exchange.sums import Hear, Pending, Sums
+from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.sums import Hear, Sums
 
 __all__ = ["BucketSums", "GradientBucket"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import distributed
 
 from bayplan.data.link_cost import LinkCost
-from bayplan.running.exchange.sums import Hear, Pending, Sums
+from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.sums import Hear, Sums
 
 __all__ = ["CheapestSums", "WayCosts", "measure_ways"]
 

@@ -5,7 +5,8 @@ import time
 import torch
 
 from bayplan.devices.copy_thread import CopyThread
-from bayplan.running.exchange.sums import Hear, Pending, Sum, Sums, job_of
+from bayplan.running.exchange.pending import Pending, job_of
+from bayplan.running.exchange.sums import Hear, Sum, Sums
 
 __all__ = ["CycledSums"]
 

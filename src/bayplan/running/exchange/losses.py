@@ -7,7 +7,8 @@ from collections import deque
 
 import torch
 
-from bayplan.running.exchange.sums import Pending, Sums, room_bytes
+from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.sums import Sums, room_bytes
 
 __all__ = ["LossSums"]
 

@@ -18,6 +18,7 @@ from torch import distributed
 from bayplan import torch_private
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
+from bayplan.running.exchange.between_hosts import BetweenHosts
 from bayplan.running.exchange.blocks import Block, Blocks, host_identity, load
 from bayplan.running.exchange.sums import ScatteredSums, SharedSums, SocketSums, Sums
 
@@ -145,22 +146,44 @@ class Meeting:
         if not is_shared:
             return sockets
         own = of_host[self.hosts[self.rank]]
-        blocks = self._opened(ranks, own, data_bytes, name=f"{number}/{'-'.join(map(str, ranks))}")
-        if blocks is None:
+        name = f"{number}/{'-'.join(map(str, ranks))}"
+        found = self.opened(ranks, own, data_bytes, name=name, what="sums")
+        if found is None:
             return sockets
+        blocks = [found[rank] for rank in own]
         shared = SharedSums(
-            blocks,
+            Blocks(
+                load(self.cache),
+                blocks,
+                own.index(self.rank),
+                patience_seconds=_PATIENCE_SECONDS,
+            ),
             own,
             group,
-            leaders=leaders,
-            is_leader=own[0] == self.rank,
+            has_more_hosts=leaders is not None,
+            between=BetweenHosts(leaders)
+            if isinstance(leaders, distributed.ProcessGroup)
+            else None,
         )
         return {SHARED if leaders is None else HIERARCHICAL: shared, **sockets}
 
-    def _opened(
-        self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str
-    ) -> Blocks | None:
-        """The blocks of this rank's host; None if any rank has none."""
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this rank's host, itself among them."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+
+    def opened(
+        self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str, what: str
+    ) -> dict[int, Block] | None:
+        """Blocks of this rank's host, by rank; None if any rank has none.
+
+        Args:
+            ranks: that have blocks on all hosts, all of which make this call.
+            own: those of them on this host.
+            data_bytes: of this rank's block.
+            name: the same for all, and for nothing else.
+            what: they are for.
+        """
         block: Block | None = None
         answer, told, found = _YES, "", dict[int, Block]()
         try:
@@ -183,13 +206,12 @@ class Meeting:
         if faults:
             if self.rank == ranks[0]:
                 warnings.warn(
-                    f"ranks cannot share memory ({faults[0]}), so sums go through sockets, which is"
-                    " slower",
+                    f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which"
+                    " is slower",
                     stacklevel=2,
                 )
             return None
-        at, blocks = own.index(self.rank), [found[rank] for rank in own]
-        return Blocks(load(self.cache), blocks, at, patience_seconds=_PATIENCE_SECONDS)
+        return found
 
     def _of_other(self, key: str) -> Block | None:
         """That of another rank; None if it has none, which it tells itself."""

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import distributed
 
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.exchange.meeting import Meeting
-from bayplan.running.exchange.sums import Pending, job_of
+from bayplan.running.exchange.pending import Pending, job_of
+from bayplan.running.exchange.transports import SOCKETS
 
 __all__ = ["LEAST_BYTES", "Neighbours", "meet_neighbours"]
 
@@ -71,7 +71,7 @@ class Neighbours:
     is_ordered: bool = True
     _thread: CopyThread = field(default_factory=lambda: CopyThread("bayplan-messages"))
 
-    def reach(self, rank: int, size_bytes: int) -> bool:
+    def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
         """Whether such a message goes this way; the same at both ends."""
         return size_bytes >= LEAST_BYTES and rank in self.processes
 
@@ -79,17 +79,14 @@ class Neighbours:
         """Begin to send; the message must stay as it is until that is over."""
         note = torch.tensor([message.data_ptr(), message.nbytes])
         word = torch.empty(1, dtype=torch.uint8)
-        told = distributed.isend(note, rank, tag=tag)
-        answer = distributed.irecv(word, rank, tag=_READ + tag)
-        assert told is not None, "this rank is a member of the group"
-        assert answer is not None, "this rank is a member of the group"
+        told = SOCKETS.send(note, rank, tag)
+        answer = SOCKETS.receive(word, rank, _READ + tag)
         return _Sent((told, answer), (message, note, word))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
         """Begin to receive."""
         note, process = torch.empty(2, dtype=torch.int64), self.processes[rank]
-        told = distributed.irecv(note, rank, tag=tag)
-        assert told is not None, "this rank is a member of the group"
+        told = SOCKETS.receive(note, rank, tag)
 
         def copy() -> None:
             told.wait()
@@ -97,9 +94,7 @@ class Neighbours:
             assert size_bytes == room.nbytes, "both ends know the size"
             _read(process, address, room.data_ptr(), size_bytes)
             word = torch.zeros(1, dtype=torch.uint8)
-            answer = distributed.isend(word, rank, tag=_READ + tag)
-            assert answer is not None, "this rank is a member of the group"
-            answer.wait()  # it is waited for, so this takes no time
+            SOCKETS.send(word, rank, _READ + tag).wait()  # it is waited for, so this takes no time
 
         return job_of(self._thread.submit(copy)) if self.is_ordered else _Later(copy)
 
@@ -107,7 +102,7 @@ class Neighbours:
 class _Sent:
     """Word of a message that is on its way, with all its memory."""
 
-    def __init__(self, works: tuple[distributed.Work, ...], kept: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, works: tuple[Pending, ...], kept: tuple[torch.Tensor, ...]) -> None:
         self._works, self._kept = works, kept
 
     def wait(self) -> None:
@@ -136,9 +131,9 @@ def meet_neighbours(meeting: Meeting, *, is_ordered: bool = True) -> Neighbours:
         is_ordered: see `Neighbours`.
     """
     secret = ctypes.c_uint64(_SECRET + meeting.rank)
-    store, own = meeting.store, meeting.hosts[meeting.rank]
+    store = meeting.store
     store.set(f"process{meeting.rank}", f"{os.getpid()} {ctypes.addressof(secret)}")
-    near = [rank for rank, host in enumerate(meeting.hosts) if host == own and rank != meeting.rank]
+    near = [rank for rank in meeting.mates if rank != meeting.rank]
     found: dict[int, int] = {}
     for rank in near:
         process, address = map(int, store.get(f"process{rank}").decode().split())

@@ -1,15 +1,18 @@
 /* Sums over processes of one host, in memory that all of them see.
  *
- * Every process has a block: a line for each of its flags, one for when it came, then data. A flag
- * counts up and has one writer, its owner; whoever waits for it sleeps in the kernel (futex), after a
- * short look.
+ * Every process has a block: some lines of flags, then data. A flag counts up; whoever waits for it
+ * sleeps in the kernel (futex), after a short look. The first block's flags are everybody's.
  *
- *     own data written -> READY += 1 -> all are READY -> sum one part of all blocks, into all blocks
- *                      -> DONE += 1  -> all are DONE  -> every block holds the sum
+ *     own data written -> ARRIVED += 1 -> the last one to come raises GO
+ *                      -> sum strips of all blocks, into all blocks, as long as any are left
+ *                      -> whoever ends the last strip raises DONE: every block holds the sum
+ *
+ * Strips are taken by whoever runs. With more processes than cores most of them sleep when the last
+ * one comes, and to wait until each has summed a part of its own would be to wait for the scheduler.
  *
  * NOTE [ The order of sums ]
- * A part is summed by one process, in the order of blocks, and written to all: so all have the same
- * bits, and the same bits in every run.
+ * A strip is summed by one process, in the order of blocks, and written to all: so all have the same
+ * bits, and the same bits in every run, whoever sums it.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,19 +24,21 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LINE = 64, LOOKS = 200, STRIP = 8192 };
+enum { LINE = 64, LOOKS = 200, STRIP = 8192, SHARE = 64 << 10 };
 enum { FLOAT32 = 4, FLOAT64 = 8 };
 
 typedef _Atomic uint32_t Flag;
 
 static Flag *flag_of(char *block, int which) { return (Flag *)(block + which * LINE); }
 
+/* Not private: the others are other processes. */
+static void wake(Flag *flag, int most) { syscall(SYS_futex, flag, FUTEX_WAKE, most, NULL, NULL, 0); }
+
 static void raise_flag(char *block, int which, uint32_t count)
 {
     Flag *flag = flag_of(block, which);
     atomic_store_explicit(flag, count, memory_order_release);
-    /* Not private: the others are other processes. */
-    syscall(SYS_futex, flag, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+    wake(flag, INT32_MAX);
 }
 
 /* 0, or -1 after `seconds`: then some process is lost. Counts wrap, hence the difference. */
@@ -86,15 +91,42 @@ static int await_all(char **blocks, int num_blocks, int which, uint32_t count, i
 DEFINE_SUM(sum_float32, float)
 DEFINE_SUM(sum_float64, double)
 
-enum { READY, DONE, PUBLISHED, COPIED, CAME };
+enum { READY, GO, DONE, PUBLISHED, COPIED, ARRIVED, NEXT, ENDED, LAST };
 
-static double *came_at(char *block) { return (double *)(block + CAME * LINE); }
+/* What the last to come tells the others; of two turns, for some may not have read the one before. */
+typedef struct {
+    int who;
+    double came;
+} Last;
+
+static _Atomic uint64_t *count_of(char *block, int which)
+{
+    return (_Atomic uint64_t *)(block + which * LINE);
+}
 
 static double now_seconds(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+/* The number of a strip that nobody has taken in this turn; -1 if there is none. */
+static int64_t take_strip(char *first, uint32_t turn, uint64_t num_strips)
+{
+    _Atomic uint64_t *next = count_of(first, NEXT);
+    uint64_t seen = atomic_load(next);
+    do {
+        if (seen >> 32 != turn || (uint32_t)seen >= num_strips)
+            return -1;
+    } while (!atomic_compare_exchange_weak(next, &seen, seen + 1));
+    return (uint32_t)seen;
+}
+
+static void end_turn(char *first, uint32_t turn)
+{
+    raise_flag(first, DONE, turn);
+    wake(flag_of(first, GO), INT32_MAX); /* those who were not needed */
 }
 
 /* Sum `count` numbers at `offset` of all blocks; the result is in the first `num_into` blocks.
@@ -104,31 +136,42 @@ static double now_seconds(void)
 int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t count, int itemsize,
                int num_into, uint32_t turn, int seconds, int *last, double *waited)
 {
-    int lost;
-    *came_at(blocks[own]) = now_seconds();
-    raise_flag(blocks[own], READY, turn);
-    if ((lost = await_all(blocks, num_blocks, READY, turn, seconds)))
-        return lost;
-    /* Nobody writes the next time before all are DONE with this turn. */
-    *last = own;
-    for (int at = 0; at < num_blocks; at++)
-        if (*came_at(blocks[at]) > *came_at(blocks[*last]))
-            *last = at;
-    *waited = *came_at(blocks[*last]) - *came_at(blocks[own]);
-    /* Parts are whole lines, so that no two processes write to one. */
-    const size_t per_line = LINE / itemsize, lines = (count + per_line - 1) / per_line;
-    size_t first = lines * own / num_blocks * per_line, end = lines * (own + 1) / num_blocks * per_line;
-    if (end > count)
-        end = count;
-    if (first < end) {
-        const size_t here = offset + first * itemsize;
-        if (itemsize == FLOAT32)
-            sum_float32(blocks, num_blocks, here, end - first, blocks, num_into);
+    char *first = blocks[0];
+    const size_t share = SHARE / itemsize;
+    const uint64_t num_strips = (count + share - 1) / share;
+    Last *told = (Last *)(first + LAST * LINE) + turn % 2;
+    const double came = now_seconds();
+    atomic_store_explicit(flag_of(blocks[own], READY), turn, memory_order_release);
+    if ((atomic_fetch_add(count_of(first, ARRIVED), 1) + 1) % num_blocks == 0) {
+        *told = (Last){own, came};
+        atomic_store(count_of(first, ENDED), 0);
+        atomic_store(count_of(first, NEXT), (uint64_t)turn << 32);
+        atomic_store_explicit(flag_of(first, GO), turn, memory_order_release);
+        if (num_strips) /* there is work for no more than there are cores; the others sleep on */
+            wake(flag_of(first, GO), num_strips > 1 ? sysconf(_SC_NPROCESSORS_ONLN) - 1 : 0);
         else
-            sum_float64(blocks, num_blocks, here, end - first, blocks, num_into);
+            end_turn(first, turn);
+    } else if (await_flag(first, GO, turn, seconds)) {
+        for (int at = 0; at < num_blocks; at++)
+            if (atomic_load(flag_of(blocks[at], READY)) != turn)
+                return at + 1;
+        return 1;
     }
-    raise_flag(blocks[own], DONE, turn);
-    return await_all(blocks, num_blocks, DONE, turn, seconds);
+    for (int64_t strip; (strip = take_strip(first, turn, num_strips)) >= 0;) {
+        const size_t begin = strip * share, num = count - begin < share ? count - begin : share;
+        const size_t here = offset + begin * itemsize;
+        if (itemsize == FLOAT32)
+            sum_float32(blocks, num_blocks, here, num, blocks, num_into);
+        else
+            sum_float64(blocks, num_blocks, here, num, blocks, num_into);
+        if (atomic_fetch_add(count_of(first, ENDED), 1) + 1 == num_strips)
+            end_turn(first, turn);
+    }
+    if (await_flag(first, DONE, turn, seconds))
+        return 1;
+    *last = told->who;
+    *waited = told->came - came;
+    return 0;
 }
 
 /* The first block's owner hands out what it has at `offset`; the others take it. */

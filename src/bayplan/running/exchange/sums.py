@@ -11,7 +11,6 @@ inside them.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,26 +19,19 @@ from torch import distributed
 
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
+from bayplan.running.exchange.between_hosts import BetweenHosts
 from bayplan.running.exchange.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
+from bayplan.running.exchange.pending import Pending, Widened, job_of
 
 __all__ = [
     "Hear",
-    "Pending",
     "ScatteredSums",
     "SharedSums",
     "SocketSums",
     "Sum",
     "Sums",
-    "job_of",
     "room_bytes",
 ]
-
-
-class Pending(Protocol):
-    """A sum that is on its way."""
-
-    def wait(self) -> object:
-        """Until it is there."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class SocketSums:
             work.get_future().add_done_callback(
                 lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
             )
-        return work if sent is numbers else _Widened(work, sent, numbers)
+        return work if sent is numbers else Widened(work, sent, numbers)
 
     def now(self, numbers: torch.Tensor) -> None:
         """See `Sums`."""
@@ -181,9 +173,8 @@ class SharedSums:
         blocks: of this host's ranks.
         ranks: of this host, in the order of blocks.
         group: of all ranks, for what no block has room for.
-        leaders: of the first rank of each host; None if there is one host. On ranks that are not
-            among them, whatever says that there are several.
-        is_leader: whether this rank is the first of its host.
+        has_more_hosts: whether there are ranks on other hosts, too.
+        between: sums over hosts, for the first rank of each; None for the others.
 
     Attributes:
         wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
@@ -191,7 +182,7 @@ class SharedSums:
     """
 
     wire_dtype: torch.dtype | None = None
-    strip_bytes: int = 1 << 20
+    strip_bytes: int = 1 << 19
 
     def __init__(
         self,
@@ -199,11 +190,11 @@ class SharedSums:
         ranks: Sequence[int],
         group: distributed.ProcessGroup,
         *,
-        leaders: object | None = None,
-        is_leader: bool = False,
+        has_more_hosts: bool = False,
+        between: BetweenHosts | None = None,
     ) -> None:
         self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
-        self._leaders, self._is_leader = leaders, is_leader
+        self._has_more_hosts, self._between = has_more_hosts, between
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
         self._thread = CopyThread("bayplan-sums")
@@ -246,7 +237,7 @@ class SharedSums:
 
     def _summed(self, numbers: torch.Tensor, offset: int) -> Wait:
         """Sum up; tells which rank of the host came last."""
-        if self._leaders is not None:
+        if self._has_more_hosts:
             return self._across(numbers, offset)
         blocks, turn = self._blocks, self._blocks.begin_turn()
         count, itemsize = numbers.numel(), numbers.element_size()
@@ -263,47 +254,16 @@ class SharedSums:
             waits.append(
                 self._blocks.sum(turn, offset + begin * size, end - begin, size, num_into=1)
             )
-            if self._is_leader:
-                works.append(self._begin_between(numbers[begin:end]))
+            if self._between is not None:
+                works.append(self._between.begin(numbers[begin:end], self.wire_dtype))
         for at, (turn, (begin, end)) in enumerate(zip(turns, strips, strict=True)):
-            if self._is_leader:
+            if self._between is not None:
                 works[at].wait()
             self._blocks.spread(turn, offset + begin * size, (end - begin) * size)
         return self._of_rank(waits[0])
 
-    def _begin_between(self, strip: torch.Tensor) -> Pending:
-        """Begin to sum a strip over hosts."""
-        assert isinstance(self._leaders, distributed.ProcessGroup), "a member has it"
-        sent = strip if self.wire_dtype is None else strip.to(self.wire_dtype)
-        work = distributed.all_reduce(sent, group=self._leaders, async_op=True)
-        assert work is not None, "this rank is a member of the group"
-        return work if sent is strip else _Widened(work, sent, strip)
-
     def _of_rank(self, wait: Wait) -> Wait:
         return wait._replace(last=self._ranks[wait.last])
-
-
-class _Widened:
-    """A sum of rounded numbers, which are widened when it is there."""
-
-    def __init__(self, work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> None:
-        self._work, self._rounded, self._into = work, rounded, into
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        self._work.wait()
-        self._into.copy_(self._rounded)
-
-
-class _Job:
-    """The end of a job in a thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        self._future.result()
 
 
 def _begun(
@@ -320,11 +280,6 @@ def _begun(
             hear(Sum(size_bytes, begun_seconds, now, last, waited_seconds))
 
     return job_of(thread.submit(run))
-
-
-def job_of(future: Future[None]) -> Pending:
-    """Something that a thread does, as a sum that is on its way."""
-    return _Job(future)
 
 
 def _strips(count: int, most: int) -> Iterator[tuple[int, int]]:

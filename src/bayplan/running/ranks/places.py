@@ -3,7 +3,8 @@
 import os
 import re
 import socket
-from pathlib import Path
+
+from bayplan.devices.machine import is_running
 
 __all__ = ["is_seen_running", "own_place"]
 
@@ -25,8 +26,4 @@ def is_seen_running(place: str) -> bool:
     match = _PLACE.fullmatch(place)
     if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
         return False
-    try:
-        state = Path("/proc", match[1], "stat").read_text().rpartition(") ")[2]
-    except OSError:
-        return False
-    return state[:1] not in ("Z", "X")  # dead, and its parent has not asked yet
+    return is_running(int(match[1]))

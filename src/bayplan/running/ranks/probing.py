@@ -7,7 +7,7 @@ counts, for other processes only ever add.
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +17,11 @@ from bayplan import torch_private
 from bayplan.data import files
 from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
 from bayplan.devices.machine import cache_directory
+from bayplan.running.exchange.mailboxes import Mailboxes
 from bayplan.running.exchange.meeting import Meeting, shares_memory
+from bayplan.running.exchange.neighbours import meet_neighbours
 from bayplan.running.exchange.sums import Sums, room_bytes
+from bayplan.running.exchange.transports import Transport, transport_of
 
 __all__ = ["main"]
 
@@ -32,9 +35,16 @@ def main(path: Path) -> None:
     """Measure as one of two ranks."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    sums = _sums()
+    meeting = Meeting(
+        store=distributed.PrefixStore("bayplan/probing", torch_private.default_store()),
+        rank=distributed.get_rank(),
+        world_size=distributed.get_world_size(),
+        cache=cache_directory(),
+        is_willing=shares_memory(os.environ),
+    )
+    sums, transports = _sums(meeting), _transports(meeting)
     speeds = LinkSpeeds(
-        message=_speed(_there_and_back, torch.ones, 2),
+        message=_speed(lambda data: _there_and_back(transports, data), torch.ones, 2),
         reduce=_speed(
             lambda data: sums.begin(data).wait(),
             lambda count: sums.room(count, torch.float32, torch.device("cpu")),
@@ -47,21 +57,21 @@ def main(path: Path) -> None:
     distributed.destroy_process_group()
 
 
-def _sums() -> Sums:
+def _sums(meeting: Meeting) -> Sums:
     """As gradients are summed."""
-    meeting = Meeting(
-        store=distributed.PrefixStore("bayplan/probing", torch_private.default_store()),
-        rank=distributed.get_rank(),
-        world_size=distributed.get_world_size(),
-        cache=cache_directory(),
-        is_willing=shares_memory(os.environ),
-    )
     needed_bytes = sum(
         room_bytes(size // 4, torch.float32) for size in (_SMALL_BYTES, _LARGE_BYTES)
     )
     sums = meeting.sums(range(meeting.world_size), needed_bytes)
     assert sums is not None, "all ranks take part"
     return sums
+
+
+def _transports(meeting: Meeting) -> tuple[Transport, ...]:
+    """As stages send their values."""
+    mailboxes, neighbours = Mailboxes(meeting), meet_neighbours(meeting)
+    mailboxes.open({1 - meeting.rank: _SMALL_BYTES})
+    return mailboxes, neighbours
 
 
 def _speed(
@@ -95,14 +105,11 @@ def _fastest(
     return min(zip((seconds for seconds, _ in found), busy_seconds.tolist(), strict=True))
 
 
-def _there_and_back(data: torch.Tensor) -> None:
+def _there_and_back(transports: Sequence[Transport], data: torch.Tensor) -> None:
     peer = 1 - distributed.get_rank()
-    if distributed.get_rank() == 0:
-        distributed.send(data, peer)
-        distributed.recv(data, peer)
-    else:
-        distributed.recv(data, peer)
-        distributed.send(data, peer)
+    for comes in (False, True) if distributed.get_rank() == 0 else (True, False):
+        way = transport_of(transports, peer, data.nbytes, comes=comes)
+        (way.receive if comes else way.send)(data, peer, 0).wait()
 
 
 if __name__ == "__main__":

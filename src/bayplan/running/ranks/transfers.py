@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import distributed
 
-from bayplan.running.exchange.neighbours import Neighbours
-from bayplan.running.exchange.sums import Pending
+from bayplan.running.exchange.pending import Pending
+from bayplan.running.exchange.transports import Transport, transport_of
 from bayplan.running.ranks.forms import Form, Parcel
 
 __all__ = ["Arrival", "Departure", "Route"]
@@ -30,8 +29,9 @@ class Route:
         here: in samples of this rank's piece.
         there: the same samples, counted in the piece of the other end.
         is_shared: whether others get some of these values, too.
+        comes: whether this rank receives it.
         tag: tells messages between two ranks apart, where the transport can.
-        neighbours: who copies large messages out of each other's memory; None for sockets alone.
+        transports: inside a host, the first that takes a message of its size; else sockets.
     """
 
     peer: int
@@ -39,30 +39,26 @@ class Route:
     here: Parcel
     there: Parcel
     is_shared: bool = False
+    comes: bool = False
     tag: int = 0
-    neighbours: Neighbours | None = None
+    transports: tuple[Transport, ...] = ()
 
     def send(self, message: torch.Tensor) -> Pending:
         """Begin to send."""
-        if self._near is not None:
-            return self._near.send(message, self.peer, self.tag)
-        work = distributed.isend(message, self.peer, tag=self.tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return self._transport.send(message, self.peer, self.tag)
 
     def receive(self, room: torch.Tensor) -> Pending:
         """Begin to receive."""
-        if self._near is not None:
-            return self._near.receive(room, self.peer, self.tag)
-        work = distributed.irecv(room, self.peer, tag=self.tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return self._transport.receive(room, self.peer, self.tag)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the message."""
+        return self.here.offsets[-1]
 
     @cached_property
-    def _near(self) -> Neighbours | None:
-        """Those that this message is copied by; the same answer at both ends."""
-        near, size_bytes = self.neighbours, self.here.offsets[-1]
-        return near if near is not None and near.reach(self.peer, size_bytes) else None
+    def _transport(self) -> Transport:
+        return transport_of(self.transports, self.peer, self.size_bytes, comes=self.comes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,115 @@
+"""`Machines`: devices as the reference partitioners see them, in groups of groups.
+
+PipeDream knows no links, only levels: so many devices in a host, joined by one bandwidth, so many
+hosts in a rack, joined by another. Any described cluster whose groups are of equal size is seen so.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bayplan.data.errors import UsageError
+
+__all__ = ["Grouping", "MachineLevel", "Machines", "machines_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineLevel:
+    """So many of the level before, joined by one bandwidth."""
+
+    count: int
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"a level of {self.count} machines; must be at least 1")
+        if not 0 < self.bandwidth_bytes_per_s < math.inf:
+            raise UsageError(
+                f"a bandwidth of {self.bandwidth_bytes_per_s} bytes/s; must be more than 0"
+            )
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Levels from the nearest on, and the devices that are counted through them.
+
+    Attributes:
+        levels: at least one.
+        devices: by place; those of a group follow each other.
+    """
+
+    levels: tuple[MachineLevel, ...]
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise UsageError("0 levels of machines; there is at least 1")
+        number = math.prod(level.count for level in self.levels)
+        if number != len(self.devices):
+            counts = " x ".join(str(level.count) for level in self.levels)
+            raise UsageError(
+                f"levels of {counts} are {number} devices, but {len(self.devices)} are named"
+            )
+
+    @classmethod
+    def of(cls, counts: Sequence[int], bandwidths: Sequence[float]) -> "Machines":
+        """Of levels alone; devices are numbered from 0.
+
+        Example:
+            >>> Machines.of((4, 2), (10e9, 5e9)).devices
+            (0, 1, 2, 3, 4, 5, 6, 7)
+        """
+        levels = tuple(
+            MachineLevel(count=count, bandwidth_bytes_per_s=bandwidth)
+            for count, bandwidth in zip(counts, bandwidths, strict=True)
+        )
+        return cls(levels, tuple(range(math.prod(counts))))
+
+
+class Grouping(Protocol):
+    """Which devices reach each other by links of at least a bandwidth."""
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Of the slowest of these links."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """Every device once."""
+        ...
+
+
+def machines_of(groupings: Iterable[Grouping]) -> Machines:
+    """Devices by the levels of a network, the nearest first.
+
+    Groups have to be of equal size, which is all that PipeDream's optimizer can be told.
+
+    Raises:
+        UsageError: if groups are of several sizes, or the last level is more than one group.
+    """
+    levels: list[MachineLevel] = []
+    before: tuple[tuple[int, ...], ...] = ()
+    for grouping in groupings:
+        groups = [tuple(group) for group in grouping.groups]
+        sizes = {len(group) for group in groups}
+        if len(sizes) > 1:
+            raise UsageError(
+                f"groups of {min(sizes)} and of {max(sizes)} devices; this partitioner knows only"
+                " groups of one size"
+            )
+        if before:  # a group names its devices by the groups of the level before
+            inner = [[own for own in before if own[0] in group] for group in map(set, groups)]
+            groups = [tuple(device for own in group for device in own) for group in inner]
+        size = len(before[0]) if before else 1
+        levels.append(
+            MachineLevel(
+                count=len(groups[0]) // size,
+                bandwidth_bytes_per_s=grouping.bandwidth_bytes_per_s,
+            )
+        )
+        before = tuple(groups)
+    if len(before) > 1:
+        raise UsageError(f"{len(before)} groups of devices that no level joins")
+    return Machines(tuple(levels), before[0] if before else ())

@@ -1,0 +1,287 @@
+"""PipeDream's optimizer: the stages, and replicas of each, whose slowest stage is fastest.
+
+From its paper (SOSP 2019) and the behaviour of its program, which this gives the same answers as.
+`best(i, j, m)` is the time per minibatch of what lies between state i and state j on m machines:
+
+    one stage    stage(i, j, m) = (compute + 4 (m - 1) weights / (m bandwidth)) / m
+    a cut at k   max(best(i, k, m - n), stage(k, j, n), transfer(k) / n, transfer(j) / n)
+    transfer(k)  = 2 sent / (bandwidth compression), for activations and their gradients
+
+A level of groups is planned like one of devices; what a group takes is then what the level below
+found for all its machines. Kept as they are, for the sake of the same answers: transfers count only
+if a compression ratio is given; the memory limit counts what is stashed for minibatches that come
+after the first, so that it never stops data parallel; the sums of a first stage of a level are
+shared by the machines of a group, those of other stages are not.
+
+Among cuts of equal cost its program takes the one that a Python set of objects gives first, so its
+choice depends on memory addresses, and on nothing that is written in a profile. Here it is the
+first cut with the fewest machines, unless the caller prefers another of the same cost.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bayplan.data.errors import DoesNotFit, UsageError
+from bayplan.data.units import format_bytes
+from bayplan.planning.partitioners.machines import MachineLevel
+from bayplan.planning.partitioners.states import States
+
+__all__ = ["Optimum", "PipeDreamOptions", "StageRange", "optimize"]
+
+_SAME = 1e-12  # costs this close are equal: sums in another order differ by as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeDreamOptions:
+    """What its program can be told.
+
+    Attributes:
+        compression: of activations on their way; None not to count transfers at all.
+        memory_bytes: limit for what is stashed; None for none.
+        is_straight: no stage has replicas.
+        may_use_fewer: machines may stay idle.
+    """
+
+    compression: float | None = None
+    memory_bytes: float | None = None
+    is_straight: bool = False
+    may_use_fewer: bool = False
+
+
+class StageRange(NamedTuple):
+    """States from `first` on, before `end`, on so many machines of a level each."""
+
+    first: int
+    end: int
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """What was found.
+
+    Attributes:
+        levels: stages of each level, the farthest level first; those of a level lie within the
+            stages of the one before.
+        stage_seconds: of a minibatch in the slowest stage.
+        data_parallel_seconds: the same for one stage on all machines.
+        single_seconds: of a minibatch on one machine.
+        num_ties: how often another cut would have been as good.
+    """
+
+    levels: tuple[tuple[StageRange, ...], ...]
+    stage_seconds: float
+    data_parallel_seconds: float
+    single_seconds: float
+    num_ties: int
+
+
+def optimize(
+    states: States,
+    levels: Sequence[MachineLevel],
+    options: PipeDreamOptions | None = None,
+    *,
+    preferred: Sequence[Sequence[StageRange]] = (),
+) -> Optimum:
+    """Find PipeDream's stages.
+
+    Args:
+        states: that may be before a cut.
+        levels: the nearest first.
+        options: of its program.
+        preferred: stages to be taken where they are as good as any, by level, as in the answer.
+
+    Raises:
+        DoesNotFit: if every way is above the memory limit.
+        UsageError: if a straight pipeline is longer than the model.
+    """
+    options = options or PipeDreamOptions()
+    compute = _between(states.seconds)
+    tables: list[_Table] = []
+    within = 1
+    for level in levels:
+        is_last = level is levels[-1]
+        table = _Table(states, compute, level, within, options, num_begins=1 if is_last else None)
+        tables.append(table)
+        compute, within = table.best[-1], level.count
+    seconds = float(tables[-1].best[-1, 0, -1])
+    if seconds == inf:
+        _refuse(states, levels, options)
+    found: list[tuple[StageRange, ...]] = []
+    num_ties = 0
+    spans = [(0, len(states))]
+    for at, table in enumerate(reversed(tables)):
+        wanted = frozenset(preferred[at]) if preferred else frozenset()
+        stages: list[StageRange] = []
+        for first, end in spans:
+            own, ties = table.stages(first, end, wanted)
+            stages += own
+            num_ties += ties
+        found.append(tuple(stages))
+        spans = [(stage.first, stage.end) for stage in stages]
+    return Optimum(
+        levels=tuple(found),
+        stage_seconds=seconds,
+        data_parallel_seconds=_data_parallel(states, levels),
+        single_seconds=float(states.seconds[-1]),
+        num_ties=num_ties,
+    )
+
+
+def _refuse(states: States, levels: Sequence[MachineLevel], options: PipeDreamOptions) -> NoReturn:
+    if options.memory_bytes is not None:
+        raise DoesNotFit(
+            f"every split stashes more than {format_bytes(options.memory_bytes)} on a machine; fits"
+            " with a higher limit"
+        )
+    most = max(level.count for level in levels)
+    raise UsageError(
+        f"a straight pipeline has a stage for each of {most} machines, but the model can be cut"
+        f" into {len(states)} at most; works if machines may stay idle"
+    )
+
+
+def _between(until: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What lies behind state i - 1 (row i; 0 for the begin) up to state j, endless if nothing."""
+    number = len(until)
+    found = until - np.concatenate(([0.0], until))[:, None]
+    found[np.arange(number + 1)[:, None] > np.arange(number)] = inf
+    return found
+
+
+def _data_parallel(states: States, levels: Sequence[MachineLevel]) -> float:
+    seconds, within = float(states.seconds[-1]), 1
+    for level in levels:
+        sums = 4 * (level.count - 1) * float(states.parameter_bytes[-1])
+        seconds += sums / (level.bandwidth_bytes_per_s * level.count) / within
+        seconds, within = seconds / level.count, level.count
+    return seconds
+
+
+class _Choice(NamedTuple):
+    """The last stage of a way, and what is left before it; no cut if that is nothing."""
+
+    seconds: float
+    cut: int | None
+    replicas: int
+    left: int  # machines; for a stage that is alone, those it has
+
+
+class _Table:
+    """`best` of a level, by machines (from 1), begin and end.
+
+    Rows are the states that a stage may begin behind, from none on; `num_begins` of them, or all.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        compute: NDArray[np.float64],
+        level: MachineLevel,
+        within: int,
+        options: PipeDreamOptions,
+        num_begins: int | None,
+    ) -> None:
+        self.states, self.level, self.options = states, level, options
+        number, count = len(states), level.count
+        rows = num_begins or number + 1
+        weights = _finite(_between(states.parameter_bytes))
+        self.stashed = _finite(_between(states.held_bytes)) + weights
+        self.best = np.full((count, rows, number), inf)
+        for m in range(1, (1 if options.is_straight else count) + 1):
+            sums = 4 * (m - 1) * weights[:rows] / (level.bandwidth_bytes_per_s * m) / within
+            self.best[m - 1] = (compute[:rows] + sums) / m
+            self._limit(self.best[m - 1], self.stashed[:rows], ceil((count - m) / m))
+        self.alone = self.best.copy()
+        self.last = self._last_stages(compute, weights)
+        self._fill()
+
+    def _last_stages(
+        self, compute: NDArray[np.float64], weights: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """By replicas, cut and end: what a stage behind a cut takes, transfers included."""
+        bandwidth, compression = self.level.bandwidth_bytes_per_s, self.options.compression
+        most = 1 if self.options.is_straight else max(1, self.level.count - 1)
+        found = np.empty((most, len(self.states), len(self.states)))
+        for n in range(1, most + 1):
+            sums = 4 * (n - 1) * weights[1:] / (bandwidth * n)
+            found[n - 1] = (compute[1:] + sums) / n
+            if compression is not None:
+                transfers = 2.0 * self.states.sent_bytes / (bandwidth * n) / compression
+                outward = transfers.copy()
+                outward[-1] = 0.0  # nothing is behind the last state
+                found[n - 1] = np.maximum(found[n - 1], transfers[:, None])
+                found[n - 1] = np.maximum(found[n - 1], outward)
+        found[:, ~self.states.is_before.T] = inf
+        return found
+
+    def _fill(self) -> None:
+        number, rows = len(self.states), self.best.shape[1]
+        for m in range(2, self.level.count + 1):
+            if self.options.may_use_fewer:
+                np.minimum(self.best[m - 1], self.best[m - 2], out=self.best[m - 1])
+            last = self._limited_last(m)
+            # best[before], from m - 1 machines down, goes with 1, 2, ... replicas of the last stage
+            before = self.best[m - 2 :: -1][: len(last)] if m > 1 else self.best[:0]
+            for j in range(1, number):
+                begins = min(rows, j)
+                ways = np.maximum(before[:, :begins, :j], last[:, None, :j, j])
+                own = self.best[m - 1, :begins, j]
+                np.minimum(own, ways.min(axis=(0, 2)), out=own)
+
+    def _limited_last(self, m: int) -> NDArray[np.float64]:
+        """The last stages that may be part of m machines."""
+        last = self.last[: m - 1]
+        if self.options.memory_bytes is not None:
+            last = last.copy()
+            for n, stages in enumerate(last, start=1):
+                self._limit(stages, self.stashed[1:], ceil((self.level.count - m) / n))
+        return last
+
+    def _limit(
+        self, seconds: NDArray[np.float64], stashed: NDArray[np.float64], times: int
+    ) -> None:
+        if self.options.memory_bytes is not None:
+            seconds[times * stashed > self.options.memory_bytes] = inf
+
+    def stages(
+        self, first: int, end: int, wanted: frozenset[StageRange]
+    ) -> tuple[list[StageRange], int]:
+        """The way that `best` found, from back to front, and how often another was as good."""
+        found: list[StageRange] = []
+        num_ties, machines = 0, self.level.count
+        while True:
+            least = self.best[machines - 1, first, end - 1] * (1 + _SAME)
+            choices = [one for one in self._choices(first, end, machines) if one.seconds <= least]
+            num_ties += len(choices) > 1
+
+            def stage(one: _Choice, end: int = end) -> StageRange:
+                return StageRange(first if one.cut is None else one.cut + 1, end, one.replicas)
+
+            choice = next((one for one in choices if stage(one) in wanted), choices[0])
+            found.append(stage(choice))
+            if choice.cut is None:
+                return found[::-1], num_ties
+            end, machines = choice.cut + 1, choice.left
+
+    def _choices(self, first: int, end: int, machines: int) -> Iterator[_Choice]:
+        """All ways to end, a single stage first; machines that stay idle last."""
+        j = end - 1
+        least = machines if not self.options.may_use_fewer else 1
+        for m in range(machines, least - 1, -1):
+            yield _Choice(float(self.alone[m - 1, first, j]), None, m, 0)
+            last = self._limited_last(m)
+            for k in range(first, j):
+                for n in range(1, min(len(last), m - 1) + 1):
+                    seconds = max(self.best[m - n - 1, first, k], last[n - 1, k, j])
+                    if seconds < inf:
+                        yield _Choice(float(seconds), k, n, m - n)
+
+
+def _finite(figures: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(np.isfinite(figures), figures, 0.0)

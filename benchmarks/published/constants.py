@@ -1,7 +1,8 @@
 """The constants that are fitted: few, each of many rows, none of a single row.
 
-Each starts from what a data sheet or a table of NCCL's says and is held near it by how much that
-may be wrong, so that a row that says nothing about a constant does not move it.
+Each starts from what a data sheet or a table of NCCL's says, or, for two of them, from what these
+rows suggest, and is held near it by how much that may be wrong, so that a row that says nothing
+about a constant does not move it.
 """
 
 import math
@@ -77,8 +78,8 @@ PRIORS: dict[str, Prior] = {
     "ring_bytes_per_s": Prior(5.0e9, 0.4, "NCCL's table for SYS: 5.0 GB/s"),
     "stage_bytes_per_s": Prior(5.0e9, 0.4, "NCCL's table for SYS: 5.0 GB/s"),
     "gloo_bytes_per_s": Prior(1.4e9, 0.4, "what PipeDream's own configurations give its planner"),
-    "decoded_per_s": Prior(1700.0, 0.4, "guess: an eighth of what a server of 56 threads decodes"),
-    "loading_seconds": Prior(3.0e-4, 0.7, "guess: an image of 600 kB made, stacked and copied"),
+    "decoded_per_s": Prior(1700.0, 0.4, "from these rows: an earlier fit to those on real data"),
+    "loading_seconds": Prior(3.0e-4, 0.7, "from these rows: what AlexNet's leave over"),
 }
 
 

@@ -57,10 +57,12 @@ class MemoryConstants:
 
 MEMORY_PRIORS: dict[str, Prior] = {
     "parameter_copies": Prior(4.0, 0.4, "weight, momentum, gradient, summed gradient"),
-    "workspace_mib": Prior(256.0, 0.7, "guess: of the order that cuDNN takes"),
+    "workspace_mib": Prior(
+        256.0, 0.7, "from these rows: what is left where there are convolutions"
+    ),
     "activation_copies": Prior(2.0, 0.5, "two batches in flight"),
     "extra_copies": Prior(3.0, 0.5, "1.9 to 3.9 by report"),
-    "loading_mib": Prior(1024.0, 0.7, "guess: images of some batches, and their decoder"),
+    "loading_mib": Prior(1024.0, 0.7, "from these rows: real beside synthetic"),
 }
 
 

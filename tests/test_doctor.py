@@ -9,6 +9,7 @@ from bayplan.devices import malloc_counter
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.models import reference_models
 from bayplan.profiling.catalogue import device_names
+from bayplan.profiling.cluster_catalogue import cluster_names
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def test_all_that_is_known_is_listed():
     findings = examined()
     assert findings["models"].found.split(", ") == list(reference_models())
     assert findings["devices"].found.split(", ") == list(device_names())
+    assert findings["clusters"].found.split(", ") == list(cluster_names())
 
 
 def test_cache_that_cannot_be_written_is_advice(tmp_path, monkeypatch):

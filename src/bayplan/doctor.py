@@ -13,6 +13,7 @@ from bayplan.devices.machine import available_memory_bytes, cache_directory, des
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.models import reference_models
 from bayplan.profiling.catalogue import device_names
+from bayplan.profiling.cluster_catalogue import cluster_names
 
 __all__ = ["examine"]
 
@@ -91,3 +92,4 @@ def _cache() -> Iterator[Finding]:
 def _known() -> Iterator[Finding]:
     yield Finding("models", ", ".join(reference_models()))
     yield Finding("devices", ", ".join(device_names()))
+    yield Finding("clusters", ", ".join(cluster_names()))

@@ -102,7 +102,6 @@ def _memory_joint(num_cores: int, links: LinkSpeeds) -> JointEntry:
         bandwidth_bytes_per_s=Figure(links.message.bytes_per_second, _RANKS),
         reduce_latency_seconds=Figure(links.reduce.latency_seconds, _RANKS),
         reduce_bandwidth_bytes_per_s=Figure(links.reduce.bytes_per_second, _RANKS),
-        is_duplex=False,  # one core does the work of both directions
     )
 
 

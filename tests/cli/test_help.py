@@ -11,7 +11,7 @@ import pytest
 COMMANDS = [
     *("fit", "profile", "capture", "simulate"),
     *("plan", "run", "tune"),
-    *("report", "explain", "doctor"),
+    *("report", "explain", "cluster", "doctor"),
 ]
 
 

@@ -111,7 +111,9 @@ class NetworkEntry(
             ends = [len(devices) * wire // num_wires for wire in range(num_wires + 1)]
             sides += [tuple(devices[first:last]) for first, last in pairwise(ends)]
         fields = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
-        return Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
+        joint = Joint(kind=LinkKind.NET, joins=(tuple(sides),), **fields)
+        joint.check("network", sum(len(devices) for devices in devices_of_hosts))
+        return joint
 
 
 class ClusterFile(

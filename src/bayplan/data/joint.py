@@ -77,11 +77,6 @@ class Joint(
     reduce_bandwidth_bytes_per_s: Figure | None = None
     is_duplex: bool = True
 
-    @property
-    def figures(self) -> Iterator[tuple[str, Figure]]:
-        """All that are given, by name."""
-        return given_figures(self)
-
     def check(self, name: str, num_devices: int) -> None:
         """Raise ValueError, with its name and place, for joins that join nothing or no one."""
         if not self.joins:

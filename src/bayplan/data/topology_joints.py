@@ -6,7 +6,7 @@ groups of the level before, for these share the way up. Where a matrix is of no 
 a link of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 import msgspec
@@ -153,6 +153,7 @@ def _switches(
 def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
     groups = Union(topology.num_devices)
     joints: list[JointEntry] = []
+    explained: dict[tuple[int, int], LinkKind] = {}
     for kind in _PCIE:
         if kind is LinkKind.SYS:
             _unite_behind_nvlinks(groups, topology)
@@ -164,11 +165,11 @@ def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
             for whole in map(set, groups.groups())
         ]
         joins = [join for join in joins if len(join) > 1]
-        if not all(_explains(topology, kind, join) for join in joins):
-            return _pair_by_pair(topology, ports)
+        explained.update((pair, kind) for join in joins for pair in _across(join))
         if joins:
             joints.append(_entry(kind, joins, pcie_figures(kind, ports)))
-    return joints
+    is_tree = all(explained.get(pair) is kind for kind in _PCIE for pair in _pairs(topology, kind))
+    return joints if is_tree else _pair_by_pair(topology, ports)
 
 
 def _unite_behind_nvlinks(groups: Union, topology: Topology) -> None:
@@ -178,13 +179,12 @@ def _unite_behind_nvlinks(groups: Union, topology: Topology) -> None:
             groups.unite((first, second))
 
 
-def _explains(topology: Topology, kind: LinkKind, join: Join) -> bool:
-    return all(
-        topology.kinds[first][second] in (kind, LinkKind.NVLINK)
-        for one, other in combinations(join, 2)
-        for first in one
-        for second in other
-    )
+def _across(join: Join) -> Iterator[tuple[int, int]]:
+    """Pairs of devices on different sides."""
+    for one, other in combinations(join, 2):
+        for first in one:
+            for second in other:
+                yield min(first, second), max(first, second)
 
 
 def _pair_by_pair(topology: Topology, ports: Ports) -> list[JointEntry]:

@@ -7,7 +7,7 @@ wires of their own, which nothing else passes.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bayplan.data.cluster import Cluster
@@ -117,6 +117,10 @@ class Wiring:
             for index, at in self._sides[device]
             if self._joins[index][0].kind in passed
         )
+
+    def are_on_one_host(self, devices: Iterable[int]) -> bool:
+        """Whether some devices are all together."""
+        return len({self._hosts[device] for device in devices}) == 1
 
     def neighbours_by_pairs(self, device: int) -> Iterator[int]:
         """Devices that it has a wire to which no others use."""

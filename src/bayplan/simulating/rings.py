@@ -49,7 +49,10 @@ def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
     has_pairs = any(
         other in among for device in devices for other in wiring.neighbours_by_pairs(device)
     )
-    if not has_pairs or not 2 < len(devices) <= _MOST_SEARCHED:
+    # Between hosts, rings that leave one before they have seen all of it would be found as well;
+    # nobody goes around like that.
+    is_searched = 2 < len(devices) <= _MOST_SEARCHED and wiring.are_on_one_host(devices)
+    if not has_pairs or not is_searched:
         return [Ring(devices=plain, bytes_per_s=ring_rate(ring_flows(wiring, [plain])))]
     return _packed(wiring, plain)
 

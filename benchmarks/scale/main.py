@@ -40,7 +40,13 @@ QUICK_HOSTS = (8,)
 DEVICES_PER_HOST = 8
 BATCH = 1536  # sequences, GPT-3's 3.2 million tokens
 MIB = 2**20
-TARGETS = {"plan_cpu_s_at_512": 60.0, "growth_exponent": 1.1, "peak_rss_mib": 4096.0}
+TARGETS = {
+    "plan_s_at_512": 60.0,
+    "plan_cpu_s_at_512": 60.0,
+    "growth_exponent": 1.1,
+    "cpu_growth_exponent": 1.1,
+    "peak_rss_mib": 4096.0,
+}
 ONE = "--one"  # plan for so many hosts in this process, which is measured
 
 
@@ -121,27 +127,33 @@ def _peak_rss_bytes() -> int:
 
 
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Time at 512 devices, how it grows with their number, and memory; with their targets."""
+    """Time at 512 devices, how it grows with their number, and memory; each with its target."""
     by_devices = {row["devices"]: row for row in rows}
     ends = min(by_devices), max(by_devices)
-    growth = None
-    if ends[0] < ends[1]:
-        first, last = (by_devices[end]["plan_cpu_s"] for end in ends)
-        growth = log(last / first) / log(ends[1] / ends[0])
-    at_512 = by_devices.get(512, {}).get("plan_cpu_s")
-    peak = max(row["peak_rss_mib"] for row in rows)
-    return {
-        # Of the processor: one thread plans, and what else the machine does is not its doing.
-        "plan_cpu_s_at_512": {"value": at_512, "target": f"under {TARGETS['plan_cpu_s_at_512']}"},
-        "growth_exponent": {
-            "value": growth,
-            "target": f"at most {TARGETS['growth_exponent']}; 1 is linear",
-        },
-        "peak_rss_mib": {"value": peak, "target": f"under {TARGETS['peak_rss_mib']}"},
-        "is_met": (at_512 is None or at_512 < TARGETS["plan_cpu_s_at_512"])
-        and (growth is None or growth <= TARGETS["growth_exponent"])
-        and peak < TARGETS["peak_rss_mib"],
+    at_512 = by_devices.get(512, {})
+    found = {
+        "plan_s_at_512": at_512.get("plan_s"),
+        "plan_cpu_s_at_512": at_512.get("plan_cpu_s"),
+        "growth_exponent": _growth(by_devices, ends, "plan_s"),
+        "cpu_growth_exponent": _growth(by_devices, ends, "plan_cpu_s"),
+        "peak_rss_mib": max(row["peak_rss_mib"] for row in rows),
     }
+    return {
+        name: {
+            "value": value,
+            "target": f"at most {TARGETS[name]:g}",
+            "is_met": None if value is None else value <= TARGETS[name],
+        }
+        for name, value in found.items()
+    }
+
+
+def _growth(by_devices: dict[int, dict[str, Any]], ends: tuple[int, int], name: str) -> Any:
+    """The power of the number of devices that a time grows with; 1 is linear."""
+    if ends[0] == ends[1]:
+        return None
+    first, last = (by_devices[end][name] for end in ends)
+    return log(last / first) / log(ends[1] / ends[0])
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Search:
         if best_count is None:
             # Pipelines like many micro-batches, data parallel few: come from both ends, in large
             # steps, and look around what was best.
-            coarse = counts if self.micro_batches else [one for one in counts if _is_power(one)]
+            coarse = counts if self.micro_batches else [*counts[:-1:2], *counts[-1:]]
             for row in (coarse, coarse[::-1]):
                 self._look(unit, passing, row, found)
             best_count = _best_count(found)
@@ -239,10 +239,6 @@ def _best_count(found: Mapping[int, Sequence[Partition]]) -> int | None:
         (len(one.parts) == 1, one.seconds): count for count, own in found.items() for one in own
     }
     return seconds[min(seconds)] if seconds else None
-
-
-def _is_power(count: int) -> bool:
-    return count & (count - 1) == 0
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:

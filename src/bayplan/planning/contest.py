@@ -27,12 +27,16 @@ from bayplan.simulating.network import Network
 __all__ = ["Contest", "passings"]
 
 # More micro-batches only take longer to simulate; they are tried where nothing fits with these.
+_SEARCHED_COUNTS = (1, 2, 4, 8, 16)
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STALE_COUNTS = (1, 2, 3, 4, 8, 16)
+_MOST_UNDER_WAY = 64  # micro-batches in the first stage; more hide nothing
 _SYNCHRONOUS_COUNTS = (1, 8, 24)
 _MOST_SIMULATED = 64  # micro-batches; the time of more follows from these
 _STEPS = (-1, 1, -3, 3)  # layers; a residual branch is about three long
-_MOST_LAYERS = 48  # that are searched; then cuts are moved layer by layer
+# Layers that are searched, times devices; then cuts are moved layer by layer.
+_MOST_SEARCHED = 384
+_LEAST_LAYERS = 16
 _REFERENCES = ("pipedream", "pipedream-no-transfer")
 _STALE = "one-by-one"
 
@@ -52,7 +56,7 @@ def passings(split: Split, *, staleness: int) -> Iterator[Split]:
             yield replace(split, num_micro_batches=count, schedule="1f1b", lags=())
     if 1 < num_stages <= staleness + 1:
         for count in _STALE_COUNTS:
-            if count <= most:
+            if count <= most and count * lags[0] <= _MOST_UNDER_WAY:
                 yield replace(split, num_micro_batches=count, schedule=_STALE, lags=lags)
         yield replace(split, num_micro_batches=1, schedule=BACKWARD_FIRST, lags=lags)
 
@@ -83,7 +87,7 @@ class Contest:
     staleness: int = 0
     seeds: Sequence[Split] = ()
     num_judged: int = 6
-    num_changes: int = 20
+    num_changes: int = 16
     _judged: dict[Split, Judgement] = field(default_factory=dict)
 
     def plan(self) -> ClusterPlan:
@@ -93,7 +97,7 @@ class Contest:
             DoesNotFit: if nothing fits.
         """
         try:
-            own = self._own([count for count in _COUNTS if count <= self.num_samples])
+            own = self._own([count for count in _SEARCHED_COUNTS if count <= self.num_samples])
         except DoesNotFit:
             own = self._own(())
         ranked = [one for one in (own.best, *own.alternatives) if one.is_possible]
@@ -115,12 +119,14 @@ class Contest:
 
     def _own(self, micro_batches: Sequence[int]) -> ClusterPlan:
         """Our search, on fewer cuts of a long model; what it finds is then of the whole one."""
-        short, lasts = coarsened(self.chain, most=_MOST_LAYERS)
+        num_devices = len(self.machines.devices)
+        most = max(_LEAST_LAYERS, _MOST_SEARCHED // num_devices)
+        short, lasts = coarsened(self.chain, most=most)
         found = plan_cluster(
             short,
             self.network,
             self.num_samples,
-            num_devices=len(self.machines.devices),
+            num_devices=num_devices,
             memory=self.memory,
             training=self.training,
             staleness=self.staleness,
@@ -151,9 +157,10 @@ class Contest:
         return min(found, key=lambda one: (not one.is_possible, _seconds(one)))
 
     def judge(self, split: Split) -> Judgement:
-        """Simulate a split, once."""
-        if split not in self._judged:
-            self._judged[split] = judge(
+        """Simulate a split, once, whoever made it."""
+        known = replace(split, partitioner="")
+        if known not in self._judged:
+            self._judged[known] = judge(
                 self.chain,
                 split,
                 self.network,
@@ -162,7 +169,7 @@ class Contest:
                 has_interval=False,
                 most_micro_batches=_MOST_SIMULATED,
             )
-        return self._judged[split]
+        return self._judged[known]
 
     def _candidate(self, split: Split, name: str = "") -> Candidate:
         judgement = self.judge(split)
@@ -178,7 +185,7 @@ class Contest:
         found: list[Candidate] = []
         left = self.num_changes
         while True:
-            neighbours = list(_neighbours(best.split))[:left]
+            neighbours = [one for one in _neighbours(best.split) if _has_samples(one)][:left]
             left -= len(neighbours)
             tried = [self._candidate(one, "plan") for one in neighbours]
             possible = [one for one in tried if one.is_possible]
@@ -202,11 +209,15 @@ def _neighbours(split: Split) -> Iterator[Split]:
             yield _with(split, at, _moved(before, after, len(before.devices) + 1))
     counts = sorted({*_COUNTS, split.num_micro_batches})
     place = counts.index(split.num_micro_batches)
-    most = split.num_samples // max(split.replicas)
     if len(stages) > 1 and split.schedule != BACKWARD_FIRST:
         for other in (place - 1, place + 1):
-            if 0 <= other < len(counts) and counts[other] <= most:
+            if 0 <= other < len(counts):
                 yield replace(split, num_micro_batches=counts[other])
+
+
+def _has_samples(split: Split) -> bool:
+    """Whether every replica has a sample of every micro-batch."""
+    return split.num_samples // split.num_micro_batches >= max(split.replicas)
 
 
 def _with(split: Split, at: int, both: Sequence[Stage]) -> Split:

@@ -85,7 +85,7 @@ def test_a_chain_goes_through_the_cuts_it_is_asked_for():
     graph = read_layer_graph(PROFILES / "resnet50.graph.txt")
     states = graph_states(graph)
     assert states.layers is not None
-    for at in range(len(states)):
+    for at in range(0, len(states), 7):  # some in every kind of place in a block
         through = (states.layers[at], states.layers[-1])
         chain = profiled_chain(graph, name="resnet50", through=through)
         cut = cut_layers(through)[0]

@@ -1,12 +1,19 @@
 """What the planner of clusters decides, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bayplan.data.errors import DoesNotFit, ExitCode, UsageError
+from bayplan.data.plan import Stage
+from bayplan.planning.clusters.candidates import Search
 from bayplan.planning.clusters.judging import judge
+from bayplan.planning.clusters.layout import layout_of
+from bayplan.planning.clusters.memory import BACKWARD_FIRST
 from bayplan.planning.clusters.planner import plan_cluster, plan_on
+from bayplan.planning.clusters.split import Split
 from bayplan.planning.clusters.training import DeviceMemory, Training
 from bayplan.profiling.cluster_catalogue import read_cluster
 
@@ -179,3 +186,28 @@ def test_many_devices_are_planned_by_the_host(make_chain, make_hosts):
     assert plan.best.judgement.fits
     assert sum(plan.best.split.replicas) <= 256
     assert plan.best.judgement.num_simulated < 128
+
+
+def test_one_stage_beside_a_stale_pipeline_has_no_stale_order(make_chain, make_hosts):
+    """It was once asked for with backward first, an order that only a lag makes possible."""
+    search = Search(
+        chains={"": make_chain(4)},
+        kinds=(),
+        memory={},
+        layout=layout_of(make_hosts(4, 4), 4),
+        training=Training(),
+        num_samples=8,
+        staleness=1,
+    )
+    half = {"shares": (1, 1)}
+    like = Split(
+        stages=(
+            Stage(first=0, last=1, devices=(0, 1), **half),
+            Stage(first=2, last=3, devices=(2, 3), **half),
+        ),
+        num_samples=8,
+        schedule=BACKWARD_FIRST,
+        lags=(1, 0),
+    )
+    assert set(search.by_stages(like)) == {2}
+    assert 1 in search.by_stages(replace(like, schedule="1f1b", lags=()))

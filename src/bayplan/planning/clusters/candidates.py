@@ -87,6 +87,7 @@ class Search:
         return {
             number: Estimate(self._split(found, passing, like.num_micro_batches), found.seconds)
             for number, found in one.best_by_stages().items()
+            if number > 1 or not passing.is_stale  # one stage has nothing to lag behind
         }
 
     @cached_property

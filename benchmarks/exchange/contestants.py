@@ -1,16 +1,16 @@
 """Ways to average gradients over ranks, each with a model of its own."""
 
-import importlib
 from typing import Any
 
 import torch
+from exchange.horovod_ranks import open_horovod
 from exchange.sets import GradientSet, model_of
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bayplan
 
-__all__ = ["Alone", "Horovod", "HorovodMissing", "Ours", "Torch"]
+__all__ = ["Alone", "Horovod", "Ours", "Torch"]
 
 _LEARNING_RATE = 1e-2  # so that a wrong gradient shows in the loss of the next step
 
@@ -75,19 +75,11 @@ class Torch(_Steps):
         super().__init__(model, inner)
 
 
-class HorovodMissing(RuntimeError):
-    """It is not installed."""
-
-
 class Horovod(_Steps):
     """Horovod's optimizer, which averages gradients when it is asked to."""
 
     def __init__(self, given: GradientSet, backward_ms: float) -> None:
-        try:
-            horovod = importlib.import_module("horovod.torch")
-        except ImportError as fault:
-            raise HorovodMissing(f"Horovod is not installed ({fault})") from fault
-        horovod.init()
+        horovod = open_horovod()
         model = model_of(given, backward_ms)
         super().__init__(model, model)
         plain = torch.optim.SGD(model.parameters(), lr=0.0)

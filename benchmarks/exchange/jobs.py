@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 import torch
-from exchange.contestants import Alone, Horovod, HorovodMissing, Ours, Torch
+from exchange.contestants import Alone, Horovod, Ours, Torch
+from exchange.horovod_ranks import HorovodMissing
 from exchange.sets import GradientSet
 from ranks.turns import Contestant, check_same_losses, over_all_ranks, paired, take_turns
 from torch import distributed

@@ -30,6 +30,7 @@ __all__ = ["Contest", "passings"]
 
 # More micro-batches only take longer to simulate; they are tried where nothing fits with these.
 _SEARCHED_COUNTS = (1, 2, 4, 8, 16)
+_MOST_PIECES = 128  # micro-batches times devices that are searched
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STALE_COUNTS = (1, 2, 3, 4, 8, 16)
 _MOST_UNDER_WAY = 64  # micro-batches in the first stage; more hide nothing
@@ -94,7 +95,7 @@ class Contest:
     training: Training = field(default_factory=Training)
     staleness: int = 0
     seeds: Sequence[Split] = ()
-    num_judged: int = 6
+    num_judged: int = 5
     num_changes: int = 16
     _judged: dict[Split, Judgement] = field(default_factory=dict)
 
@@ -104,8 +105,9 @@ class Contest:
         Raises:
             DoesNotFit: if nothing fits.
         """
+        most = min(self.num_samples, max(8, _MOST_PIECES // len(self.machines.devices)))
         try:
-            own = self._own([count for count in _SEARCHED_COUNTS if count <= self.num_samples])
+            own = self._own([count for count in _SEARCHED_COUNTS if count <= most])
         except DoesNotFit:
             own = self._own(())
         ranked = [one for one in (own.best, *own.alternatives) if one.is_possible]

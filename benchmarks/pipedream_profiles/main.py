@@ -191,7 +191,7 @@ def _in_rounds(whole: Contest, splits: tuple[Split, ...], num_samples: int) -> l
         _judged={},
     )
     if len(splits) == 1:
-        return [rounds.best_passing(*rounds.seeds)]
+        return [rounds.best_passing(rounds.seeds[0])]
     found = rounds.plan_from_seeds()
     return [] if found is None else [found.best]
 

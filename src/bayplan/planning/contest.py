@@ -10,6 +10,7 @@ as that makes it faster.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 
 from bayplan.data.chain import Chain
 from bayplan.data.errors import BayplanError, DoesNotFit
@@ -19,6 +20,7 @@ from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan, plan_cluster
 from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.timing import simulated_work
 from bayplan.planning.clusters.training import DeviceMemory, Training
 from bayplan.planning.coarsening import coarsened
 from bayplan.planning.partitioners import PARTITIONERS, Machines
@@ -28,6 +30,7 @@ __all__ = ["Contest", "passings"]
 
 # More micro-batches only take longer to simulate; they are tried where nothing fits with these.
 _SEARCHED_COUNTS = (1, 2, 4, 8, 16)
+_MOST_PIECES = 128  # micro-batches times devices that are searched
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STALE_COUNTS = (1, 2, 3, 4, 8, 16)
 _MOST_UNDER_WAY = 64  # micro-batches in the first stage; more hide nothing
@@ -37,6 +40,12 @@ _STEPS = (-1, 1, -3, 3)  # layers; a residual branch is about three long
 # Layers that are searched, times devices; then cuts are moved layer by layer.
 _MOST_SEARCHED = 384
 _LEAST_LAYERS = 16
+# In micro-batches on devices, of which about ten are simulated in a millisecond.
+_QUICK_WORK = 600
+_CHANGE_WORK = 5000
+_LEAST_CHANGES = 4
+_LEAST_WAYS = 3
+_FAR = 1.5  # more micro-batches were seen to make a pipeline a third faster, not more
 _REFERENCES = ("pipedream", "pipedream-no-transfer")
 _STALE = "one-by-one"
 
@@ -86,7 +95,7 @@ class Contest:
     training: Training = field(default_factory=Training)
     staleness: int = 0
     seeds: Sequence[Split] = ()
-    num_judged: int = 6
+    num_judged: int = 5
     num_changes: int = 16
     _judged: dict[Split, Judgement] = field(default_factory=dict)
 
@@ -96,12 +105,14 @@ class Contest:
         Raises:
             DoesNotFit: if nothing fits.
         """
+        most = min(self.num_samples, max(8, _MOST_PIECES // len(self.machines.devices)))
         try:
-            own = self._own([count for count in _SEARCHED_COUNTS if count <= self.num_samples])
+            own = self._own([count for count in _SEARCHED_COUNTS if count <= most])
         except DoesNotFit:
             own = self._own(())
         ranked = [one for one in (own.best, *own.alternatives) if one.is_possible]
-        ranked += [one for one in self.references() if one.is_possible]
+        to_beat = min(map(_seconds, ranked))
+        ranked += [one for one in self.references(to_beat) if one.is_possible]
         refused = [one for one in own.alternatives if not one.is_possible]
         return self._ranked(ranked, refused)
 
@@ -140,20 +151,32 @@ class Contest:
             alternatives=tuple(_on_all_layers(one, lasts) for one in found.alternatives),
         )
 
-    def references(self) -> Iterator[Candidate]:
+    def references(self, to_beat: float = inf) -> Iterator[Candidate]:
         """What the other partitioners find, passed in the fastest way that fits, if any does."""
         for name in _REFERENCES:
             try:
                 split = PARTITIONERS[name](self.chain, self.machines, num_samples=self.num_samples)
             except BayplanError:
                 continue  # it knows no way, which is no reason against ours
-            yield self.best_passing(split)
+            yield self.best_passing(split, to_beat)
         for split in self.seeds:
-            yield self.best_passing(split)
+            yield self.best_passing(split, to_beat)
 
-    def best_passing(self, split: Split) -> Candidate:
-        """The fastest way to pass that fits; where none fits, the fastest."""
-        found = [self._candidate(one) for one in passings(split, staleness=self.staleness)]
+    def best_passing(self, split: Split, to_beat: float = inf) -> Candidate:
+        """The fastest way to pass that fits; where none fits, the fastest.
+
+        Args:
+            split: whose stages stay as they are.
+            to_beat: seconds; where the ways that are quickly simulated are far from them, the
+                others are not looked at.
+        """
+        ways = sorted(passings(split, staleness=self.staleness), key=_work)
+        found: list[Candidate] = []
+        for one in ways:
+            is_long = _work(one) > _QUICK_WORK and len(found) >= _LEAST_WAYS
+            if is_long and min(map(_seconds, found)) > _FAR * to_beat:
+                break
+            found.append(self._candidate(one))
         return min(found, key=lambda one: (not one.is_possible, _seconds(one)))
 
     def judge(self, split: Split) -> Judgement:
@@ -183,7 +206,7 @@ class Contest:
     def _changed(self, best: Candidate) -> list[Candidate]:
         """Whatever was faster than all before it."""
         found: list[Candidate] = []
-        left = self.num_changes
+        left = min(self.num_changes, max(_LEAST_CHANGES, _CHANGE_WORK // _work(best.split)))
         while True:
             neighbours = [one for one in _neighbours(best.split) if _has_samples(one)][:left]
             left -= len(neighbours)
@@ -260,6 +283,10 @@ def _on_all_layers(one: Candidate, lasts: Sequence[int]) -> Candidate:
         for stage in one.split.stages
     )
     return replace(one, split=replace(one.split, stages=stages))
+
+
+def _work(split: Split) -> int:
+    return simulated_work(split, _MOST_SIMULATED)
 
 
 def _seconds(one: Candidate) -> float:

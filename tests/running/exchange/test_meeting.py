@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from bayplan.running.exchange import sums as module
 from bayplan.running.exchange.losses import LossSums
 from bayplan.running.exchange.meeting import Meeting
 from bayplan.running.exchange.sums import SharedSums, SocketSums, room_bytes
@@ -92,10 +93,20 @@ for way in ("hierarchical", "ring"):
     room.copy_(torch.linspace(1, 2, COUNT) + rank)
     rounding[way].now(room)
     found["rounded by"].append(((room - expected).abs() / expected).max().item())
-rounding["hierarchical"].wire_dtype, rounding["hierarchical"].strip_bytes = None, 4096
-room.copy_(torch.arange(COUNT) % 5 + rank)
-rounding["hierarchical"].now(room)
-found["small strips"] = torch.equal(room, world_size * (torch.arange(COUNT) % 5.0) + sum(RANKS))
+rounding["hierarchical"].wire_dtype = None
+rounding["hierarchical"].strip_bytes = rounding["hierarchical"].few_strips_bytes = 4096
+found["small strips"] = []
+for is_large in (False, True):  # in a ring, and exchanged
+    module._LARGE_BYTES = 0 if is_large else 1 << 40
+    room.copy_(torch.arange(COUNT) % 5 + rank)
+    rounding["hierarchical"].now(room)
+    wanted = world_size * (torch.arange(COUNT) % 5.0) + sum(RANKS)
+    found["small strips"].append(torch.equal(room, wanted))
+    rounding["hierarchical"].wire_dtype = torch.bfloat16
+    room.copy_(torch.linspace(1, 2, COUNT) + rank)
+    rounding["hierarchical"].now(room)
+    found["rounded by"].append(((room - expected).abs() / expected).max().item())
+    rounding["hierarchical"].wire_dtype = None
 
 # Who is late is told.
 late, heard = meeting("l").ways(RANKS, all_bytes)["shared"], []
@@ -149,7 +160,7 @@ def test_ranks_sum_up_whichever_way_they_share(tmp_path):
         assert found["ways j"] == ["hierarchical", "ring", "scattered"]
         assert found["wrong"] == []
         assert all(0 < one < 2**-6 for one in found["rounded by"])
-        assert found["small strips"]
+        assert found["small strips"] == [True, True]
         assert found["late"] == [2, rank != 2]
         assert found["too small"] == ["SocketSums", of_four]
         (warning,) = found["warned"] if rank == 0 else [""]

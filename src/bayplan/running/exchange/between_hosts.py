@@ -2,7 +2,7 @@
 
 Two hosts send each other their strips and add: a link that carries both directions at once is never
 idle, where a ring of two would wait for its first half before it begins the second. More hosts sum
-in a ring.
+in a ring, and so do two that have little to sum.
 """
 
 from collections import deque
@@ -32,15 +32,19 @@ class BetweenHosts:
     _open: deque["_Exchange"] = field(default_factory=deque)
     _number: int = 0
 
-    def begin(self, strip: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+    def begin(
+        self, strip: torch.Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
+    ) -> Pending:
         """Begin to replace numbers by their sum over all hosts.
 
         Args:
             strip: the numbers.
             wire_dtype: what they are rounded to on their way; None for as they are.
+            is_of_many: whether so many strips follow each other that a link is kept busy; a ring
+                was faster for few.
         """
         sent = strip if wire_dtype is None else strip.to(wire_dtype)
-        if self.group.size() == 2:
+        if is_of_many and self.group.size() == 2:
             pending: Pending = self._exchange(sent)
         else:
             work = distributed.all_reduce(sent, group=self.group, async_op=True)

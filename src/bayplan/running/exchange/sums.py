@@ -60,6 +60,9 @@ class Sum:
 Hear = Callable[[Sum], None]
 
 
+_LARGE_BYTES = 16 << 20  # from here on, two hosts exchange strips instead of summing in a ring
+
+
 class Sums(Protocol):
     """Sums over the same ranks, begun in the same order on all of them."""
 
@@ -179,10 +182,12 @@ class SharedSums:
     Attributes:
         wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
         strip_bytes: that are summed at a time where there are several hosts.
+        few_strips_bytes: the same of sums that are not large.
     """
 
     wire_dtype: torch.dtype | None = None
     strip_bytes: int = 1 << 19
+    few_strips_bytes: int = 1 << 20
 
     def __init__(
         self,
@@ -246,7 +251,9 @@ class SharedSums:
 
     def _across(self, numbers: torch.Tensor, offset: int) -> Wait:
         size = numbers.element_size()
-        strips = list(_strips(numbers.numel(), self.strip_bytes // size)) or [(0, 0)]
+        is_large = numbers.nbytes >= _LARGE_BYTES
+        strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
+        strips = list(_strips(numbers.numel(), strip_bytes // size)) or [(0, 0)]
         turns = [self._blocks.begin_turn() for _ in strips]
         works: list[Pending] = []
         waits: list[Wait] = []
@@ -255,7 +262,9 @@ class SharedSums:
                 self._blocks.sum(turn, offset + begin * size, end - begin, size, num_into=1)
             )
             if self._between is not None:
-                works.append(self._between.begin(numbers[begin:end], self.wire_dtype))
+                works.append(
+                    self._between.begin(numbers[begin:end], self.wire_dtype, is_of_many=is_large)
+                )
         for at, (turn, (begin, end)) in enumerate(zip(turns, strips, strict=True)):
             if self._between is not None:
                 works[at].wait()

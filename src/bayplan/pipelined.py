@@ -39,6 +39,7 @@ from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.opening import check_environment, open_watch
 from bayplan.running.ranks.replicas import StageReplicas, meet
 from bayplan.running.ranks.starting import start_alike
+from bayplan.running.ranks.transfers import largest_by_sender
 from bayplan.running.ranks.versions import Versions
 from bayplan.running.ranks.watching import Watch
 from bayplan.running.ranks.worker import Worker
@@ -272,7 +273,9 @@ class PipelinedStep:
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
         )
         if self._plan.static_order:
-            self._mailboxes.open(worker.largest_arrivals(LEAST_BYTES))
+            parts = worker.parts.values()
+            arrivals = (way for part in parts for way in (part.arrival, part.arrival_back))
+            self._mailboxes.open(largest_by_sender(arrivals, LEAST_BYTES))
         return worker
 
     @cached_property

@@ -1,16 +1,17 @@
 """The shipped device descriptions, one YAML file per kind, and a user's own beside them."""
 
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.files import decode, read
 
-__all__ = ["device_names", "load_device"]
+__all__ = ["FILE_ENDINGS", "device_names", "load_device", "names_in"]
 
 _FOLDER = files("bayplan.profiling") / "catalogue_data"
-_FILE_ENDINGS = (".yaml", ".yml", ".json")
+FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 
 def device_names() -> tuple[str, ...]:
@@ -20,13 +21,13 @@ def device_names() -> tuple[str, ...]:
         >>> "titan-v" in device_names()
         True
     """
-    return tuple(
-        sorted(
-            entry.name.removesuffix(".yaml")
-            for entry in _FOLDER.iterdir()
-            if entry.name.endswith(".yaml")
-        )
-    )
+    return names_in(_FOLDER)
+
+
+def names_in(folder: Traversable) -> tuple[str, ...]:
+    """The names of all descriptions in a folder, sorted."""
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
 
 
 def load_device(name_or_path: str | Path) -> DeviceKind:
@@ -42,7 +43,7 @@ def load_device(name_or_path: str | Path) -> DeviceKind:
     if text.lower() in device_names():
         file = _FOLDER / f"{text.lower()}.yaml"
         return decode(file.read_bytes(), DeviceKind, name=f"catalogue/{file.name}", is_yaml=True)
-    if text.endswith(_FILE_ENDINGS) or Path(text).is_file():
+    if text.endswith(FILE_ENDINGS) or Path(text).is_file():
         return read(text, DeviceKind)
     raise UsageError(
         f"no device {text!r} in the catalogue: {did_you_mean(text.lower(), device_names())}"

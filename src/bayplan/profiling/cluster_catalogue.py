@@ -9,7 +9,7 @@ from bayplan.data.cluster_file import ClusterFile
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import FileFault, UsageError, did_you_mean
 from bayplan.data.files import decode, read
-from bayplan.profiling.catalogue import device_names, load_device
+from bayplan.profiling.catalogue import FILE_ENDINGS, device_names, load_device, names_in
 
 __all__ = [
     "THIS_MACHINE",
@@ -24,7 +24,6 @@ THIS_MACHINE = "this-machine"
 """The name of what `bayplan cluster --probe` has found here and kept."""
 
 _FOLDER = files("bayplan.profiling") / "cluster_data"
-_FILE_ENDINGS = (".yaml", ".yml", ".json")
 _SEVERAL = re.compile(r"([0-9]{1,5})x(.+)")
 
 
@@ -35,13 +34,7 @@ def cluster_names() -> tuple[str, ...]:
         >>> "titanv-8" in cluster_names()
         True
     """
-    return tuple(
-        sorted(
-            entry.name.removesuffix(".yaml")
-            for entry in _FOLDER.iterdir()
-            if entry.name.endswith(".yaml")
-        )
-    )
+    return names_in(_FOLDER)
 
 
 def read_cluster(name_or_path: str | Path) -> Cluster:
@@ -87,7 +80,7 @@ def read_cluster_file(name_or_path: str | Path) -> ClusterFile:
         return decode(file.read_bytes(), ClusterFile, name=f"catalogue/{file.name}", is_yaml=True)
     if text == THIS_MACHINE:
         return _probed()
-    if text.endswith(_FILE_ENDINGS) or Path(text).is_file():
+    if text.endswith(FILE_ENDINGS) or Path(text).is_file():
         return read(text, ClusterFile)
     hint = did_you_mean(text.lower(), (*cluster_names(), THIS_MACHINE))
     raise UsageError(

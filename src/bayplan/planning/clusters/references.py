@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.split import Split
+from bayplan.planning.pipelines.cuts import cuts_by_share
 
 __all__ = [
     "DATA_PARALLEL",
     "EVEN_PIPELINE",
     "data_parallel",
-    "even_lasts",
     "even_pipeline",
     "smallest_that_fits",
 ]
@@ -39,39 +40,19 @@ def even_pipeline(chain: Chain, devices: Sequence[int], num_samples: int) -> Spl
     number = min(len(devices), len(chain.layers))
     if number < 2:
         return None
-    lasts = even_lasts(chain, number)
-    firsts = [0, *(last + 1 for last in lasts[:-1])]
+    seconds = [one.forward_seconds + one.backward_seconds for one in chain.layers]
+    firsts = cuts_by_share(seconds, (1,) * number)
     return Split(
         stages=tuple(
-            Stage(first=first, last=last, devices=(device,), shares=(1,))
-            for first, last, device in zip(firsts, lasts, devices, strict=False)
+            Stage(first=first, last=after - 1, devices=(device,), shares=(1,))
+            for (first, after), device in zip(
+                pairwise((*firsts, len(seconds))), devices, strict=False
+            )
         ),
         num_samples=num_samples,
         num_micro_batches=min(num_samples, 4 * number),
         partitioner=EVEN_PIPELINE,
     )
-
-
-def even_lasts(chain: Chain, number: int) -> list[int]:
-    """The last layers of stages of about equal seconds, each with a layer at least.
-
-    Example:
-        >>> from bayplan.data.chain import Layer
-        >>> layers = [Layer(name=str(s), forward_seconds=s, backward_seconds=0.0)
-        ...     for s in (1.0, 1.0, 2.0)]
-        >>> even_lasts(Chain(name="c", num_samples=1, layers=layers, source="guess"), 2)
-        [1, 2]
-    """
-    seconds = [one.forward_seconds + one.backward_seconds for one in chain.layers]
-    total, passed = sum(seconds), 0.0
-    lasts: list[int] = []
-    for at, own in enumerate(seconds):
-        passed += own
-        left_layers, left_stages = len(seconds) - 1 - at, number - len(lasts) - 1
-        is_due = passed >= total * (len(lasts) + 1) / number - own / 2
-        if left_stages and (left_layers == left_stages or (is_due and left_layers > left_stages)):
-            lasts.append(at)
-    return [*lasts, len(seconds) - 1]
 
 
 def smallest_that_fits(

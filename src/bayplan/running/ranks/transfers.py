@@ -4,7 +4,7 @@ gloo loses a message whose handle is dropped, and a send is done only once it wa
 handle is kept together with its memory until waiting for it is known to be free.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from bayplan.running.exchange.pending import Pending
 from bayplan.running.exchange.transports import Transport, transport_of
 from bayplan.running.ranks.forms import Form, Parcel
 
-__all__ = ["Arrival", "Departure", "Route"]
+__all__ = ["Arrival", "Departure", "Route", "largest_by_sender"]
 
 Values = Mapping[str, torch.Tensor]
 
@@ -204,3 +204,12 @@ class Arrival:
         named = {name for route in self.routes for name in route.names}
         # A sum of no parts is zero: its parts all went to other pieces.
         return tuple(form for form in self.forms if form.name in named or self._adds(form))
+
+
+def largest_by_sender(arrivals: Iterable[Arrival], most_bytes: int) -> dict[int, int]:
+    """Of messages below a size that may go inside a host, the largest that each rank sends."""
+    found: dict[int, int] = {}
+    for route in (route for arrival in arrivals for route in arrival.routes):
+        if route.transports and route.size_bytes < most_bytes:
+            found[route.peer] = max(found.get(route.peer, 0), route.size_bytes)
+    return found

@@ -200,15 +200,6 @@ class Worker:
             )
         return self._positions
 
-    def largest_arrivals(self, most_bytes: int) -> dict[int, int]:
-        """By sender, the largest message that it sends here, of those below a size."""
-        found: dict[int, int] = {}
-        for part in self.parts.values():
-            for route in (*part.arrival.routes, *part.arrival_back.routes):
-                if route.transports and route.size_bytes < most_bytes:
-                    found[route.peer] = max(found.get(route.peer, 0), route.size_bytes)
-        return found
-
     def rest(self) -> None:
         """After the last batch: wait for all sends, and begin anew with the next one."""
         while self._sent:

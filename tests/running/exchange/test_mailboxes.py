@@ -1,9 +1,5 @@
 """Small messages between real ranks: in order and out of it, round the ring, past a full one."""
 
-import json
-
-from bayplan.running.ranks.launching import launch
-
 SCRIPT = """
 import json, random, sys
 from pathlib import Path
@@ -81,19 +77,11 @@ Path(sys.argv[1], "0.json").write_text(json.dumps(found))
 """
 
 
-def test_ranks_leave_small_messages_in_memory_that_both_see(tmp_path):
-    script, lines = tmp_path / "script.py", []
-    script.write_text(SCRIPT)
-    code = launch(
-        [str(script), str(tmp_path)],
-        num_ranks=2,
-        log_folder=tmp_path / "logs",
-        timeout_seconds=120.0,
-        on_line=lines.append,
-    )
+def test_ranks_leave_small_messages_in_memory_that_both_see(on_two_ranks):
+    code, lines, ranks = on_two_ranks(SCRIPT)
     assert code == 0, lines
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    assert len(ranks) == 2
+    for rank, found in enumerate(ranks):
         assert found["reach"] == [True, True, True, True, False, False]
         assert not found["reach of others"]
         assert found["in order, round the ring"]

@@ -1,10 +1,6 @@
 """Large messages between real ranks, in order and out of it, and ranks that may not be read."""
 
-import json
-
 import pytest
-
-from bayplan.running.ranks.launching import launch
 
 SCRIPT = """
 import ctypes, json, os, sys
@@ -63,21 +59,12 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_copy_large_messages_out_of_each_other_s_memory(tmp_path):
-    script, lines = tmp_path / "script.py", []
-    script.write_text(SCRIPT)
-    code = launch(
-        [str(script), str(tmp_path)],
-        num_ranks=2,
-        log_folder=tmp_path / "logs",
-        timeout_seconds=120.0,
-        on_line=lines.append,
-    )
+def test_ranks_copy_large_messages_out_of_each_other_s_memory(on_two_ranks):
+    code, lines, ranks = on_two_ranks(SCRIPT)
     if code == 9:
         pytest.skip("this machine does not let processes read each other's memory")
     assert code == 0, lines
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for rank, found in enumerate(ranks):
         assert found["reads"] == {str(1 - rank): True}
         assert found["reach"] == [True, False, False]
         assert found["in order"] == [True] * 3

@@ -47,73 +47,55 @@ def data_parallel(
     )
 
 
-def even_time(
-    chain: Chain,
-    machines: Machines,
-    *,
-    num_samples: int,
-    num_micro_batches: int = 1,
-    replicas: Sequence[int] = (),
-) -> Split:
-    """Stages of equal seconds for each of their devices.
+class _Even:
+    """Stages that are equal in one thing, for each of their devices.
 
     Args:
-        chain: to be cut.
-        machines: to be put on.
-        num_samples: of a batch.
-        num_micro_batches: of a batch.
-        replicas: of each stage; empty for one device each.
+        name: of the partitioner.
+        weight: of a layer, at the share of the chain's samples that a micro-batch has.
     """
-    return _weighed(
-        chain,
-        machines,
-        lambda layer: layer.forward_seconds + layer.backward_seconds,
-        replicas=replicas,
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        partitioner="even-time",
-    )
+
+    def __init__(self, name: str, weight: Callable[[Layer, float], float]) -> None:
+        self._name, self._weight = name, weight
+
+    def __call__(
+        self,
+        chain: Chain,
+        machines: Machines,
+        *,
+        num_samples: int,
+        num_micro_batches: int = 1,
+        replicas: Sequence[int] = (),
+    ) -> Split:
+        """Split a chain.
+
+        Args:
+            chain: to be cut.
+            machines: to be put on.
+            num_samples: of a batch.
+            num_micro_batches: of a batch.
+            replicas: of each stage; empty for one device each.
+        """
+        replicas = _replicas(chain, machines, replicas)
+        share = num_samples / num_micro_batches / chain.num_samples
+        weights = [self._weight(layer, share) for layer in chain.layers]
+        return staged(
+            chain,
+            machines,
+            cuts_by_share(weights, replicas),
+            replicas=replicas,
+            num_samples=num_samples,
+            num_micro_batches=num_micro_batches,
+            partitioner=self._name,
+        )
 
 
-def even_parameters(
-    chain: Chain,
-    machines: Machines,
-    *,
-    num_samples: int,
-    num_micro_batches: int = 1,
-    replicas: Sequence[int] = (),
-) -> Split:
-    """Stages of equal weights for each of their devices; see `even_time`."""
-    return _weighed(
-        chain,
-        machines,
-        lambda layer: layer.parameter_bytes,
-        replicas=replicas,
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        partitioner="even-parameters",
-    )
-
-
-def even_memory(
-    chain: Chain,
-    machines: Machines,
-    *,
-    num_samples: int,
-    num_micro_batches: int = 1,
-    replicas: Sequence[int] = (),
-) -> Split:
-    """Stages of equal memory: what is held for a micro-batch, weights and their gradients."""
-    share = num_samples / num_micro_batches / chain.num_samples
-    return _weighed(
-        chain,
-        machines,
-        lambda layer: layer.held_bytes * share + 2 * layer.parameter_bytes,
-        replicas=replicas,
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        partitioner="even-memory",
-    )
+even_time = _Even("even-time", lambda layer, _: layer.forward_seconds + layer.backward_seconds)
+even_parameters = _Even("even-parameters", lambda layer, _: layer.parameter_bytes)
+# What is held for a micro-batch, weights and their gradients.
+even_memory = _Even(
+    "even-memory", lambda layer, share: layer.held_bytes * share + 2 * layer.parameter_bytes
+)
 
 
 def oneflow_count(
@@ -202,28 +184,6 @@ def staged(
                 pairwise((*firsts, len(chain.layers))), pairwise(places), strict=True
             )
         ),
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        partitioner=partitioner,
-    )
-
-
-def _weighed(
-    chain: Chain,
-    machines: Machines,
-    weight: Callable[[Layer], float],
-    *,
-    replicas: Sequence[int],
-    num_samples: int,
-    num_micro_batches: int,
-    partitioner: str,
-) -> Split:
-    replicas = _replicas(chain, machines, replicas)
-    return staged(
-        chain,
-        machines,
-        cuts_by_share([weight(layer) for layer in chain.layers], replicas),
-        replicas=replicas,
         num_samples=num_samples,
         num_micro_batches=num_micro_batches,
         partitioner=partitioner,

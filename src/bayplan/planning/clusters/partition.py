@@ -201,7 +201,7 @@ class Partitioner:
                 else:
                     total = np.where(staying <= bound, passing, np.inf) + behind
                 at = total.argmin(axis=1)
-                value = np.take_along_axis(total, at[:, None], axis=1)[:, 0]
+                value = total.min(axis=1)
                 is_less = value < least
                 least[is_less] = value[is_less]
                 choices[d, is_less] = r * width + at[is_less]
@@ -238,7 +238,7 @@ class Partitioner:
                 else:
                     total = np.where(staying <= bound, passing, np.inf) + behind
                 at = total.argmin(axis=2)
-                value = np.take_along_axis(total, at[..., None], axis=2)[..., 0]
+                value = total.min(axis=2)
                 least = ends[d, 1 : top + 1, :layers]
                 is_less = value < least
                 least[is_less] = value[is_less]

@@ -11,7 +11,7 @@ different ranks go on at once, and share the wires that they have in common.
 """
 
 import gc
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -107,6 +107,7 @@ class _Run:
         self.places = [(0, 0) for _ in actions]  # call and position
         self.began = [0.0 for _ in actions]  # the call
         self.waits_since: list[float | None] = [None for _ in actions]
+        self.reduced_behind = [_reduced_behind(own) for own in actions]
         self.rest: dict[int, Callable[[], None]] = {}  # of what a rank does, after a wait inside it
         self.loaders = None
         if costs.loading is not None:
@@ -124,15 +125,18 @@ class _Run:
 
     def _go_on(self, rank: int) -> None:
         """Do what takes no time, up to what does or has to wait."""
-        while self.places[rank][0] < self.num_calls:
+        actions = self.actions[rank]
+        while True:
             call, position = self.places[rank]
-            if position == len(self.actions[rank]):
+            if call == self.num_calls:
+                return
+            if position == len(actions):
                 if not self._may_begin(rank, call + 1):
                     return
                 self.places[rank] = (call + 1, 0)
                 self.began[rank] = self.clock.now_seconds
                 continue
-            action = self.actions[rank][position]
+            action = actions[position]
             batch = self._batch(action, call)
             if batch < 0 or batch >= self.num_calls:
                 self._next(rank)  # nothing to do yet
@@ -140,7 +144,7 @@ class _Run:
                 if self._has_samples(rank, action, batch):
                     self._compute_stage(rank, action, batch)
                 return
-            elif action.kind is _K.UPDATE and position == len(self.actions[rank]) - 1:
+            elif action.kind is _K.UPDATE and position == len(actions) - 1:
                 if self._is_here(rank, self._sums(rank, call)):
                     self._note_wait(rank, action, Lane.REDUCE)
                     self._compute(rank, action, batch, self.costs.update_seconds[rank])
@@ -166,8 +170,7 @@ class _Run:
 
         def done() -> None:
             self._note(rank, action, lane, since)
-            self._next(rank)
-            self._go_on(rank)
+            self._finish(rank)
 
         self.clock.begin(seconds, cores=1.0, then=done)
         return True
@@ -239,7 +242,7 @@ class _Run:
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
         """Compute, and post sums on the way: those that the list has right behind the action."""
         seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
-        buckets = self._reduced_behind(rank, position)
+        buckets = self.reduced_behind[rank].get(position, ())
         early = self.costs.early(rank, action) if buckets else {}
         posts: list[_Post] = []
         at = 0.0
@@ -248,16 +251,6 @@ class _Run:
             posts.append((at, partial(self._post, rank, bucket, batch)))
         self._copy(rank, action, batch)
         self._compute(rank, action, batch, seconds, posts)
-
-    def _reduced_behind(self, rank: int, position: int) -> list[int]:
-        """The buckets that are reduced after an action and before the next that computes."""
-        found, actions = list[int](), self.actions[rank]
-        for at in range(position + 1, len(actions)):
-            if actions[at].kind in _COMPUTES:
-                break
-            if actions[at].kind is _K.REDUCE:
-                found.append(actions[at].index)
-        return found
 
     def _copy(self, rank: int, action: Action, batch: int) -> None:
         transfer = self.costs.copies(rank, action)
@@ -285,29 +278,38 @@ class _Run:
         """Compute for some seconds, and do something at some times within them, rising."""
         since = self.clock.now_seconds
 
-        def go_on(left: Sequence[_Post], done_seconds: float) -> None:
-            until = left[0][0] if left else seconds
+        def computed() -> None:
+            self._note(rank, action, Lane.COMPUTE, since)
+            if action.kind in _BACKWARDS and not self.awaiting.has_all(
+                rank, ((rank, action, batch, Lane.COPY),)
+            ):
+                self.rest[rank] = partial(self._finish, rank)
+            else:
+                self._finish(rank)
 
-            def reached() -> None:
-                if left:
-                    left[0][1]()
-                    go_on(left[1:], until)
-                    return
-                self._note(rank, action, Lane.COMPUTE, since)
-                if action.kind in _BACKWARDS and not self.awaiting.has_all(
-                    rank, ((rank, action, batch, Lane.COPY),)
-                ):
-                    self.rest[rank] = finish
-                else:
-                    finish()
+        self._pass(0.0, deque(posts), seconds, computed)
 
-            self.clock.begin(until - done_seconds, cores=1.0, then=reached)
+    def _pass(
+        self, at: float, posts: deque[_Post], seconds: float, then: Callable[[], None]
+    ) -> None:
+        """Let the time of an action pass from some moment of it on.
 
-        def finish() -> None:
-            self._next(rank)
-            self._go_on(rank)
+        No function in here knows itself: only Python's search for garbage would find such a circle.
+        """
+        if not posts:
+            self.clock.begin(seconds - at, cores=1.0, then=then)
+            return
+        until, post = posts.popleft()
 
-        go_on(posts, 0.0)
+        def reached() -> None:
+            post()
+            self._pass(until, posts, seconds, then)
+
+        self.clock.begin(until - at, cores=1.0, then=reached)
+
+    def _finish(self, rank: int) -> None:
+        self._next(rank)
+        self._go_on(rank)
 
     def _letters(self, rank: int, action: Action, batch: int) -> list[_Letter]:
         is_back = action.kind in (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
@@ -364,3 +366,15 @@ class _Run:
             for bucket, stages in self.pipeline.holders(rank).items()
         )
         return [(bucket, batch) for bucket, batch in needed if batch >= 0]
+
+
+def _reduced_behind(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By place of an action that computes, the buckets that are reduced before the next such."""
+    found: dict[int, list[int]] = {}
+    computes: int | None = None
+    for place, action in enumerate(actions):
+        if action.kind in _COMPUTES:
+            computes = place
+        elif action.kind is _K.REDUCE and computes is not None:
+            found.setdefault(computes, []).append(action.index)
+    return found

@@ -27,24 +27,27 @@ class _Resource:
     Attributes:
         wanted: of it, by all that goes on.
         users: all that goes on, in the order it began.
+        speed: that it lets them go on at.
     """
 
-    def __init__(self, there: float) -> None:
-        self.there, self.wanted = there, 0.0
-        self.users: dict[_Work, float] = {}
+    __slots__ = ("speed", "there", "users", "wanted")
 
-    @property
-    def speed(self) -> float:
-        return 1.0 if self.wanted <= self.there else self.there / self.wanted
+    def __init__(self, there: float) -> None:
+        self.there, self.wanted, self.speed = there, 0.0, 1.0
+        self.users: dict[_Work, float] = {}
 
     def add(self, work: "_Work", wanted: float) -> None:
         self.users[work] = wanted
-        self.wanted += wanted
+        self._want(self.wanted + wanted)
 
     def remove(self, work: "_Work") -> None:
-        self.wanted -= self.users.pop(work)
-        if not self.users:
-            self.wanted = 0.0  # without what rounding left
+        left = self.wanted - self.users.pop(work)
+        self._want(left if self.users else 0.0)  # without what rounding left
+
+    def _want(self, wanted: float) -> None:
+        # Kept, because it is asked for far more often than it changes.
+        self.wanted = wanted
+        self.speed = 1.0 if wanted <= self.there else self.there / wanted
 
 
 class _Work:
@@ -154,7 +157,10 @@ class SharedResources:
         users = dict.fromkeys(work for resource in self._changed for work in resource.users)
         self._changed.clear()
         for work in users:
-            speed = min(resource.speed for resource in work.resources)
+            speed = 1.0
+            for resource in work.resources:
+                if resource.speed < speed:
+                    speed = resource.speed
             if speed != work.speed:
                 self._go(work, speed)
 

@@ -1,6 +1,7 @@
 """`bayplan.data_parallel`: the same module on every rank, with gradients averaged over all."""
 
 import atexit
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ __all__ = ["DataParallel", "data_parallel", "exchange_of", "no_sync"]
 
 _FIRST_BUCKET_BYTES = 4 << 20  # until it is known when gradients come
 _WATCHED_BACKWARDS = 2  # the first one is slower than all others
+_BUSY_SHARE = 0.8  # of its cores, from which on a process leaves none of them to sums
 _MOST_MESSAGES = 1 << 16  # that are remembered; a training may go on for weeks
 _ATTRIBUTE = "_bayplan_data_parallel"
 
@@ -240,7 +242,9 @@ class DataParallel:
     def _plan(self, settings: ExchangeSettings) -> BucketPlan:
         link = LinkCost(seconds=costs_by(settings, self.costs).seconds)
         threshold_bytes = settings.fusion_threshold_bytes
-        gradients = _gradients(self._trained, self.times.ready)
+        gradients = _gradients(
+            self._trained, self.times.ready, hides_sums=not self._cores_are_taken()
+        )
         if threshold_bytes is None:
             return plan_buckets(gradients, link)
         if settings.cycle_time_ms:
@@ -249,6 +253,14 @@ class DataParallel:
                 gradients, link, threshold_bytes=threshold_bytes, cycle_seconds=cycle_seconds
             )
         return filled_timeline(gradients, link, threshold_bytes=threshold_bytes)
+
+    def _cores_are_taken(self) -> bool:
+        """Whether backward needs all cores that this rank has: then it stands still during sums."""
+        is_on_cpu = all(one.device.type == "cpu" for one in self._trained.values())
+        if not is_on_cpu or len(set(self.hosts)) > 1:
+            return False  # other processors or a network do most of the work of a sum
+        cores_each = len(os.sched_getaffinity(0)) / len(self.hosts)
+        return self.times.busy_cores > _BUSY_SHARE * cores_each
 
 
 class _StoreBoard:
@@ -276,7 +288,7 @@ class _StoreBoard:
 
 
 def _gradients(
-    parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float]
+    parameters: Mapping[str, torch.Tensor], ready: Mapping[str, float], *, hides_sums: bool = True
 ) -> list[Gradient]:
     """In the order of a backward; what was not used in it comes last.
 
@@ -284,13 +296,15 @@ def _gradients(
         parameters: all that are trained, by name.
         ready: when each gradient was there; empty before the first backward, which is then taken
             to make the last ones first.
+        hides_sums: whether sums that begin early are over early; else all are taken to be ready at
+            the end of backward.
     """
     first, last = min(ready.values(), default=0.0), max(ready.values(), default=0.0)
     return [
         Gradient(
             name=name,
             size_bytes=parameters[name].nbytes,
-            ready_seconds=ready.get(name, last) - first,
+            ready_seconds=(ready.get(name, last) if hides_sums else last) - first,
             kind=f"{parameters[name].dtype} {parameters[name].device}",
         )
         for name in sorted(reversed(list(parameters)), key=lambda name: ready.get(name, last))

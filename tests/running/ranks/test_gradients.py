@@ -82,7 +82,7 @@ class Heard(SocketSums):
         super().__init__(group)
         self.name, self.begun = name, begun
 
-    def begin(self, numbers, hear=None):
+    def begin(self, numbers, hear=None, *, factor=1.0):
         self.begun.append(self.name)
         return super().begin(numbers, hear)
 

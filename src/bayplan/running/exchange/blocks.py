@@ -38,7 +38,8 @@ SUMMABLE = (torch.float32, torch.float64)
 HEADER_BYTES = 4096  # the flags
 LINE_BYTES = 64
 _SOURCE = Path(__file__).with_name("shared_sum.c")
-C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
+# No product is fused with an addition, which would round once where torch rounds twice.
+C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-ffp-contract=off", "-Wall", "-Wextra")
 
 
 class RankLost(RuntimeError):
@@ -68,7 +69,7 @@ def load(cache: Path) -> ctypes.CDLL:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     turn = ctypes.c_uint32
     library.shared_sum.argtypes = [
-        pointer, number, number, size, size, number, number, turn, number,
+        pointer, number, number, size, size, number, ctypes.c_double, number, turn, number,
         ctypes.POINTER(number), ctypes.POINTER(ctypes.c_double),
     ]  # fmt: skip
     library.shared_spread.argtypes = [pointer, number, number, size, size, turn, number]
@@ -190,8 +191,20 @@ class Blocks:
         self._turn = (self._turn + 1) % 2**32
         return self._turn
 
-    def sum(self, turn: int, offset: int, count: int, itemsize: int, *, num_into: int) -> Wait:
-        """Sum some numbers of all blocks; afterwards the first `num_into` blocks have the sums."""
+    def sum(
+        self,
+        turn: int,
+        offset: int,
+        count: int,
+        itemsize: int,
+        *,
+        num_into: int,
+        factor: float = 1.0,
+    ) -> Wait:
+        """Sum some numbers of all blocks; afterwards the first `num_into` blocks have the sums.
+
+        Each number is multiplied by the factor before it is added.
+        """
         last, waited_seconds = ctypes.c_int(), ctypes.c_double()
         lost = self._library.shared_sum(
             self._addresses,
@@ -200,6 +213,7 @@ class Blocks:
             HEADER_BYTES + offset,
             count,
             itemsize,
+            factor,
             num_into,
             turn,
             self._patience_seconds,

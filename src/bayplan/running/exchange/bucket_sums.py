@@ -36,6 +36,7 @@ class BucketSums:
     Args:
         parameters: by name.
         buckets: by number; each parameter is in one at most.
+        factor: what each gradient is multiplied by before it is added.
 
     Attributes:
         views: by name, where a gradient lies.
@@ -45,9 +46,13 @@ class BucketSums:
     hear: Hear | None = None
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], buckets: Mapping[int, GradientBucket]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buckets: Mapping[int, GradientBucket],
+        *,
+        factor: float = 1.0,
     ) -> None:
-        self._buckets = buckets
+        self._buckets, self._factor = buckets, factor
         self._bucket_of = {
             name: number for number, bucket in buckets.items() for name in bucket.parameters
         }
@@ -114,7 +119,9 @@ class BucketSums:
             for name in bucket.parameters:
                 if name not in self._taken:
                     self.views[name].zero_()  # no sample of this rank reaches it
-            self._pending.append(bucket.sums.begin(self._flat[number], self.hear))
+            self._pending.append(
+                bucket.sums.begin(self._flat[number], self.hear, factor=self._factor)
+            )
 
     def wait(self) -> None:
         """Until all sums are there."""

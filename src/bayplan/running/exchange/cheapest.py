@@ -108,13 +108,15 @@ class CheapestSums:
         """See `Sums`."""
         self._first.forget_rooms()
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """See `Sums`."""
-        return self._way(numbers).begin(numbers, hear)
+        return self._way(numbers).begin(numbers, hear, factor=factor)
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self._way(numbers).now(numbers)
+        self._way(numbers).now(numbers, factor=factor)
 
     @property
     def shared_bytes(self) -> int:

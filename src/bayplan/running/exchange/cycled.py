@@ -33,22 +33,24 @@ class CycledSums:
         """See `Sums`."""
         self._inner.forget_rooms()
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """See `Sums`; the wait for a look is part of the sum."""
         begun_seconds = time.perf_counter()
 
         def run() -> None:
             now = time.perf_counter()
             time.sleep(self._cycle_seconds - now % self._cycle_seconds)
-            self._inner.now(numbers)
+            self._inner.now(numbers, factor=factor)
             if hear is not None:
                 hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
 
         return job_of(self._thread.submit(run))
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self.begin(numbers).wait()
+        self.begin(numbers, factor=factor).wait()
 
     @property
     def shared_bytes(self) -> int:

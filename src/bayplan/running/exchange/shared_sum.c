@@ -24,7 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LINE = 64, LOOKS = 200, STRIP = 8192, SHARE = 64 << 10 };
+enum { LINE = 64, LOOKS = 200, STRIP = 8192, SHARE = 64 << 10, MOST_BLOCKS = 8 };
 enum { FLOAT32 = 4, FLOAT64 = 8 };
 
 typedef _Atomic uint32_t Flag;
@@ -68,23 +68,72 @@ static int await_all(char **blocks, int num_blocks, int which, uint32_t count, i
     return 0;
 }
 
-#define DEFINE_SUM(NAME, TYPE)                                                                     \
-    static void NAME(char **blocks, int num_blocks, size_t offset, size_t count, char **into,      \
-                     int num_into)                                                                 \
+/* All numbers are read once and written once, and a sum lives in a register in between: 3 times as
+ * fast as through a buffer, in the caches of today. The compiler needs to know how many blocks there
+ * are for that. Blocks do not overlap, hence ivdep. */
+#define DEFINE_SUM_OF(NAME, TYPE)                                                                  \
+    __attribute__((always_inline)) static inline void NAME##_of(                                   \
+        char **blocks, const int num_blocks, size_t offset, size_t count, TYPE factor,             \
+        const int num_into)                                                                        \
+    {                                                                                              \
+        TYPE *at[MOST_BLOCKS];                                                                     \
+        for (int one = 0; one < num_blocks; one++)                                                 \
+            at[one] = (TYPE *)(blocks[one] + offset);                                              \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++)                                    \
+        {                                                                                          \
+            TYPE sum = at[0][i] * factor;                                                          \
+            for (int one = 1; one < num_blocks; one++)                                             \
+                sum += at[one][i] * factor;                                                        \
+            for (int one = 0; one < num_into; one++)                                               \
+                at[one][i] = sum;                                                                  \
+        }                                                                                          \
+    }
+
+/* Any number of blocks, through a buffer. */
+#define DEFINE_SUM_OF_ANY(NAME, TYPE)                                                              \
+    static void NAME##_of_any(char **blocks, int num_blocks, size_t offset, size_t count,          \
+                              TYPE factor, int num_into)                                           \
     {                                                                                              \
         TYPE sum[STRIP / sizeof(TYPE)];                                                            \
         const size_t most = STRIP / sizeof(TYPE);                                                  \
         for (size_t done = 0; done < count; done += most) {                                        \
             const size_t here = offset + done * sizeof(TYPE);                                      \
             const size_t num = count - done < most ? count - done : most;                          \
-            memcpy(sum, blocks[0] + here, num * sizeof(TYPE));                                     \
-            for (int at = 1; at < num_blocks; at++) {                                              \
+            for (int at = 0; at < num_blocks; at++) {                                              \
                 const TYPE *part = (const TYPE *)(blocks[at] + here);                              \
                 for (size_t i = 0; i < num; i++)                                                   \
-                    sum[i] += part[i];                                                             \
+                    sum[i] = at ? sum[i] + part[i] * factor : part[i] * factor;                    \
             }                                                                                      \
             for (int at = 0; at < num_into; at++)                                                  \
-                memcpy(into[at] + here, sum, num * sizeof(TYPE));                                  \
+                memcpy(blocks[at] + here, sum, num * sizeof(TYPE));                                \
+        }                                                                                          \
+    }
+
+#define CASE(NAME, NUMBER)                                                                         \
+    case NUMBER:                                                                                   \
+        NAME##_of(blocks, NUMBER, offset, count, factor, NUMBER);                                  \
+        break;                                                                                     \
+    case -NUMBER:                                                                                  \
+        NAME##_of(blocks, NUMBER, offset, count, factor, 1);                                       \
+        break;
+
+/* Into all blocks, or into the first one. */
+#define DEFINE_SUM(NAME, TYPE)                                                                     \
+    DEFINE_SUM_OF(NAME, TYPE)                                                                      \
+    DEFINE_SUM_OF_ANY(NAME, TYPE)                                                                  \
+    static void NAME(char **blocks, int num_blocks, size_t offset, size_t count, TYPE factor,      \
+                     int num_into)                                                                 \
+    {                                                                                              \
+        switch (num_into == num_blocks ? num_blocks : num_into == 1 ? -num_blocks : 0) {           \
+            CASE(NAME, 2)                                                                          \
+            CASE(NAME, 3)                                                                          \
+            CASE(NAME, 4)                                                                          \
+            CASE(NAME, 5)                                                                          \
+            CASE(NAME, 6)                                                                          \
+            CASE(NAME, 7)                                                                          \
+            CASE(NAME, 8)                                                                          \
+        default:                                                                                   \
+            NAME##_of_any(blocks, num_blocks, offset, count, factor, num_into);                    \
         }                                                                                          \
     }
 
@@ -129,12 +178,13 @@ static void end_turn(char *first, uint32_t turn)
     wake(flag_of(first, GO), INT32_MAX); /* those who were not needed */
 }
 
-/* Sum `count` numbers at `offset` of all blocks; the result is in the first `num_into` blocks.
+/* Sum `count` numbers at `offset` of all blocks, each times `factor`; the result is in the first `num_into` blocks, which
+ * is best one of them or all.
  *
  * 0, or 1 + the block whose process does not come. `turn` counts the calls and is the same for all.
  * `last` is told which process came last, and `waited` for how long this one waited for it. */
 int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t count, int itemsize,
-               int num_into, uint32_t turn, int seconds, int *last, double *waited)
+               double factor, int num_into, uint32_t turn, int seconds, int *last, double *waited)
 {
     char *first = blocks[0];
     const size_t share = SHARE / itemsize;
@@ -161,9 +211,9 @@ int shared_sum(char **blocks, int num_blocks, int own, size_t offset, size_t cou
         const size_t begin = strip * share, num = count - begin < share ? count - begin : share;
         const size_t here = offset + begin * itemsize;
         if (itemsize == FLOAT32)
-            sum_float32(blocks, num_blocks, here, num, blocks, num_into);
+            sum_float32(blocks, num_blocks, here, num, factor, num_into);
         else
-            sum_float64(blocks, num_blocks, here, num, blocks, num_into);
+            sum_float64(blocks, num_blocks, here, num, factor, num_into);
         if (atomic_fetch_add(count_of(first, ENDED), 1) + 1 == num_strips)
             end_turn(first, turn);
     }

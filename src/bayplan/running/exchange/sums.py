@@ -74,16 +74,19 @@ class Sums(Protocol):
         """Use the memory of all rooms for others."""
         ...
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """Begin to replace numbers by their sum over all ranks.
 
         Args:
             numbers: a whole room.
             hear: is told of the sum when it is there, in some thread.
+            factor: what each number is multiplied by before it is added.
         """
         ...
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """The same at once, where no other sum is on its way."""
         ...
 
@@ -112,9 +115,12 @@ class SocketSums:
     def forget_rooms(self) -> None:
         """See `Sums`."""
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """See `Sums`."""
         begun_seconds = time.perf_counter()
+        _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
         work = distributed.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
@@ -124,9 +130,9 @@ class SocketSums:
             )
         return work if sent is numbers else Widened(work, sent, numbers)
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self.begin(numbers).wait()
+        self.begin(numbers, factor=factor).wait()
 
     @property
     def shared_bytes(self) -> int:
@@ -145,12 +151,15 @@ class ScatteredSums(SocketSums):
         super().__init__(group)
         self._thread = CopyThread("bayplan-scattered-sums")
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """See `Sums`."""
-        return _begun(self._thread, lambda: self.now(numbers), numbers.nbytes, hear)
+        return _begun(self._thread, lambda: self.now(numbers, factor=factor), numbers.nbytes, hear)
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """See `Sums`."""
+        _multiply(numbers, factor)
         num_ranks = self._group.size()
         count = round_up(numbers.numel(), num_ranks)
         padded = torch.zeros(count, dtype=numbers.dtype, device=numbers.device)
@@ -220,36 +229,40 @@ class SharedSums:
         self._offsets.clear()
         self._used_bytes = 0
 
-    def begin(self, numbers: torch.Tensor, hear: Hear | None = None) -> Pending:
+    def begin(
+        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
+    ) -> Pending:
         """See `Sums`."""
         offset = self._offsets.get(numbers.data_ptr())
         if offset is None:
-            return self._sockets.begin(numbers, hear)
-        return _begun(self._thread, lambda: self._summed(numbers, offset), numbers.nbytes, hear)
+            return self._sockets.begin(numbers, hear, factor=factor)
+        return _begun(
+            self._thread, lambda: self._summed(numbers, offset, factor), numbers.nbytes, hear
+        )
 
-    def now(self, numbers: torch.Tensor) -> None:
+    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
         """See `Sums`; spares the way through the thread."""
         offset = self._offsets.get(numbers.data_ptr())
         if offset is None:
-            self._sockets.now(numbers)
+            self._sockets.now(numbers, factor=factor)
         else:
-            self._summed(numbers, offset)
+            self._summed(numbers, offset, factor)
 
     @property
     def shared_bytes(self) -> int:
         """See `Sums`."""
         return self._blocks.own.size_bytes
 
-    def _summed(self, numbers: torch.Tensor, offset: int) -> Wait:
+    def _summed(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
         """Sum up; tells which rank of the host came last."""
         if self._has_more_hosts:
-            return self._across(numbers, offset)
+            return self._across(numbers, offset, factor)
         blocks, turn = self._blocks, self._blocks.begin_turn()
         count, itemsize = numbers.numel(), numbers.element_size()
-        wait = blocks.sum(turn, offset, count, itemsize, num_into=blocks.number)
+        wait = blocks.sum(turn, offset, count, itemsize, num_into=blocks.number, factor=factor)
         return self._of_rank(wait)
 
-    def _across(self, numbers: torch.Tensor, offset: int) -> Wait:
+    def _across(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
         size = numbers.element_size()
         is_large = numbers.nbytes >= _LARGE_BYTES
         strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
@@ -258,9 +271,8 @@ class SharedSums:
         works: list[Pending] = []
         waits: list[Wait] = []
         for turn, (begin, end) in zip(turns, strips, strict=True):
-            waits.append(
-                self._blocks.sum(turn, offset + begin * size, end - begin, size, num_into=1)
-            )
+            here, count = offset + begin * size, end - begin
+            waits.append(self._blocks.sum(turn, here, count, size, num_into=1, factor=factor))
             if self._between is not None:
                 works.append(
                     self._between.begin(numbers[begin:end], self.wire_dtype, is_of_many=is_large)
@@ -289,6 +301,11 @@ def _begun(
             hear(Sum(size_bytes, begun_seconds, now, last, waited_seconds))
 
     return job_of(thread.submit(run))
+
+
+def _multiply(numbers: torch.Tensor, factor: float) -> None:
+    if factor != 1.0:
+        numbers.mul_(factor)
 
 
 def _strips(count: int, most: int) -> Iterator[tuple[int, int]]:

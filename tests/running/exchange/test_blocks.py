@@ -22,10 +22,14 @@ def library(tmp_path_factory):
 @pytest.fixture
 def ranks(library):
     """For each rank, its own view of all blocks."""
-    made = [Block.make(DATA_BYTES) for _ in range(NUM_RANKS)]
+    return opened_by_all(library, NUM_RANKS)
+
+
+def opened_by_all(library, number):
+    made = [Block.make(DATA_BYTES) for _ in range(number)]
     views = [
-        [made[at] if at == own else opened(made[at]) for at in range(NUM_RANKS)]
-        for own in range(NUM_RANKS)
+        [made[at] if at == own else opened(made[at]) for at in range(number)]
+        for own in range(number)
     ]
     return [
         Blocks(library, view, own, patience_seconds=PATIENCE_SECONDS)
@@ -73,6 +77,31 @@ def test_every_block_has_the_sum_in_the_order_of_blocks(ranks, dtype, count):
         wanted = given[0] + given[1] + given[2]
         for rank in ranks:
             assert torch.equal(rank.own.tensor(offset, count, dtype), wanted)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("is_into_all", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_are_multiplied_before_they_are_added(library, number, is_into_all, dtype):
+    """Rounded after each, as torch does, whether there are few blocks or more than are unrolled."""
+    torch.manual_seed(number)
+    ranks, count, factor = opened_by_all(library, number), 2100, 1 / number
+    given = [torch.randn(count, dtype=dtype) for _ in ranks]
+    for rank, numbers in zip(ranks, given, strict=True):
+        rank.own.tensor(0, count, dtype).copy_(numbers)
+    num_into = number if is_into_all else 1
+    on_all(
+        ranks,
+        lambda rank: rank.sum(
+            rank.begin_turn(), 0, count, dtype.itemsize, num_into=num_into, factor=factor
+        ),
+    )
+    wanted = given[0] * factor
+    for numbers in given[1:]:
+        wanted += numbers * factor
+    for at, rank in enumerate(ranks):
+        found = rank.own.tensor(0, count, dtype)
+        assert torch.equal(found, wanted if at < num_into else given[at])
 
 
 def test_what_lies_beside_the_numbers_is_left_alone(ranks):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import _dynamo
 
+from bayplan.devices.machine import describe_machine
 from bayplan.devices.meters import open_meter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -109,6 +110,7 @@ def main() -> None:
                 "rounds": settings.rounds,
                 "share_rounds": settings.share_rounds,
                 "options": sys.argv[1:],
+                "processor": describe_machine()["processor"],
             }
             _keep(result, partial)
         deep = () if arguments.quick or arguments.no_deep else DEEP

@@ -16,6 +16,9 @@ def claims(rows: list[Row]) -> dict[str, Any]:
         "worst_peak_of_limit": max(row["peak_bytes"] / row["limit_bytes"] for row in ours),
         "worst_peak_error": max(abs(_peak_error(row)) for row in ours),
         "worst_time_error": max(abs(_time_error(row)) for row in ours if not _swaps(row)),
+        "worst_wall_error_of_swaps": max(
+            (abs(_wall_error(row)) for row in ours if _swaps(row)), default=None
+        ),
         "all_same_numbers": all(row["same_numbers"] and row["same_buffers"] for row in ours),
         "slower_than_a_peer": [pair for row in ours for pair in _slower(row, rows)],
         "missed_targets": [miss for row in ours for miss in _missed(row)] + _unreached(rows),
@@ -33,6 +36,10 @@ def _peak_error(row: Row) -> float:
 
 def _time_error(row: Row) -> float:
     return row["predicted_time_ratio"] / row["time_ratio"] - 1
+
+
+def _wall_error(row: Row) -> float:
+    return row["predicted_time_ratio"] / row["wall_ratio"] - 1
 
 
 def _slower(row: Row, rows: list[Row]) -> list[Row]:

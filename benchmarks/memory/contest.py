@@ -3,7 +3,8 @@
 Peaks are live malloc bytes over what is alive when the step starts, gradients not among it.
 Times are processor time as multiples of the plain step's. Each step that is timed lies between two
 plain ones and is compared with these two alone: what else the machine does changes within minutes,
-and meets neighbours alike. The median over the rounds counts.
+and meets neighbours alike. The median over the rounds counts; beside it stands the least time of
+all rounds over the least of as many plain steps.
 """
 
 import copy
@@ -43,6 +44,7 @@ class Contestant:
         predicted_peak_bytes: over the step's start; None for ways that predict nothing.
         predicted_time_ratio: to the plain step.
         numbers: of its first step.
+        plain_cpu_seconds: of the plain step after each timed one.
         cpu_ratios: to the plain steps around each timed one; wall_ratios: the same by the clock.
     """
 
@@ -54,6 +56,7 @@ class Contestant:
     numbers: Numbers | None = None
     peaks_bytes: list[int] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    plain_cpu_seconds: list[float] = field(default_factory=list)
     cpu_ratios: list[float] = field(default_factory=list)
     wall_ratios: list[float] = field(default_factory=list)
 
@@ -67,6 +70,8 @@ class Contestant:
         """The columns of a row: typical ratios, and how far apart single ones are."""
         return {
             "seconds": statistics.median(self.cpu_seconds),
+            # Other work on the machine only ever adds, so the least of as many is steadier.
+            "least_ratio": min(self.cpu_seconds) / min(self.plain_cpu_seconds or self.cpu_seconds),
             "time_ratio": statistics.median(self.cpu_ratios),
             "time_ratio_low": min(self.cpu_ratios),
             "time_ratio_high": max(self.cpu_ratios),
@@ -101,12 +106,18 @@ class Contest:
             self._run(contestant)
 
     def measure(self, plain: Contestant, contestants: Sequence[Contestant], *, rounds: int) -> None:
-        """Let all run in turns, each between two plain steps."""
+        """Let all run in turns, each between two plain steps, every round from another one on.
+
+        A plain step after another plain one finds its memory as it left it, which no other does; so
+        there are none but the first.
+        """
+        before = self._run(plain)
         for done in range(rounds):
-            before = self._run(plain)
-            for contestant in contestants:
+            first = done % len(contestants) if contestants else 0
+            for contestant in (*contestants[first:], *contestants[:first]):
                 own, after = self._run(contestant), self._run(plain)
                 contestant.cpu_seconds.append(own[0])
+                contestant.plain_cpu_seconds.append(after[0])
                 contestant.cpu_ratios.append(2 * own[0] / (before[0] + after[0]))
                 contestant.wall_ratios.append(2 * own[1] / (before[1] + after[1]))
                 plain.cpu_seconds.append(after[0])

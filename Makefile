@@ -23,7 +23,7 @@ demo: install ## plan a model that does not fit, run it, show the report
 	$(BIN)/python examples/demo.py
 
 test: install ## all tests, the doctests of src and the blocks of README and docs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --doctest-modules src tests
+	$(BIN)/python -m pytest --doctest-modules src tests
 
 lint: install ## format, lint, types and import contracts
 	$(BIN)/ruff format --check .

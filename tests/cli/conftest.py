@@ -113,6 +113,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "train.py").write_text(TRAIN)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part != os.curdir])
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # that of a page of documentation
     known = set(sys.modules)
     yield folder
     for name in set(sys.modules) - known:

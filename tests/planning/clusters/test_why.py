@@ -97,6 +97,18 @@ def test_the_same_without_old_weights_hides_nothing(titans, make_split):
     assert why.judgement.seconds > why.data_parallel_seconds
 
 
+def test_old_weights_that_gain_nothing_are_not_praised(titans, make_split):
+    """Most layers on one device, and data parallel far ahead: that was called a gain once."""
+    lopsided = make_split(
+        [1, 8], [7, 1], num_samples=NUM_SAMPLES, schedule="one-by-one", lags=(1, 0)
+    )
+    why = explain(alexnet(), lopsided, titans, num_devices=8)
+    assert why.data_parallel_seconds is not None
+    assert why.judgement.seconds > why.data_parallel_seconds
+    assert "data parallel is faster, and with fresh weights" in why.findings
+    assert not any("bought with old weights" in one for one in why.findings)
+
+
 def test_the_planner_does_better_than_15_to_1(titans, make_split):
     training = Training(bucket_bytes=16 * 2**20)
     theirs = judge(alexnet(), ratio_15_1(make_split), titans, training=training)

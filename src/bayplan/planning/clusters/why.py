@@ -282,9 +282,11 @@ def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> list[st
     elif hides:
         found.append("the all-reduce is hidden behind the next batch, which old weights allow")
     staleness = next((gain for gain in gains if gain.name == "staleness"), None)
-    if staleness is not None:
+    if staleness is not None and staleness.seconds > 0:
         total = sum(gain.seconds for gain in gains)
-        if staleness.seconds > 0 and staleness.seconds >= _ALL * total:
+        if total <= 0:
+            found.append("data parallel is faster, and with fresh weights")
+        elif staleness.seconds >= _ALL * total:
             found.append("all that it gains over data parallel is bought with old weights")
     if judged.bubble > 0.1:
         found.append(f"even the busiest device does nothing for {judged.bubble:.0%} of the time")

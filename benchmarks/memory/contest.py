@@ -108,8 +108,8 @@ class Contest:
     def measure(self, plain: Contestant, contestants: Sequence[Contestant], *, rounds: int) -> None:
         """Let all run in turns, each between two plain steps, every round from another one on.
 
-        A plain step after another plain one finds its memory as it left it, which no other does; so
-        there are none but the first.
+        A plain step after another plain one may find its memory as it left it, which no other does;
+        so there are none but the first.
         """
         before = self._run(plain)
         for done in range(rounds):

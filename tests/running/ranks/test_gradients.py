@@ -84,7 +84,7 @@ class Heard(SocketSums):
 
     def begin(self, numbers, hear=None, *, factor=1.0):
         self.begun.append(self.name)
-        return super().begin(numbers, hear)
+        return super().begin(numbers, hear, factor=factor)
 
 
 @pytest.fixture

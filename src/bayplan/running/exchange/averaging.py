@@ -211,7 +211,7 @@ class Averaging:
         if gradient is not view:  # else it was added to what the last backward has left there
             view.copy_(gradient)
             parameter.grad = view
-        if self._board is not None and not torch.isfinite(view.sum()):
+        if self._board is not None and not torch.isfinite(view).all():
             self._infinite.append(name)
         self.times.ready[name] = time.perf_counter()
         self._buckets.took(name)

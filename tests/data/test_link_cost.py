@@ -35,6 +35,11 @@ def test_of_two_measurements_of_a_size_the_faster_counts():
     assert LinkCost.table([(100, 2.0), (100, 1.0), (200, 3.0)]).seconds(100) == 1.0
 
 
+def test_a_disturbed_measurement_of_a_small_message_makes_no_larger_one_slower():
+    cost = LinkCost.table([(100, 9.0), (200, 1.0), (400, 2.0)])
+    assert [cost.seconds(size) for size in (100, 200, 300, 400)] == [1.0, 1.0, 1.5, 2.0]
+
+
 def test_what_makes_no_link_is_refused_with_its_figures():
     with pytest.raises(ValueError, match=r"a link of -1 s latency and 10 bytes/s"):
         LinkCost.affine(latency_seconds=-1, bytes_per_second=10)

@@ -8,7 +8,7 @@ something else does it: a rank that gathers the gradients of its host before the
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 __all__ = ["LinkCost"]
 
@@ -50,8 +50,8 @@ class LinkCost:
         """Straight lines between measured messages.
 
         What is smaller than all takes as long as the smallest; what is larger goes at the rate of
-        the largest. A measurement that is faster than a smaller message's is noise, and is taken
-        to be as slow as that.
+        the largest. A measurement that is slower than a larger message's was disturbed, for noise
+        only ever adds, and is taken to be as fast as that.
 
         Args:
             points: size and seconds of two messages or more, in any order.
@@ -59,13 +59,11 @@ class LinkCost:
         Example:
             >>> cost = LinkCost.table([(100, 1.0), (200, 3.0), (300, 2.0)])
             >>> [cost.seconds(size) for size in (50, 150, 250, 600)]
-            [1.0, 2.0, 3.0, 6.0]
+            [1.0, 1.5, 2.0, 4.0]
         """
         best = dict(sorted(points, reverse=True))  # of equal sizes the fastest
-        sizes, seconds, most = sorted(best), list[float](), 0.0
-        for size in sizes:
-            most = max(most, best[size])
-            seconds.append(most)
+        sizes = sorted(best)
+        seconds = list(accumulate((best[size] for size in reversed(sizes)), min))[::-1]
         if len(sizes) < 2:
             raise ValueError(f"{len(sizes)} measured sizes make no table; measure two or more")
         slopes = [

@@ -57,6 +57,16 @@ def test_on_a_quiet_link_it_ends_within_200_steps_and_5_percent_of_the_best(
     assert "no other is likely to be faster by more than 2.0%" in tuner.verdict
 
 
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_steps_that_scatter_by_3_percent_need_no_more(seed, make_world, make_machine, drive_tuner):
+    world = make_world(seed, error=0.2)
+    machine = make_machine(world.truth, noise=0.03, seed=seed)
+    tuner = Tuner(world.space, world.predicted.step_seconds)
+    drive_tuner(tuner, machine)
+    assert machine.num_steps <= 200
+    assert world.excess(tuner.best) <= 0.05
+
+
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 def test_noise_and_long_steps_cost_steps_but_little_of_the_result(
     noise, make_world, make_machine, drive_tuner

@@ -3,8 +3,9 @@
 NOTE [ How it ends ]
 1. A setting is open while the chance that it is faster than the best by more than the margin is
    above 5 %, by prediction, by how wrong predictions have been, and by what was measured.
-2. The margin is 2 %, or a quarter of the scatter of steps where that is more: what a hundred steps
-   can just tell apart. Less is not worth having, or cannot be seen.
+2. The margin is 2 %. Where steps scatter by more, it is as much as they do, up to 4 %, for less
+   than the noise is not worth a hundred steps of search; and a quarter of their scatter where that
+   is more yet, which is what a hundred steps can just tell apart.
 3. The open setting with the largest expected gain is compared next. Others are never measured.
    One that wins is compared once more before it is taken for the best.
 4. Where the best so far takes no longer than a step without any exchange, nothing is open.
@@ -32,12 +33,14 @@ Predict = Callable[[ExchangeSettings], float]
 
 _CHANCE = 0.05
 _OF_SCATTER = 0.25
+_WHOLE_SCATTER = 0.04  # below the 5 % within which the best setting is to be found
 _WIN = 0.25  # of the margin, that the best so far is changed for
 _SURE = 0.8  # the chance of being faster that it is changed for
 _MOST_PROPOSALS = 6  # to be measured, in one search
 _ASKED_AT_ONCE = 24
 _ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
 _QUIET_STEPS, _LOUD_STEPS = 200, 500
+_QUIET_SPREAD = 0.06  # of steps, up to which 200 of them are enough: see docs/tuning.md
 _FEWEST_STEPS, _MOST_STEPS = 5, 10  # of a block; of five, two may be spoilt
 
 
@@ -115,7 +118,8 @@ class Search:
     @property
     def margin(self) -> float:
         """See rule 2."""
-        return max(self.least_gain, _OF_SCATTER * self.noise.step_spread)
+        spread = self.noise.step_spread
+        return max(self.least_gain, min(spread, _WHOLE_SCATTER), _OF_SCATTER * spread)
 
     @property
     def block_steps(self) -> int:
@@ -185,7 +189,7 @@ class Search:
     @property
     def most_steps(self) -> int:
         """So many may be run, with the noise there is."""
-        is_quiet = self.noise.step_spread <= self.least_gain
+        is_quiet = self.noise.step_spread <= _QUIET_SPREAD
         return self._options.most_steps or (_QUIET_STEPS if is_quiet else _LOUD_STEPS)
 
     def challenger(self) -> int | None:

@@ -31,7 +31,7 @@ def verdict_of(search: Search, *, num_steps: int) -> str:
     else:
         reason = "the least gain worth a change"
         if search.margin > search.least_gain:
-            reason = "what this noise lets a hundred steps tell"
+            reason = "and less is not worth a search in this noise"
         parts.append(f"no other is likely to be faster by more than {search.margin:.1%}, {reason}")
     return "; ".join(parts)
 

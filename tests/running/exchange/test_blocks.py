@@ -165,3 +165,32 @@ def test_a_block_too_large_for_the_machine_is_refused():
 
 def test_the_identity_of_a_host_is_the_same_twice():
     assert host_identity() == host_identity()
+
+
+@pytest.mark.parametrize("count", [1, 16_383, 16_384, 16_399, 50_001])
+@pytest.mark.parametrize(("begin", "offset"), [(0, 0), (1, 3), (7, 16)])
+def test_numbers_are_put_where_they_belong_and_nowhere_else(ranks, count, begin, offset):
+    """Many go past the caches, in grains of 16 bytes; neither end need be at one."""
+    room = torch.zeros(count + 32)
+    numbers = torch.arange(count + 16.0)[begin : begin + count]
+    ranks[0].put(room[offset : offset + count], numbers)
+    assert torch.equal(room[offset : offset + count], numbers)
+    assert not room[:offset].any()
+    assert not room[offset + count :].any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda numbers: numbers.double(),
+        lambda numbers: numbers.t().contiguous().t(),
+        lambda numbers: numbers[:1].expand(256, 256),
+        torch._neg_view,
+    ],
+    ids=["dtype", "strides", "expanded", "negated"],
+)
+def test_numbers_that_lie_otherwise_in_memory_are_put_as_they_are(ranks, change):
+    numbers = change(torch.arange(256 * 256.0).view(256, 256))
+    room = torch.zeros(256, 256)
+    ranks[0].put(room, numbers)
+    assert torch.equal(room, numbers.float())

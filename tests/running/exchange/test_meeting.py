@@ -7,7 +7,7 @@ from bayplan.running.ranks.launching import launch
 NUM_RANKS = 4
 TIMEOUT_SECONDS = 250.0
 SCRIPT = """
-import json, os, resource, sys, time, warnings
+import itertools, json, os, resource, sys, time, warnings
 from functools import cached_property
 from pathlib import Path
 import torch
@@ -74,10 +74,13 @@ for name, kind in (("i", Meeting), ("j", Emulated)):
         for count in (1, 7, 4097, 600_001):
             next(iter(ways.values())).forget_rooms()
             room = next(iter(ways.values())).room(count, dtype, cpu)
-            for way, sums in ways.items():
-                heard = []
+            for way, at_once in itertools.product(ways, (False, True)):
+                sums, heard = ways[way], []
                 room.copy_(torch.arange(count) % 5 + rank)
-                sums.begin(room, heard.append).wait()
+                if at_once:
+                    sums.now(room, heard.append)
+                else:
+                    sums.begin(room, heard.append).wait()
                 expected = world_size * (torch.arange(count) % 5) + sum(RANKS)
                 dist.barrier()  # a callback may come after the sum
                 is_right = torch.equal(room.double(), expected.double())

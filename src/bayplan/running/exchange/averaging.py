@@ -143,6 +143,7 @@ class Averaging:
             {**self._parameters, _USED: marks},
             {at: GradientBucket(tuple(names), self._sums) for at, names in enumerate(members)},
             factor=1 / self._num_ranks,
+            keeps_last=True,  # it has the marks, so backward is over when it begins
         )
         self._expected = dict.fromkeys((*self._parameters, _USED), 1)
 
@@ -209,14 +210,12 @@ class Averaging:
         if gradient.layout is not torch.strided:
             raise AveragingFault(f"the gradient of {name} is sparse; use sparse=False")
         if gradient is not view:  # else it was added to what the last backward has left there
-            view.copy_(gradient)
+            self._sums.put(view, gradient)
             parameter.grad = view
         if self._board is not None and not torch.isfinite(view).all():
             self._infinite.append(name)
         self.times.ready[name] = time.perf_counter()
         self._buckets.took(name)
-        if len(self.times.ready) == len(self._parameters):
-            self._tell_used()
 
     def _begin(self) -> None:
         self._is_inside = True
@@ -246,8 +245,7 @@ class Averaging:
         times = self.times
         times.ended_seconds = time.perf_counter()
         times.cpu_seconds = time.process_time() - self._cpu_begun_seconds
-        if len(times.ready) < len(self._parameters):
-            self._tell_used()
+        self._tell_used()
         for number in range(len(self.buckets)):
             self._buckets.finish(number)
         self._buckets.wait()

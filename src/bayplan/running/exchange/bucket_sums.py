@@ -37,6 +37,9 @@ class BucketSums:
         parameters: by name.
         buckets: by number; each parameter is in one at most.
         factor: what each gradient is multiplied by before it is added.
+        keeps_last: whether the last sum is made by the thread that waits for all of them. To wake
+            another thread and be woken by it takes as long as a small sum, and far longer where
+            other ranks want the same cores; but the sum begins no earlier than the wait.
 
     Attributes:
         views: by name, where a gradient lies.
@@ -51,8 +54,9 @@ class BucketSums:
         buckets: Mapping[int, GradientBucket],
         *,
         factor: float = 1.0,
+        keeps_last: bool = False,
     ) -> None:
-        self._buckets, self._factor = buckets, factor
+        self._buckets, self._factor, self._num_kept = buckets, factor, int(keeps_last)
         self._bucket_of = {
             name: number for number, bucket in buckets.items() for name in bucket.parameters
         }
@@ -113,22 +117,31 @@ class BucketSums:
 
     def _begin_complete(self) -> None:
         """What is complete waits for what is before it in the order."""
-        while self._to_begin and not self._left[self._to_begin[0]]:
+        while len(self._to_begin) > self._num_kept and not self._left[self._to_begin[0]]:
             number = self._to_begin.popleft()
-            bucket = self._buckets[number]
-            for name in bucket.parameters:
-                if name not in self._taken:
-                    self.views[name].zero_()  # no sample of this rank reaches it
-            self._pending.append(
-                bucket.sums.begin(self._flat[number], self.hear, factor=self._factor)
-            )
+            self._zero_missing(number)
+            sums = self._buckets[number].sums
+            self._pending.append(sums.begin(self._flat[number], self.hear, factor=self._factor))
+
+    def _zero_missing(self, number: int) -> None:
+        """Gradients that no sample of this rank reaches."""
+        for name in self._buckets[number].parameters:
+            if name not in self._taken:
+                self.views[name].zero_()
 
     def wait(self) -> None:
         """Until all sums are there."""
-        assert not self._to_begin, "every bucket is finished before it is waited for"
+        assert all(not self._left[number] for number in self._to_begin), (
+            "every bucket is finished before it is waited for"
+        )
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
+        if self._to_begin:
+            number = self._to_begin.popleft()
+            self._zero_missing(number)
+            sums = self._buckets[number].sums
+            sums.now(self._flat[number], self.hear, factor=self._factor)
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:

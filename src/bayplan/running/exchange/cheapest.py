@@ -104,6 +104,10 @@ class CheapestSums:
         """See `Sums`."""
         return self._first.room(count, dtype, device)
 
+    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        self._first.put(into, numbers)
+
     def forget_rooms(self) -> None:
         """See `Sums`."""
         self._first.forget_rooms()
@@ -114,9 +118,9 @@ class CheapestSums:
         """See `Sums`."""
         return self._way(numbers).begin(numbers, hear, factor=factor)
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self._way(numbers).now(numbers, factor=factor)
+        self._way(numbers).now(numbers, hear, factor=factor)
 
     @property
     def shared_bytes(self) -> int:

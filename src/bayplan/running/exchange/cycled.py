@@ -29,6 +29,10 @@ class CycledSums:
         """See `Sums`."""
         return self._inner.room(count, dtype, device)
 
+    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        self._inner.put(into, numbers)
+
     def forget_rooms(self) -> None:
         """See `Sums`."""
         self._inner.forget_rooms()
@@ -48,9 +52,9 @@ class CycledSums:
 
         return job_of(self._thread.submit(run))
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self.begin(numbers, factor=factor).wait()
+        self.begin(numbers, hear, factor=factor).wait()
 
     @property
     def shared_bytes(self) -> int:

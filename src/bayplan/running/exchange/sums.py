@@ -70,6 +70,10 @@ class Sums(Protocol):
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
         ...
 
+    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Copy numbers into a part of a room that fills its memory, shaped like them."""
+        ...
+
     def forget_rooms(self) -> None:
         """Use the memory of all rooms for others."""
         ...
@@ -86,7 +90,7 @@ class Sums(Protocol):
         """
         ...
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """The same at once, where no other sum is on its way."""
         ...
 
@@ -112,6 +116,10 @@ class SocketSums:
         """See `Sums`."""
         return torch.zeros(count, dtype=dtype, device=device)
 
+    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        into.copy_(numbers)
+
     def forget_rooms(self) -> None:
         """See `Sums`."""
 
@@ -130,9 +138,9 @@ class SocketSums:
             )
         return work if sent is numbers else Widened(work, sent, numbers)
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """See `Sums`."""
-        self.begin(numbers, factor=factor).wait()
+        self.begin(numbers, hear, factor=factor).wait()
 
     @property
     def shared_bytes(self) -> int:
@@ -155,10 +163,14 @@ class ScatteredSums(SocketSums):
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
     ) -> Pending:
         """See `Sums`."""
-        return _begun(self._thread, lambda: self.now(numbers, factor=factor), numbers.nbytes, hear)
+        return _begun(self._thread, lambda: self._summed(numbers, factor), numbers.nbytes, hear)
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
-        """See `Sums`."""
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+        """See `Sums`; spares the way through the thread."""
+        begun_seconds = time.perf_counter()
+        _told(lambda: self._summed(numbers, factor), numbers.nbytes, hear, begun_seconds)
+
+    def _summed(self, numbers: torch.Tensor, factor: float) -> None:
         _multiply(numbers, factor)
         num_ranks = self._group.size()
         count = round_up(numbers.numel(), num_ranks)
@@ -224,6 +236,10 @@ class SharedSums:
         self._offsets[room.data_ptr()] = offset
         return room
 
+    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+        """See `Sums`."""
+        self._blocks.put(into, numbers)
+
     def forget_rooms(self) -> None:
         """See `Sums`."""
         self._offsets.clear()
@@ -240,13 +256,14 @@ class SharedSums:
             self._thread, lambda: self._summed(numbers, offset, factor), numbers.nbytes, hear
         )
 
-    def now(self, numbers: torch.Tensor, *, factor: float = 1.0) -> None:
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """See `Sums`; spares the way through the thread."""
         offset = self._offsets.get(numbers.data_ptr())
         if offset is None:
-            self._sockets.now(numbers, factor=factor)
-        else:
-            self._summed(numbers, offset, factor)
+            self._sockets.now(numbers, hear, factor=factor)
+            return
+        begun_seconds = time.perf_counter()
+        _told(lambda: self._summed(numbers, offset, factor), numbers.nbytes, hear, begun_seconds)
 
     @property
     def shared_bytes(self) -> int:
@@ -292,15 +309,17 @@ def _begun(
 ) -> Pending:
     """Let a thread make a sum, and tell of it."""
     begun_seconds = time.perf_counter()
+    return job_of(thread.submit(lambda: _told(job, size_bytes, hear, begun_seconds)))
 
-    def run() -> None:
-        wait = job()
-        if hear is not None:
-            last, waited_seconds = (None, 0.0) if wait is None else wait
-            now = time.perf_counter()
-            hear(Sum(size_bytes, begun_seconds, now, last, waited_seconds))
 
-    return job_of(thread.submit(run))
+def _told(
+    job: Callable[[], Wait | None], size_bytes: int, hear: Hear | None, begun_seconds: float
+) -> None:
+    """Make a sum, and tell of it."""
+    wait = job()
+    if hear is not None:
+        last, waited_seconds = (None, 0.0) if wait is None else wait
+        hear(Sum(size_bytes, begun_seconds, time.perf_counter(), last, waited_seconds))
 
 
 def _multiply(numbers: torch.Tensor, factor: float) -> None:

@@ -1,0 +1,74 @@
+"""Buckets of gradients: when their sums are made, and by whom."""
+
+import pytest
+import torch
+from torch import distributed
+
+from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.exchange.sums import SocketSums
+
+PARAMETERS = {name: torch.empty(3) for name in "abc"}
+
+
+@pytest.fixture
+def sums():
+    """Over one rank: all that a sum does there is to multiply by the factor."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield SocketSums(distributed.group.WORLD)
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def make_buckets(sums):
+    def make(*, keeps_last):
+        buckets = {0: GradientBucket(("a",), sums), 1: GradientBucket(("b", "c"), sums)}
+        found = BucketSums(PARAMETERS, buckets, factor=0.5, keeps_last=keeps_last)
+        found.begin_step(dict.fromkeys(PARAMETERS, 1), [0, 1])
+        return found
+
+    return make
+
+
+def take(buckets, names):
+    for name in names:
+        buckets.views[name].fill_(8.0)
+        buckets.took(name)
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
+def test_all_is_summed_in_the_end(make_buckets, keeps_last):
+    buckets, heard = make_buckets(keeps_last=keeps_last), []
+    buckets.hear = heard.append
+    take(buckets, "abc")
+    buckets.wait()
+    assert [view.tolist() for view in buckets.views.values()] == [[4.0] * 3] * 3
+    assert sorted(one.size_bytes for one in heard) == [12, 24]
+
+
+def test_the_last_sum_is_left_to_whoever_waits(make_buckets):
+    kept, begun = make_buckets(keeps_last=True), make_buckets(keeps_last=False)
+    for buckets in (kept, begun):
+        take(buckets, "abc")
+    # A sum multiplies before it leaves the thread that begins it.
+    assert [kept.views[name][0].item() for name in "ab"] == [4.0, 8.0]
+    assert [begun.views[name][0].item() for name in "ab"] == [4.0, 4.0]
+    for buckets in (kept, begun):
+        buckets.wait()
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
+def test_what_no_sample_reaches_is_zero(make_buckets, keeps_last):
+    buckets = make_buckets(keeps_last=keeps_last)
+    buckets.views["b"].fill_(7.0)  # of the step before
+    take(buckets, "ac")
+    for number in range(2):
+        buckets.finish(number)
+    buckets.wait()
+    assert [buckets.views[name][0].item() for name in "abc"] == [4.0, 0.0, 4.0]
+
+
+def test_to_wait_for_what_is_not_finished_is_a_mistake(make_buckets):
+    buckets = make_buckets(keeps_last=True)
+    take(buckets, "a")
+    with pytest.raises(AssertionError, match="finished before it is waited for"):
+        buckets.wait()

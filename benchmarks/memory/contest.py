@@ -66,8 +66,8 @@ class Contestant:
         return max(self.peaks_bytes)
 
     @property
-    def times(self) -> dict[str, float]:
-        """The columns of a row: typical ratios, and how far apart single ones are."""
+    def times(self) -> dict[str, float | list[float]]:
+        """The columns of a row: typical ratios, how far apart single ones are, and all of them."""
         return {
             "seconds": statistics.median(self.cpu_seconds),
             # Other work on the machine only ever adds, so the least of as many is steadier.
@@ -76,6 +76,7 @@ class Contestant:
             "time_ratio_low": min(self.cpu_ratios),
             "time_ratio_high": max(self.cpu_ratios),
             "wall_ratio": statistics.median(self.wall_ratios),
+            "cpu_ratios": self.cpu_ratios,
         }
 
 

@@ -57,6 +57,23 @@ def test_the_last_sum_is_left_to_whoever_waits(make_buckets):
 
 
 @pytest.mark.parametrize("keeps_last", [False, True])
+@pytest.mark.parametrize(("count", "is_at_once"), [(3, False), (1 << 14, True)])
+def test_a_gradient_is_in_its_bucket_when_that_is_summed(sums, keeps_last, count, is_at_once):
+    buckets = BucketSums(
+        {"a": torch.empty(count)},
+        {0: GradientBucket(("a",), sums)},
+        factor=0.5,
+        keeps_last=keeps_last,
+    )
+    for step in range(2):
+        buckets.begin_step({"a": 1}, [0])
+        assert buckets.put("a", torch.full((count,), 8.0 + step)) is is_at_once
+        buckets.took("a")
+        buckets.wait()
+        assert buckets.views["a"].unique().tolist() == [4.0 + step / 2]
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
 def test_what_no_sample_reaches_is_zero(make_buckets, keeps_last):
     buckets = make_buckets(keeps_last=keeps_last)
     buckets.views["b"].fill_(7.0)  # of the step before

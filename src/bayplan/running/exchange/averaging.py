@@ -13,7 +13,7 @@ gradients is not finite.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -123,6 +123,7 @@ class Averaging:
     ) -> None:
         self._parameters, self._sums, self._num_ranks = parameters, sums, num_ranks
         self._board, self._infinite = board, list[str]()
+        self._small: list[str] = []  # parameters whose `.grad` is not their view before the end
         self._numbers = {name: at for at, name in enumerate(parameters)}
         self._is_on, self._is_inside = True, False
         self._cpu_begun_seconds = 0.0
@@ -210,9 +211,11 @@ class Averaging:
         if gradient.layout is not torch.strided:
             raise AveragingFault(f"the gradient of {name} is sparse; use sparse=False")
         if gradient is not view:  # else it was added to what the last backward has left there
-            self._sums.put(view, gradient)
-            parameter.grad = view
-        if self._board is not None and not torch.isfinite(view).all():
+            if self._buckets.put(name, gradient):
+                parameter.grad = view  # and the gradient's own memory is free
+            else:
+                self._small.append(name)
+        if self._board is not None and not torch.isfinite(gradient).all():
             self._infinite.append(name)
         self.times.ready[name] = time.perf_counter()
         self._buckets.took(name)
@@ -222,6 +225,7 @@ class Averaging:
         self.times = BackwardTimes()
         self._cpu_begun_seconds = time.process_time()
         self._infinite.clear()
+        self._small.clear()
         self._buckets.hear = self.times.sums.append
         self._buckets.begin_step(self._expected, range(len(self.buckets)))
         torch_private.after_backward(self._end)
@@ -248,6 +252,7 @@ class Averaging:
         self._tell_used()
         for number in range(len(self.buckets)):
             self._buckets.finish(number)
+        self._give(self._small)
         self._buckets.wait()
         times.done_seconds = time.perf_counter()
         if self._board is not None and self._buckets.views[_USED][0] > 1.5:
@@ -259,9 +264,13 @@ class Averaging:
     def _give_to_unused(self) -> None:
         """Parameters that this rank has not used, but others have."""
         marks = self._buckets.views[_USED].tolist()
-        for name, mark in zip(self._parameters, marks, strict=True):
-            if mark and name not in self.times.ready:
-                self._parameters[name].grad = self._buckets.views[name]
+        pairs = zip(self._parameters, marks, strict=True)
+        self._give(name for name, mark in pairs if mark and name not in self.times.ready)
+
+    def _give(self, names: Iterable[str]) -> None:
+        """Let `.grad` of parameters be their views."""
+        for name in names:
+            self._parameters[name].grad = self._buckets.views[name]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

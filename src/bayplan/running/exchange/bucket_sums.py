@@ -16,6 +16,10 @@ from bayplan.running.exchange.sums import Hear, Sums
 
 __all__ = ["BucketSums", "GradientBucket"]
 
+# Copies of less are left until their bucket is full. In the middle of a backward each takes about
+# 20 us, for its code is in no cache; one right after the other, 3 us.
+_SMALL_BYTES = 64 << 10
+
 
 @dataclass(frozen=True)
 class GradientBucket:
@@ -66,6 +70,7 @@ class BucketSums:
         }
         # Of this step so far:
         self._taken: set[str] = set()
+        self._small: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._left: dict[int, int] = {}  # by bucket, gradients that will still come
         self._to_begin: deque[int] = deque()
         self._pending: list[Pending] = []
@@ -95,14 +100,28 @@ class BucketSums:
             order: the buckets that are summed up, as on all ranks.
         """
         self._taken.clear()
+        self._small = {number: [] for number in order}
         self._left = {
             number: sum(num_pieces.get(name, 0) for name in self._buckets[number].parameters)
             for number in order
         }
         self._to_begin = deque(order)
 
+    def put(self, name: str, gradient: torch.Tensor) -> bool:
+        """Copy a gradient into its view, before the sum of its bucket begins.
+
+        Returns:
+            Whether it is there; a small one is left for later.
+        """
+        number, view = self._bucket_of[name], self.views[name]
+        if gradient.nbytes < _SMALL_BYTES:
+            self._small[number].append((view, gradient))
+            return False
+        self._buckets[number].sums.put(view, gradient)
+        return True
+
     def took(self, name: str) -> None:
-        """A piece of a gradient is in its view; the last one of a bucket lets its sum begin."""
+        """A piece of a gradient is there; the last one of a bucket lets its sum begin."""
         self._taken.add(name)
         number = self._bucket_of.get(name)
         if number in self._left:
@@ -119,12 +138,14 @@ class BucketSums:
         """What is complete waits for what is before it in the order."""
         while len(self._to_begin) > self._num_kept and not self._left[self._to_begin[0]]:
             number = self._to_begin.popleft()
-            self._zero_missing(number)
+            self._fill(number)
             sums = self._buckets[number].sums
             self._pending.append(sums.begin(self._flat[number], self.hear, factor=self._factor))
 
-    def _zero_missing(self, number: int) -> None:
-        """Gradients that no sample of this rank reaches."""
+    def _fill(self, number: int) -> None:
+        """Copy what was left for later; what no sample of this rank reaches is zero."""
+        for view, gradient in self._small.pop(number):
+            view.copy_(gradient)
         for name in self._buckets[number].parameters:
             if name not in self._taken:
                 self.views[name].zero_()
@@ -139,7 +160,7 @@ class BucketSums:
             work.wait()
         if self._to_begin:
             number = self._to_begin.popleft()
-            self._zero_missing(number)
+            self._fill(number)
             sums = self._buckets[number].sums
             sums.now(self._flat[number], self.hear, factor=self._factor)
 

@@ -13,7 +13,7 @@ class TuningOptions:
 
     Attributes:
         least_gain: what a change must gain to be worth having, as a share of a step.
-        most_steps: of one search; None for 200, and 500 where steps scatter by more than 6 %.
+        most_steps: of one search; None for 190, and 500 where steps scatter by more than 6 %.
         first_steps: of a run that are not to be counted, while caches and pages fill.
         switch_steps: after each change of the setting that are not to be counted.
         expected_error: how far predictions are off, one against the other, before any was

@@ -39,8 +39,8 @@ _SURE = 0.8  # the chance of being faster that it is changed for
 _MOST_PROPOSALS = 6  # to be measured, in one search
 _ASKED_AT_ONCE = 24
 _ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
-_QUIET_STEPS, _LOUD_STEPS = 200, 500
-_QUIET_SPREAD = 0.06  # of steps, up to which 200 of them are enough: see docs/tuning.md
+_QUIET_STEPS, _LOUD_STEPS = 190, 500  # and some before, until buckets are planned
+_QUIET_SPREAD = 0.06  # of steps, up to which so few are enough: see docs/tuning.md
 _FEWEST_STEPS, _MOST_STEPS = 5, 10  # of a block; of five, two may be spoilt
 
 

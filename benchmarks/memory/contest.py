@@ -70,7 +70,7 @@ class Contestant:
         """The columns of a row: typical ratios, how far apart single ones are, and all of them."""
         return {
             "seconds": statistics.median(self.cpu_seconds),
-            # Other work on the machine only ever adds, so the least of as many is steadier.
+            # As the figures that are its targets were taken; seen to scatter as far as medians.
             "least_ratio": min(self.cpu_seconds) / min(self.plain_cpu_seconds or self.cpu_seconds),
             "time_ratio": statistics.median(self.cpu_ratios),
             "time_ratio_low": min(self.cpu_ratios),

@@ -10,7 +10,7 @@ from simulated import Machine, drive, random_world  # pyrefly: ignore[missing-im
 
 from bayplan.tuning.tuner import Tuner
 
-SEEDS = range(1000, 1300)
+SEEDS = range(3000, 3300)  # on which no constant of the tuner was chosen
 
 
 def main(error: float) -> None:

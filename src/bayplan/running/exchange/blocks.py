@@ -37,7 +37,6 @@ __all__ = [
 SUMMABLE = (torch.float32, torch.float64)
 HEADER_BYTES = 4096  # the flags
 LINE_BYTES = 64
-_STREAMED_BYTES = 64 << 10  # of one copy, from which on caches are left alone
 _SOURCE = Path(__file__).with_name("shared_sum.c")
 # No product is fused with an addition, which would round once where torch rounds twice.
 C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-ffp-contract=off", "-Wall", "-Wextra")
@@ -240,8 +239,8 @@ class Blocks:
         self._check(lost)
 
     def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Copy numbers into a part of the own block, past the caches where they are many."""
-        if numbers.nbytes >= _STREAMED_BYTES and _is_same_bytes(into, numbers):
+        """Copy numbers into a part of the own block, past the caches; for many at a time."""
+        if _is_same_bytes(into, numbers):
             self._library.streamed_copy(into.data_ptr(), numbers.data_ptr(), into.nbytes)
         else:
             into.copy_(numbers)

@@ -71,7 +71,7 @@ class Sums(Protocol):
         ...
 
     def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Copy numbers into a part of a room that fills its memory, shaped like them."""
+        """Copy many numbers into a part of a room that fills its memory, shaped like them."""
         ...
 
     def forget_rooms(self) -> None:

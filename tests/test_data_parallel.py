@@ -162,6 +162,23 @@ exchange = bayplan.exchange_of(ours)
 found["text"] = exchange.text()
 found["predicts"] = exchange.predict(exchange.settings) > 0
 
+# Gradients large and small, copied by whoever makes them or beside, on each rank as it likes.
+def wide():
+    torch.manual_seed(0)
+    layers = nn.Linear(24, 500), nn.Tanh(), nn.Linear(500, 500), nn.Linear(500, 4)
+    return nn.Sequential(*layers).double()
+alone, ours = wide(), bayplan.data_parallel(wide())
+def row(step, one):
+    return samples(step, one).flatten(1)[:, :24]
+def whole_wide(step):
+    losses = [alone(row(step, one)).square().mean() for one in range(num_ranks)]
+    torch.stack(losses).mean().backward()
+def copied(step):
+    averaging = bayplan.exchange_of(ours).averaging
+    averaging.lay_out(averaging.buckets, copies_beside=bool((step + rank) % 2))
+    ours(row(step, rank)).square().mean().backward()
+found["copied"] = apart(trained(alone, whole_wide), trained(ours, copied))
+
 # Several dtypes.
 mixed = made(torch.float32)
 mixed.head.double(); mixed.even.bfloat16(); mixed.odd.bfloat16()
@@ -284,7 +301,9 @@ def test_it_is_so_on_all_ranks(found, what):
     assert [own[what] for own in found] == [True] * len(found)
 
 
-@pytest.mark.parametrize("what", ["apart from one process", "unused", "accumulated", "switched"])
+@pytest.mark.parametrize(
+    "what", ["apart from one process", "unused", "accumulated", "switched", "copied"]
+)
 def test_float64_is_as_one_process(found, what):
     assert max(own[what] for own in found) < 1e-12
 

@@ -164,7 +164,7 @@ class DataParallel:
         """
         sums = sums_by(settings, self._ways, self.costs)
         self.settings = settings
-        self.averaging.lay_out(self._planned(), sums)
+        self._lay_out(sums)
 
     def take_buffers(self) -> None:
         """Before a forward: end what has failed, and take rank 0's buffers."""
@@ -227,7 +227,12 @@ class DataParallel:
             if one.last_rank is not None:
                 self._waits[one.last_rank] += one.waited_seconds
         if self._num_backwards == _WATCHED_BACKWARDS:
-            self.averaging.lay_out(self._planned())
+            self._lay_out()
+
+    def _lay_out(self, sums: Sums | None = None) -> None:
+        # A GPU copies in the order of its stream, which another thread would not keep to.
+        copies_beside = self._is_on_cpu and not self._cores_are_taken()
+        self.averaging.lay_out(self._planned(), sums, copies_beside=copies_beside)
 
     def _planned(self) -> list[list[str]]:
         """Names of parameters that travel together, as rank 0 plans them."""
@@ -254,10 +259,13 @@ class DataParallel:
             )
         return filled_timeline(gradients, link, threshold_bytes=threshold_bytes)
 
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(one.device.type == "cpu" for one in self._trained.values())
+
     def _cores_are_taken(self) -> bool:
         """Whether backward needs all cores that this rank has: then it stands still during sums."""
-        is_on_cpu = all(one.device.type == "cpu" for one in self._trained.values())
-        if not is_on_cpu or len(set(self.hosts)) > 1:
+        if not self._is_on_cpu or len(set(self.hosts)) > 1:
             return False  # other processors or a network do most of the work of a sum
         cores_each = len(os.sched_getaffinity(0)) / len(self.hosts)
         return self.times.busy_cores > _BUSY_SHARE * cores_each

@@ -10,8 +10,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 __all__ = ["CopyThread"]
+
+
+_Result = TypeVar("_Result")
 
 
 class CopyThread:
@@ -19,18 +23,18 @@ class CopyThread:
 
     def __init__(self, name: str) -> None:
         self.busy_seconds = 0.0
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
         """Queue a job; what it refers to is released before its future is done.
 
         A job that fails hands its error to the future, and the next one runs.
         """
         assert not self._is_closing.is_set(), "the thread is closed"
-        future: Future[None] = Future()
+        future: Future[_Result] = Future()
         self._jobs.put((job, future))
         return future
 
@@ -57,7 +61,7 @@ class CopyThread:
                 continue
             start = time.perf_counter()
             try:
-                job()
+                result = job()
             except BaseException as error:  # whoever waits for the future raises it
                 del job
                 traceback.clear_frames(error.__traceback__)
@@ -66,5 +70,6 @@ class CopyThread:
             else:
                 del job
                 self.busy_seconds += time.perf_counter() - start
-                future.set_result(None)
+                future.set_result(result)
+                del result
             del future

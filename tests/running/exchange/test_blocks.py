@@ -170,13 +170,22 @@ def test_the_identity_of_a_host_is_the_same_twice():
 @pytest.mark.parametrize("count", [1, 16_383, 16_384, 16_399, 50_001])
 @pytest.mark.parametrize(("begin", "offset"), [(0, 0), (1, 3), (7, 16)])
 def test_numbers_are_put_where_they_belong_and_nowhere_else(ranks, count, begin, offset):
-    """Many go past the caches, in grains of 16 bytes; neither end need be at one."""
+    """Many go past the caches, in lines of 64 bytes; neither end need be at one."""
     room = torch.zeros(count + 32)
     numbers = torch.arange(count + 16.0)[begin : begin + count]
-    ranks[0].put(room[offset : offset + count], numbers)
+    ranks[0].put([(room[offset : offset + count], numbers)])
     assert torch.equal(room[offset : offset + count], numbers)
     assert not room[:offset].any()
     assert not room[offset + count :].any()
+
+
+def test_many_pieces_are_put_at_once(ranks):
+    sizes = (1, 300, 40_000, 7)
+    room = torch.zeros(sum(sizes))
+    numbers = [torch.full((size,), at + 1.0) for at, size in enumerate(sizes)]
+    numbers[1] = numbers[1].double()  # is not the same bytes
+    ranks[0].put(list(zip(room.split(sizes), numbers, strict=True)))
+    assert torch.equal(room, torch.cat([one.float() for one in numbers]))
 
 
 @pytest.mark.parametrize(
@@ -192,5 +201,5 @@ def test_numbers_are_put_where_they_belong_and_nowhere_else(ranks, count, begin,
 def test_numbers_that_lie_otherwise_in_memory_are_put_as_they_are(ranks, change):
     numbers = change(torch.arange(256 * 256.0).view(256, 256))
     room = torch.zeros(256, 256)
-    ranks[0].put(room, numbers)
+    ranks[0].put([(room, numbers)])
     assert torch.equal(room, numbers.float())

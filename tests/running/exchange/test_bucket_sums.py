@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
+from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.exchange.sums import SocketSums
 
@@ -56,6 +57,13 @@ def test_the_last_sum_is_left_to_whoever_waits(make_buckets):
         buckets.wait()
 
 
+@pytest.fixture
+def copies():
+    thread = CopyThread("copies")
+    yield thread
+    thread.close()
+
+
 @pytest.mark.parametrize("keeps_last", [False, True])
 @pytest.mark.parametrize(("count", "is_at_once"), [(3, False), (1 << 14, True)])
 def test_a_gradient_is_in_its_bucket_when_that_is_summed(sums, keeps_last, count, is_at_once):
@@ -71,6 +79,46 @@ def test_a_gradient_is_in_its_bucket_when_that_is_summed(sums, keeps_last, count
         buckets.took("a")
         buckets.wait()
         assert buckets.views["a"].unique().tolist() == [4.0 + step / 2]
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
+def test_a_thread_copies_before_it_lets_a_sum_begin(sums, copies, keeps_last):
+    """Small ones are left until their bucket is full; sums begin in the order of buckets."""
+    counts = {"small": 3, "middle": 1 << 14, "large": 1 << 18, "late": 5}
+    buckets = BucketSums(
+        {name: torch.empty(count) for name, count in counts.items()},
+        {0: GradientBucket(("small", "middle", "large"), sums), 1: GradientBucket(("late",), sums)},
+        factor=0.5,
+        keeps_last=keeps_last,
+        copies=copies,
+    )
+    for step in range(2):
+        heard = []
+        buckets.hear = heard.append
+        buckets.begin_step(dict.fromkeys(counts, 1), [0, 1])
+        at_once = []
+        for name in reversed(counts):  # the second bucket is full before the first
+            if buckets.put(name, torch.full((counts[name],), 8.0 + step)):
+                at_once.append(name)
+            buckets.took(name)
+        buckets.wait()
+        assert at_once == ["large"]
+        assert {view.unique().item() for view in buckets.views.values()} == {4.0 + step / 2}
+        # The group's threads may end them in another order.
+        begun = sorted(heard, key=lambda one: one.begun_seconds)
+        assert [one.size_bytes for one in begun] == [4 * (counts["large"] + (1 << 14) + 3), 20]
+
+
+def test_a_copy_that_fails_is_told_to_whoever_waits(sums, copies):
+    large = 1 << 18
+    buckets = BucketSums(
+        {"a": torch.empty(large)}, {0: GradientBucket(("a",), sums)}, copies=copies
+    )
+    buckets.begin_step({"a": 1}, [0])
+    buckets.put("a", torch.ones(large + 1))
+    buckets.took("a")
+    with pytest.raises(RuntimeError, match="must match the size"):
+        buckets.wait()
 
 
 @pytest.mark.parametrize("keeps_last", [False, True])

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from bayplan import torch_private
+from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.exchange.sums import Sum, Sums, room_bytes
 
@@ -128,13 +130,17 @@ class Averaging:
         self._is_on, self._is_inside = True, False
         self._cpu_begun_seconds = 0.0
         self.times = BackwardTimes()
-        self._lay_out(buckets)
+        self._lay_out(buckets, None)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in parameters.items()
         ]
 
-    def _lay_out(self, buckets: Sequence[Sequence[str]]) -> None:
+    @cached_property
+    def _copies(self) -> CopyThread:
+        return CopyThread("bayplan-copies")
+
+    def _lay_out(self, buckets: Sequence[Sequence[str]], copies: CopyThread | None) -> None:
         self.buckets = tuple(map(tuple, buckets))
         *_, last = self.buckets
         first = self._parameters[last[0]]
@@ -145,10 +151,17 @@ class Averaging:
             {at: GradientBucket(tuple(names), self._sums) for at, names in enumerate(members)},
             factor=1 / self._num_ranks,
             keeps_last=True,  # it has the marks, so backward is over when it begins
+            copies=copies,
         )
         self._expected = dict.fromkeys((*self._parameters, _USED), 1)
 
-    def lay_out(self, buckets: Sequence[Sequence[str]], sums: Sums | None = None) -> None:
+    def lay_out(
+        self,
+        buckets: Sequence[Sequence[str]],
+        sums: Sums | None = None,
+        *,
+        copies_beside: bool = False,
+    ) -> None:
         """Other buckets from the next backward on; gradients that are there move over.
 
         To be called on all ranks at once, between two backwards.
@@ -156,6 +169,8 @@ class Averaging:
         Args:
             buckets: as before.
             sums: another way to make the same sums, with the same rooms; None for as before.
+            copies_beside: whether a thread of its own copies gradients, so that backward goes on
+                meanwhile; each rank may have it otherwise.
         """
         views = self._buckets.views
         kept = {
@@ -165,7 +180,7 @@ class Averaging:
         }
         self._sums.forget_rooms()
         self._sums = self._sums if sums is None else sums
-        self._lay_out(buckets)
+        self._lay_out(buckets, self._copies if copies_beside else None)
         for name, gradient in kept.items():
             self._parameters[name].grad = self._buckets.views[name].copy_(gradient)
 

@@ -37,6 +37,8 @@ __all__ = [
 SUMMABLE = (torch.float32, torch.float64)
 HEADER_BYTES = 4096  # the flags
 LINE_BYTES = 64
+# From here on a copy is faster past the caches; what is smaller is often still in one when summed.
+_STREAMED_BYTES = 64 << 10
 _SOURCE = Path(__file__).with_name("shared_sum.c")
 # No product is fused with an addition, which would round once where torch rounds twice.
 C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-ffp-contract=off", "-Wall", "-Wextra")
@@ -73,8 +75,8 @@ def load(cache: Path) -> ctypes.CDLL:
         ctypes.POINTER(number), ctypes.POINTER(ctypes.c_double),
     ]  # fmt: skip
     library.shared_spread.argtypes = [pointer, number, number, size, size, turn, number]
-    library.streamed_copy.argtypes = [pointer, pointer, size]
-    library.streamed_copy.restype = None
+    library.copy_pieces.argtypes = [pointer, pointer, pointer, number, size]
+    library.copy_pieces.restype = None
     return library
 
 
@@ -238,12 +240,26 @@ class Blocks:
         )
         self._check(lost)
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Copy numbers into a part of the own block, past the caches; for many at a time."""
-        if _is_same_bytes(into, numbers):
-            self._library.streamed_copy(into.data_ptr(), numbers.data_ptr(), into.nbytes)
-        else:
-            into.copy_(numbers)
+    def put(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy numbers into parts of the own block: pairs of a part and its numbers.
+
+        Large ones are copied past the caches. All of them are one call, for between two calls of
+        kernels the way through torch takes longer than a small copy.
+        """
+        same = []
+        for into, numbers in pieces:
+            if _is_same_bytes(into, numbers):
+                same.append((into, numbers))
+            else:
+                into.copy_(numbers)
+        addresses = ctypes.c_void_p * len(same)
+        self._library.copy_pieces(
+            addresses(*[into.data_ptr() for into, _ in same]),
+            addresses(*[numbers.data_ptr() for _, numbers in same]),
+            (ctypes.c_size_t * len(same))(*[into.nbytes for into, _ in same]),
+            len(same),
+            _STREAMED_BYTES,
+        )
 
     def _check(self, lost: int) -> None:
         if lost:
@@ -256,9 +272,10 @@ class Blocks:
 def _is_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether equal numbers are equal bytes in both."""
     return (
-        one.device.type == other.device.type == "cpu"
+        one.is_cpu
+        and other.is_cpu
         and one.dtype is other.dtype
-        and one.stride() == other.stride()
+        and ((one.is_contiguous() and other.is_contiguous()) or one.stride() == other.stride())
         and not other.is_neg()
         and not other.is_conj()
     )

@@ -3,22 +3,32 @@
 Gradients lie in their bucket from the start, and `.grad` is a view of it, so nothing is packed or
 unpacked. Sums begin in one order on all ranks, as soon as the last gradient of a bucket is there,
 which may be in the middle of a backward.
+
+NOTE [ When gradients are copied ]
+1. Where backward keeps all cores busy, a large gradient is copied by whoever made it, while it is
+   in a cache; small ones wait for their bucket to be full, and are copied one after the other.
+2. Where it leaves cores free, a thread of its own copies, so that backward goes on at once. Only
+   the largest are then copied one by one, for each job of a thread costs a change of threads.
+3. A gradient that waits keeps its memory, so large ones never do.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from bayplan.running.exchange.pending import Pending
-from bayplan.running.exchange.sums import Hear, Sums
+from bayplan.devices.copy_thread import CopyThread
+from bayplan.running.exchange.pending import Begun, Pending, job_of
+from bayplan.running.exchange.sums import Hear, Piece, Sums
 
 __all__ = ["BucketSums", "GradientBucket"]
 
-# Copies of less are left until their bucket is full. In the middle of a backward each takes about
-# 20 us, for its code is in no cache; one right after the other, 3 us.
+# Gradients of less are left until their bucket is full (see the note above). In the middle of a
+# backward a copy takes about 20 us, for its code is in no cache; one right after the other, 3 us.
 _SMALL_BYTES = 64 << 10
+_SMALL_BESIDE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class BucketSums:
         keeps_last: whether the last sum is made by the thread that waits for all of them. To wake
             another thread and be woken by it takes as long as a small sum, and far longer where
             other ranks want the same cores; but the sum begins no earlier than the wait.
+        copies: the thread that copies gradients; None leaves that to whoever has them.
 
     Attributes:
         views: by name, where a gradient lies.
@@ -59,8 +70,11 @@ class BucketSums:
         *,
         factor: float = 1.0,
         keeps_last: bool = False,
+        copies: CopyThread | None = None,
     ) -> None:
         self._buckets, self._factor, self._num_kept = buckets, factor, int(keeps_last)
+        self._copies = copies
+        self._small_bytes = _SMALL_BYTES if copies is None else _SMALL_BESIDE_BYTES
         self._bucket_of = {
             name: number for number, bucket in buckets.items() for name in bucket.parameters
         }
@@ -70,7 +84,7 @@ class BucketSums:
         }
         # Of this step so far:
         self._taken: set[str] = set()
-        self._small: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._small: dict[int, list[Piece]] = {}
         self._left: dict[int, int] = {}  # by bucket, gradients that will still come
         self._to_begin: deque[int] = deque()
         self._pending: list[Pending] = []
@@ -113,11 +127,15 @@ class BucketSums:
         Returns:
             Whether it is there; a small one is left for later.
         """
-        number, view = self._bucket_of[name], self.views[name]
-        if gradient.nbytes < _SMALL_BYTES:
-            self._small[number].append((view, gradient))
+        number, piece = self._bucket_of[name], (self.views[name], gradient)
+        if gradient.nbytes < self._small_bytes:
+            self._small[number].append(piece)
             return False
-        self._buckets[number].sums.put(view, gradient)
+        put = partial(self._buckets[number].sums.put, [piece])
+        if self._copies is None:
+            put()
+        else:
+            self._pending.append(job_of(self._copies.submit(put)))
         return True
 
     def took(self, name: str) -> None:
@@ -126,7 +144,8 @@ class BucketSums:
         number = self._bucket_of.get(name)
         if number in self._left:
             self._left[number] -= 1
-            self._begin_complete()
+            if not self._left[number]:
+                self._begin_complete()
 
     def finish(self, number: int) -> None:
         """Let the sum of a bucket begin if it has not: nothing is added any more in this step."""
@@ -137,15 +156,22 @@ class BucketSums:
     def _begin_complete(self) -> None:
         """What is complete waits for what is before it in the order."""
         while len(self._to_begin) > self._num_kept and not self._left[self._to_begin[0]]:
-            number = self._to_begin.popleft()
-            self._fill(number)
-            sums = self._buckets[number].sums
-            self._pending.append(sums.begin(self._flat[number], self.hear, factor=self._factor))
+            begin = partial(self._begun, self._to_begin.popleft())
+            if self._copies is None:
+                self._pending.append(begin())
+            else:  # behind the copies that it needs
+                self._pending.append(Begun(self._copies.submit(begin)))
+
+    def _begun(self, number: int) -> Pending:
+        self._fill(number)
+        sums = self._buckets[number].sums
+        return sums.begin(self._flat[number], self.hear, factor=self._factor)
 
     def _fill(self, number: int) -> None:
         """Copy what was left for later; what no sample of this rank reaches is zero."""
-        for view, gradient in self._small.pop(number):
-            view.copy_(gradient)
+        small = self._small.pop(number)
+        if small:
+            self._buckets[number].sums.put(small)
         for name in self._buckets[number].parameters:
             if name not in self._taken:
                 self.views[name].zero_()

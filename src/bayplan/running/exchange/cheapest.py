@@ -7,7 +7,7 @@ at a few sizes, by the slowest rank's time, once, when sums over these ranks are
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from torch import distributed
 
 from bayplan.data.link_cost import LinkCost
 from bayplan.running.exchange.pending import Pending
-from bayplan.running.exchange.sums import Hear, Sums
+from bayplan.running.exchange.sums import Hear, Piece, Sums
 
 __all__ = ["CheapestSums", "WayCosts", "measure_ways"]
 
@@ -104,9 +104,9 @@ class CheapestSums:
         """See `Sums`."""
         return self._first.room(count, dtype, device)
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+    def put(self, pieces: Sequence[Piece]) -> None:
         """See `Sums`."""
-        self._first.put(into, numbers)
+        self._first.put(pieces)
 
     def forget_rooms(self) -> None:
         """See `Sums`."""

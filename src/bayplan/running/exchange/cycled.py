@@ -1,12 +1,13 @@
 """Sums that begin only every so many milliseconds, as Horovod's do."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.exchange.pending import Pending, job_of
-from bayplan.running.exchange.sums import Hear, Sum, Sums
+from bayplan.running.exchange.sums import Hear, Piece, Sum, Sums
 
 __all__ = ["CycledSums"]
 
@@ -29,9 +30,9 @@ class CycledSums:
         """See `Sums`."""
         return self._inner.room(count, dtype, device)
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+    def put(self, pieces: Sequence[Piece]) -> None:
         """See `Sums`."""
-        self._inner.put(into, numbers)
+        self._inner.put(pieces)
 
     def forget_rooms(self) -> None:
         """See `Sums`."""

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Pending", "Widened", "job_of"]
+__all__ = ["Begun", "Pending", "Widened", "job_of"]
 
 
 class Pending(Protocol):
@@ -36,6 +36,17 @@ class _Job:
     def wait(self) -> None:
         """See `Pending`."""
         self._future.result()
+
+
+class Begun:
+    """A sum that another thread begins."""
+
+    def __init__(self, future: "Future[Pending]") -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._future.result().wait()
 
 
 def job_of(future: Future[None]) -> Pending:

@@ -23,8 +23,8 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
+#ifdef __x86_64__
+#include <immintrin.h>
 #endif
 
 enum { LINE = 64, LOOKS = 200, STRIP = 8192, SHARE = 64 << 10, MOST_BLOCKS = 8 };
@@ -243,21 +243,55 @@ int shared_spread(char **blocks, int num_blocks, int own, size_t offset, size_t 
     return lost ? lost + 1 : 0;
 }
 
-/* Copy past the caches. What is summed next is mostly what other processes have written, so nothing
- * is lost; and the memory that is written to need not be read first, a third of what a copy moves. */
-void streamed_copy(char *to, const char *from, size_t size)
-{
-#ifdef __SSE2__
-    const size_t grain = sizeof(__m128i), head = -(uintptr_t)to % grain;
-    if (size > head + LINE) {
-        memcpy(to, from, head);
-        size_t done = head;
-        for (; done + LINE <= size; done += LINE)
-            for (size_t at = done; at < done + LINE; at += grain)
-                _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
-        _mm_sfence();
-        to += done, from += done, size -= done;
+/* NOTE [ Copies past the caches ]
+ * What is summed next is mostly what other processes have written, so nothing is lost; and the memory
+ * that is written to need not be read first, a third of what a copy moves. The wider the registers,
+ * the fewer stores fill a line, and the sooner it leaves.
+ */
+#define DEFINE_STREAM(NAME, TARGET, TYPE, LOAD, STORE)                                             \
+    __attribute__((target(TARGET))) static void NAME(char *to, const char *from, size_t size)      \
+    {                                                                                              \
+        for (size_t line = 0; line < size; line += LINE)                                           \
+            for (size_t at = line; at < line + LINE; at += sizeof(TYPE))                           \
+                STORE((TYPE *)(to + at), LOAD((const TYPE *)(from + at)));                         \
+        _mm_sfence();                                                                              \
     }
+
+#ifdef __x86_64__
+DEFINE_STREAM(stream_16, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
+DEFINE_STREAM(stream_32, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+DEFINE_STREAM(stream_64, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+
+static void stream_lines(char *to, const char *from, size_t size)
+{
+    if (__builtin_cpu_supports("avx512f"))
+        stream_64(to, from, size);
+    else if (__builtin_cpu_supports("avx2"))
+        stream_32(to, from, size);
+    else
+        stream_16(to, from, size);
+}
+#else
+static void stream_lines(char *to, const char *from, size_t size) { memcpy(to, from, size); }
 #endif
+
+static void streamed_copy(char *to, const char *from, size_t size)
+{
+    const size_t head = -(uintptr_t)to % LINE, whole = size > head ? (size - head) / LINE * LINE : 0;
+    if (whole) {
+        memcpy(to, from, head);
+        stream_lines(to + head, from + head, whole);
+        to += head + whole, from += head + whole, size -= head + whole;
+    }
     memcpy(to, from, size);
+}
+
+/* Copy several pieces; from `streamed` bytes on, past the caches. */
+void copy_pieces(char **to, char **from, const size_t *sizes, int number, size_t streamed)
+{
+    for (int at = 0; at < number; at++)
+        if (sizes[at] < streamed)
+            memcpy(to[at], from[at], sizes[at]);
+        else
+            streamed_copy(to[at], from[at], sizes[at]);
 }

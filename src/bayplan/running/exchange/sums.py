@@ -25,6 +25,7 @@ from bayplan.running.exchange.pending import Pending, Widened, job_of
 
 __all__ = [
     "Hear",
+    "Piece",
     "ScatteredSums",
     "SharedSums",
     "SocketSums",
@@ -58,6 +59,7 @@ class Sum:
 
 
 Hear = Callable[[Sum], None]
+Piece = tuple[torch.Tensor, torch.Tensor]  # a part of a room, and the numbers to copy there
 
 
 _LARGE_BYTES = 16 << 20  # from here on, two hosts exchange strips instead of summing in a ring
@@ -70,8 +72,8 @@ class Sums(Protocol):
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
         ...
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Copy many numbers into a part of a room that fills its memory, shaped like them."""
+    def put(self, pieces: Sequence[Piece]) -> None:
+        """Copy numbers into parts of rooms that fill their memory and are shaped like them."""
         ...
 
     def forget_rooms(self) -> None:
@@ -116,9 +118,10 @@ class SocketSums:
         """See `Sums`."""
         return torch.zeros(count, dtype=dtype, device=device)
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+    def put(self, pieces: Sequence[Piece]) -> None:
         """See `Sums`."""
-        into.copy_(numbers)
+        for into, numbers in pieces:
+            into.copy_(numbers)
 
     def forget_rooms(self) -> None:
         """See `Sums`."""
@@ -236,9 +239,9 @@ class SharedSums:
         self._offsets[room.data_ptr()] = offset
         return room
 
-    def put(self, into: torch.Tensor, numbers: torch.Tensor) -> None:
+    def put(self, pieces: Sequence[Piece]) -> None:
         """See `Sums`."""
-        self._blocks.put(into, numbers)
+        self._blocks.put(pieces)
 
     def forget_rooms(self) -> None:
         """See `Sums`."""

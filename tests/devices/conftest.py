@@ -5,6 +5,7 @@ a dictionary that grows, freed garbage.
 """
 
 import ctypes
+import gc
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,6 +101,7 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def counter(cache_dir: Path) -> Iterator[MallocCounter]:
+    gc.collect()  # what other tests have left must not be released while this one counts
     with MallocCounter.attach(cache_dir) as counter:
         yield counter
 

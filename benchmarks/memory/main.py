@@ -105,8 +105,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache, suppress(KeyboardInterrupt):
         for name in arguments.models or (QUICK_MODELS if arguments.quick else MODELS):
             _compare(name, known[name], result, cache=Path(cache), settings=settings)
-            key = f"{name}, shares" if arguments.shares_only else name
-            result["runs"][key] = {
+            of_shares = f"{name}, shares"
+            result["runs"].pop(of_shares, None)  # of rows that are gone
+            result["runs"][of_shares if arguments.shares_only else name] = {
                 "rounds": settings.rounds,
                 "share_rounds": settings.share_rounds,
                 "options": sys.argv[1:],
@@ -224,7 +225,8 @@ def _by_repeats(
         alone_bytes=shares.keys(),
         alone_seconds=settings.share_seconds,
     )
-    wanted.append((min(orders), None))  # the floor
+    if min(orders) not in shares:  # the floor
+        wanted.append((min(orders), None))
     bound: dict[tuple[int, ...], Contestant] = {}
     for limit_bytes, against in wanted:
         order = orders.get(limit_bytes)

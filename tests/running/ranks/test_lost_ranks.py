@@ -35,7 +35,7 @@ try:
         for step in range(5):
             watch.doing = f"step {step}, stage {rank}, {rank}F0"
             if step == 3 and rank == victim:
-                time.sleep(1.0)  # a beat or two, so that the others have heard of the action
+                time.sleep(2.5)  # five beats: the others have heard of it, if they are slow, too
                 fail()
             dist.all_reduce(total)
         if way == "interrupt":

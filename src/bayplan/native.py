@@ -4,6 +4,7 @@ No wheel per platform and no build step: a machine that can run PyTorch from sou
 has `cc`, and those that have none get a clear reason, with which the caller falls back.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["CompileFailed", "compile_library"]
+__all__ = ["CompileFailed", "compile_library", "load_library"]
 
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_SECONDS = 120
@@ -60,6 +61,23 @@ def compile_library(
     except OSError as error:
         raise CompileFailed(f"cannot write to {cache_dir}: {error}") from error
     return target
+
+
+def load_library(source: Path, cache_dir: Path | None, *, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile a C file as `compile_library` does, and load it.
+
+    Args:
+        source: The C file.
+        cache_dir: Where the library is kept; None compiles it for this process alone.
+        flags: For the compiler.
+
+    Raises:
+        CompileFailed: As above.
+    """
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
+            return load_library(source, Path(folder), flags=flags)
+    return ctypes.CDLL(str(compile_library(source, cache_dir, flags=flags).absolute()))
 
 
 def _run_compiler(command: list[str]) -> None:

@@ -5,7 +5,6 @@ Arrays are laid out once for a program and shared with C by pointer; nothing is 
 
 import contextlib
 import ctypes
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from bayplan.data.program import Op, Program
-from bayplan.native import CompileFailed, compile_library
+from bayplan.native import CompileFailed, load_library
 from bayplan.planning.choices import (
     FAR,
     GIVEN_UP,
@@ -283,12 +282,7 @@ def compile_inner_loop(cache_dir: Path | None) -> None:
 
 @cache
 def _load(cache_dir: Path | None) -> ctypes.CDLL:
-    if cache_dir is None:
-        with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
-            library = ctypes.CDLL(str(compile_library(_SOURCE, Path(folder), flags=_FLAGS)))
-    else:
-        path = compile_library(_SOURCE, cache_dir, flags=_FLAGS)
-        library = ctypes.CDLL(str(path.absolute()))
+    library = load_library(_SOURCE, cache_dir, flags=_FLAGS)
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, list[type]] = {
         "replay_evaluate": [pointer, pointer, size, pointer, pointer],

@@ -19,7 +19,7 @@ import torch
 
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.machine import available_memory_bytes
-from bayplan.native import compile_library
+from bayplan.native import load_library
 
 __all__ = [
     "C_FLAGS",
@@ -67,7 +67,7 @@ def load(cache: Path) -> ctypes.CDLL:
     Raises:
         CompileFailed: there is no compiler.
     """
-    library = ctypes.CDLL(str(compile_library(_SOURCE, cache, flags=C_FLAGS).absolute()))
+    library = load_library(_SOURCE, cache, flags=C_FLAGS)
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     turn = ctypes.c_uint32
     library.shared_sum.argtypes = [

@@ -21,7 +21,7 @@ import torch
 
 from bayplan.data.units import round_up
 from bayplan.devices.machine import is_running
-from bayplan.native import compile_library
+from bayplan.native import load_library
 from bayplan.running.exchange.blocks import C_FLAGS, HEADER_BYTES, LINE_BYTES, Block
 from bayplan.running.exchange.meeting import Meeting
 from bayplan.running.exchange.pending import Pending
@@ -38,7 +38,7 @@ _Rings = dict[int, tuple[int, int]]  # by sender, where its mailbox begins and i
 
 @cache
 def _load(cache_dir: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(compile_library(_SOURCE, cache_dir, flags=C_FLAGS).absolute()))
+    library = load_library(_SOURCE, cache_dir, flags=C_FLAGS)
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
     library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [count], count
     library.mailbox_put.argtypes = [pointer, count, pointer, count, count, pointer, count]

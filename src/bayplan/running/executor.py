@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -27,20 +27,26 @@ class _Slot:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call.
+class _Call(NamedTuple):
+    """One call, laid out so that little is left to do at its turn: many kernels take microseconds.
 
     Attributes:
-        arguments: values by slot or as they are; nested where `is_nested`.
+        constants: all arguments, with gaps where values go.
+        gaps: (position, slot) of each value.
+        nested: (position, argument) where values lie inside of lists.
+        options: by keyword.
+        has_values: whether there are values among the options.
+        result: the slot of a plain result.
         parts: (position, slot) of each part to take out of a tuple; None for a plain result.
         released: slots to empty afterwards.
     """
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    constants: list[Any]
+    gaps: tuple[tuple[int, int], ...]
+    nested: tuple[tuple[int, Any], ...]
     options: dict[str, Any]
-    is_nested: bool
+    has_values: bool
     result: int
     parts: tuple[tuple[int, int], ...] | None
     released: tuple[int, ...]
@@ -60,22 +66,21 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             slots[slot] = argument
         argument = None
         arguments.clear()
-        for call in calls:
-            if call.is_nested:
-                values = [_filled(part, slots) for part in call.arguments]
-            else:
-                values = [
-                    slots[part.index] if type(part) is _Slot else part for part in call.arguments
-                ]
-            result = call.function(*values, **_filled(call.options, slots))
+        for function, constants, gaps, nested, options, has_values, at, parts, released in calls:
+            values = constants.copy()
+            for position, slot in gaps:
+                values[position] = slots[slot]
+            for position, thing in nested:
+                values[position] = _filled(thing, slots)
+            result = function(*values, **(_filled(options, slots) if has_values else options))
             del values
-            if call.parts is None:
-                slots[call.result] = result
+            if parts is None:
+                slots[at] = result
             else:
-                for position, slot in call.parts:
+                for position, slot in parts:
                     slots[slot] = result[position]
             del result
-            for slot in call.released:
+            for slot in released:
                 slots[slot] = None
         return [_filled(output, slots) for output in outputs]
 
@@ -89,8 +94,16 @@ def _filled(thing: Any, slots: list[Any]) -> Any:
     if type(thing) is list or type(thing) is tuple:
         return type(thing)(_filled(part, slots) for part in thing)
     if type(thing) is dict:
-        return {key: _filled(part, slots) for key, part in thing.items()} if thing else thing
+        return {key: _filled(part, slots) for key, part in thing.items()}
     return thing
+
+
+def _has_slot(thing: Any) -> bool:
+    if isinstance(thing, list | tuple):
+        return any(map(_has_slot, thing))
+    if isinstance(thing, dict):
+        return any(map(_has_slot, thing.values()))
+    return isinstance(thing, _Slot)
 
 
 def _calls_of(
@@ -129,14 +142,18 @@ def _call(
     overwritten = node.meta.get(OVERWRITES)
     if overwritten is not None:
         function = in_place_form(node.target, overwritten)
-    arguments = tuple(_with_slots(list(node.args), slot_of))
     if SWAPPER in node.meta:
         function = partial(function, node.meta[SWAPPER])
+    arguments = _with_slots(list(node.args), slot_of)
+    options = _with_slots(dict(node.kwargs), slot_of)
+    holding = [(at, one) for at, one in enumerate(arguments) if _has_slot(one)]
     return _Call(
         function=function,
-        arguments=arguments,
-        options=_with_slots(dict(node.kwargs), slot_of),
-        is_nested=any(isinstance(part, list | tuple | dict) for part in arguments),
+        constants=[None if _has_slot(one) else one for one in arguments],
+        gaps=tuple((at, one.index) for at, one in holding if isinstance(one, _Slot)),
+        nested=tuple((at, one) for at, one in holding if not isinstance(one, _Slot)),
+        options=options,
+        has_values=_has_slot(options),
         result=slot_of[node],
         parts=parts,
         released=tuple(slot_of[one] for one in gone),
@@ -146,9 +163,11 @@ def _call(
 def _constant(slot: int, value: Any, gone: list[fx.Node], slot_of: dict[fx.Node, int]) -> _Call:
     return _Call(
         function=lambda: value,
-        arguments=(),
+        constants=[],
+        gaps=(),
+        nested=(),
         options={},
-        is_nested=False,
+        has_values=False,
         result=slot,
         parts=None,
         released=tuple(slot_of[one] for one in gone),

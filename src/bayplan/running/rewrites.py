@@ -14,6 +14,7 @@ that none is used.
 
 import mmap
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -190,6 +191,13 @@ def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) 
         return like.new_empty(1).expand(shape)
     if 0 in shape:
         return like.new_empty_strided(shape, stride)
+    return _mapped(shape, stride, like.dtype)
+
+
+@lru_cache(maxsize=1024)  # mapping memory takes as long as a small kernel
+def _mapped(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that nobody reads or writes, so that all who ask for its shape may have the same."""
     numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    mapping = mmap.mmap(-1, numel * like.element_size())
-    return torch.frombuffer(mapping, dtype=like.dtype, count=numel).as_strided(shape, stride)
+    # Private: reading a page, should a kernel do so, then takes no memory either.
+    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype, count=numel).as_strided(shape, stride)

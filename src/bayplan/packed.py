@@ -5,16 +5,22 @@ element, of a ReLU's output only whether it passed, of a max-pool's indices a nu
 of a plane. Each kernel here has its way back, and the two together give the very same bits.
 
 Bits follow the elements' order in memory, so that no dense tensor is ever copied, whatever its
-memory format; tensors with gaps or overlaps go row by row. Work is done in chunks, so that the
-temporary memory stays small. On the CPU numpy packs; elsewhere torch does, which has never been
-run on a GPU. Given tensors without data, as in tracing, all return such tensors.
+memory format; tensors with gaps or overlaps go row by row. On the CPU two kernels of ours
+(`packed.c`) do what is done most: the signs of float32. The rest is done in chunks, so that the
+temporary memory stays small, by numpy on the CPU, and elsewhere by torch, which has never been run
+on a GPU. Given tensors without data, as in tracing, all return such tensors.
 """
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
+
+from bayplan.native import CompileFailed, load_library
 
 __all__ = [
     "index_dtype",
@@ -31,7 +37,9 @@ aten = torch.ops.aten
 
 _CHUNK = 2**18  # elements at a time, a multiple of 8: 1 MiB as float32, which caches hold
 _INDEX_DTYPES = (torch.uint8, torch.uint16, torch.int32)
-_WEIGHTS = (128, 64, 32, 16, 8, 4, 2, 1)  # the first element is the highest bit, as in numpy
+_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)  # the first element is the lowest bit
+_SOURCE = Path(__file__).with_name("packed.c")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 
 def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -42,7 +50,7 @@ def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.
         stride: the order of the bits, if not the mask's own.
 
     >>> pack_bits(torch.tensor([True, False, True]))
-    tensor([160], dtype=torch.uint8)
+    tensor([5], dtype=torch.uint8)
     """
     bits = _empty_bits(mask)
     if _has_data(mask):
@@ -82,11 +90,15 @@ def pack_positive(
         stride: the order of the bits, if not the values' own.
 
     >>> pack_positive(torch.tensor([1.0, 0.0, -1.0, torch.nan]))
-    tensor([144], dtype=torch.uint8)
+    tensor([9], dtype=torch.uint8)
     """
     bits = _empty_bits(values)
     if _has_data(values):
         flat = _flat(_in_order(values.detach(), stride))
+        kernels = _kernels_for(flat) if flat.is_contiguous() else None
+        if kernels is not None:
+            kernels.pack_above(flat.data_ptr(), flat.numel(), threshold, bits.data_ptr())
+            return bits
         for part, place in _chunks(flat.numel()):
             bits[place] = _packed(_passes(flat[part], threshold))
     return bits
@@ -101,8 +113,7 @@ def threshold_backward_from_bits(
 ) -> torch.Tensor:
     """The gradient through a ReLU, from one bit for each element of its output.
 
-    The same bits in the same memory format as `aten.threshold_backward` gives, which also does the
-    work, chunk by chunk, on ones and zeros in the place of the output.
+    The same bits in the same memory format as `aten.threshold_backward` gives.
 
     Args:
         gradient: of the ReLU's output.
@@ -114,6 +125,11 @@ def threshold_backward_from_bits(
         values = gradient.new_empty_strided(tuple(gradient.shape), tuple(stride))
         return aten.threshold_backward(gradient, values, 0)
     if gradient.stride() != tuple(stride) or not is_dense(gradient.shape, gradient.stride()):
+        kernels = _kernels_for(gradient)
+        if grad_input is None and kernels is not None and _is_in_rows(gradient, stride):
+            result = gradient.new_empty(gradient.shape)
+            _pass(kernels, gradient, bits, result, num_rows=len(gradient))
+            return result
         # Memory in two orders cannot be walked in chunks.
         values = unpack_bits(bits, gradient.shape, stride).to(gradient.dtype)
         if grad_input is None:
@@ -121,6 +137,11 @@ def threshold_backward_from_bits(
         return aten.threshold_backward(gradient, values, 0, grad_input=grad_input)
     result = _empty_as_elementwise(gradient) if grad_input is None else grad_input
     source, target = _flat(gradient), _flat(result)
+    kernels = _kernels_for(source)
+    if kernels is not None:
+        _pass(kernels, source, bits, target, num_rows=1)
+        return result
+    # The operator itself, on ones and zeros in the place of the output.
     passed = gradient.new_empty(min(_CHUNK, source.numel()))
     for part, place in _chunks(source.numel()):
         here = passed[: part.stop - part.start]
@@ -165,6 +186,52 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def _kernels_for(values: torch.Tensor) -> ctypes.CDLL | None:
+    """Kernels of ours for some numbers; None where there are none."""
+    return _kernels() if values.dtype is torch.float32 and values.is_cpu else None
+
+
+def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether rows of a tensor lie apart, as of a part of all channels, and fill their memory.
+
+    Args:
+        tensor: any.
+        stride: of the same elements elsewhere, to fill all memory row by row.
+    """
+    shape = tensor.shape
+    filling = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    same = list(stride) == filling and list(tensor.stride()[1:]) == filling[1:]
+    return same and len(shape) > 1 and tensor.stride(0) > filling[0]
+
+
+def _pass(
+    kernels: ctypes.CDLL,
+    gradient: torch.Tensor,
+    bits: torch.Tensor,
+    result: torch.Tensor,
+    *,
+    num_rows: int,
+) -> None:
+    """Let a gradient's rows pass where their bits are set."""
+    addresses = gradient.data_ptr(), gradient.stride(0), bits.data_ptr()
+    count = gradient.numel() // max(num_rows, 1)
+    kernels.pass_gradient(*addresses, num_rows, count, result.data_ptr())
+
+
+@cache
+def _kernels() -> ctypes.CDLL | None:
+    """Compiled for this process alone, in a fraction of a second; None without a compiler."""
+    try:
+        library = load_library(_SOURCE, None, flags=_FLAGS)
+    except CompileFailed:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.pack_above.argtypes = [pointer, size, ctypes.c_float, pointer]
+    library.pass_gradient.argtypes = [pointer, size, pointer, size, size, pointer]
+    library.pack_above.restype = library.pass_gradient.restype = None
+    return library
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
@@ -232,14 +299,14 @@ def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
     if mask.device.type == "cpu":
-        return torch.from_numpy(np.packbits(mask.numpy()))
+        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
     return _packed_by_torch(mask)
 
 
 def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
     """A byte of zero or one for each element."""
     if bits.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel))
+        return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
     return _unpacked_by_torch(bits, numel)
 
 

@@ -30,7 +30,7 @@ class OperatorPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What operators cost on one machine."""
 
     schema: str = "bayplan/operator-prices"
-    version: int = 1
+    version: int = 2  # raised when an operator of ours becomes another
     prices: Prices
 
     def __post_init__(self) -> None:

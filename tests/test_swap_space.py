@@ -51,4 +51,5 @@ def test_speed_is_measured_where_there_is_a_disk(tmp_path):
     assert tier.out_bytes_per_second > 0
     assert tier.in_bytes_per_second > 0
     assert tier.slowdown >= 1
+    assert 0 < tier.call_seconds < 1
     assert not list(tmp_path.iterdir())

@@ -229,7 +229,19 @@ def test_without_swaps_the_lane_adds_nothing(make_residual):
     assert (time.stall_seconds, time.copy_seconds) == (0, 0)
 
 
-@pytest.mark.parametrize("settings", [(0.0, 1.0), (1.0, -1.0), (1.0, 1.0, -1.0), (1, 1, 0, 0.5)])
+def test_calls_take_time_of_compute(make_chain):
+    """Four calls of 0.25 s; the copy out is done when it is waited for, and so is that in."""
+    chain = make_chain(3)
+    swapped = insert_swaps(chain, [Swap(1, 2, (3,))])
+    time = time_of(swapped, Tier(1e9, 1e9, call_seconds=0.25))
+    assert time.seconds == pytest.approx(chain.plain_seconds + 1.0)
+    assert time.stall_seconds == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(0.0, 1.0), (1.0, -1.0), (1.0, 1.0, -1.0), (1, 1, 0, 0.5), (1.0, 1.0, 0.0, 1.0, -1.0)],
+)
 def test_impossible_tiers_are_refused(settings):
     with pytest.raises(ValueError, match="a tier's"):
         Tier(*settings)

@@ -26,9 +26,10 @@ _Result = TypeVar("_Result")
 _REPEAT_SECONDS = 0.3  # for repeated copies, and again for the copies beside the computation
 _MAX_REPEATS = 5
 _MAX_BESIDE = 4
+_NUM_BESIDE = 9  # times: a single one lasts some milliseconds
 _NUM_SMALL = 20
 _SMALL_BYTES = 4096
-_ALONE_SECONDS = 0.1  # before, and again after, as other processes come and go
+_ALONE_SECONDS = 0.02  # before each time, as other processes come and go
 _MANY = 10_000
 _SHARE_BESIDE = 0.8  # of the copies' time is computed in, so that they last to the end of it
 _MATMUL_SIZES = {"cpu": 256, "cuda": 4096}  # about a millisecond, so that many fit beside a copy
@@ -36,7 +37,7 @@ _MATMUL_SIZES = {"cpu": 256, "cuda": 4096}  # about a millisecond, so that many 
 
 @dataclass(frozen=True, kw_only=True)
 class TierSpeed:
-    """A tier's figures, on a machine as busy as it was; medians but for the slowdown.
+    """A tier's figures, on a machine as busy as it was; medians.
 
     Attributes:
         latency_seconds: of a copy of one page, begin to end, whichever way.
@@ -76,9 +77,9 @@ def _slowdown(
 ) -> float:
     num_copies = int(_REPEAT_SECONDS / (out_seconds + in_seconds))
     copies = [tensor] * min(max(num_copies, 1), _MAX_BESIDE)
-    beside: list[float] = []
-    with _one_thread():
-        compute = _matmul(tier.device)
+
+    def ratio() -> float:
+        beside: list[float] = []
 
         def compute_beside(copy_seconds: float) -> None:
             seconds = _SHARE_BESIDE * copy_seconds * len(copies)
@@ -91,9 +92,13 @@ def _slowdown(
             beside_out=lambda: compute_beside(out_seconds),
             beside_in=lambda: compute_beside(in_seconds),
         )
-        alone += _repeat(compute, most=_MANY, seconds=_ALONE_SECONDS)
-    # Means, as a core lost to the copies shows in few calls, but in those by much.
-    return max(statistics.fmean(beside) / statistics.fmean(alone), 1.0)
+        # Means, as a core lost to the copies shows in few calls, but in those by much.
+        return statistics.fmean(beside) / statistics.fmean(alone)
+
+    with _one_thread():
+        compute = _matmul(tier.device)
+        ratios = _repeat(ratio, most=_NUM_BESIDE, seconds=2 * _REPEAT_SECONDS)
+    return max(statistics.median(ratios), 1.0)
 
 
 def _round_trip(

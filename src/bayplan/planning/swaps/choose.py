@@ -200,7 +200,8 @@ class _Search:
 
     def _offer(self, aways: dict[int, int], share: float) -> Offered:
         def fetch_seconds(size_bytes: int) -> float:
-            return share * (self.tier.out_seconds(size_bytes) + self.tier.in_seconds(size_bytes))
+            copies = self.tier.out_seconds(size_bytes) + self.tier.in_seconds(size_bytes)
+            return share * copies + self.tier.swap_calls_seconds
 
         return offer(self.program, aways, fetch_seconds=fetch_seconds)
 

@@ -5,7 +5,8 @@
                    f1 and f2 run slower while the lane is busy
 
 A copy takes its latency and its bytes over the bandwidth; it begins when the one before it is
-done. `out` and `back` put a copy in the queue, `away` and `here` wait for theirs.
+done. `out` and `back` put a copy in the queue, `away` and `here` wait for theirs. Each of these
+calls takes a moment of compute's time by itself, which many small swaps feel.
 """
 
 from collections.abc import Sequence
@@ -25,18 +26,22 @@ class Tier:
         in_bytes_per_second: of copies in.
         latency_seconds: of each copy.
         slowdown: how many times longer compute takes while a copy runs; 1 is no longer.
+        call_seconds: that compute loses to each call that begins a copy or waits for one.
     """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     latency_seconds: float = 0.0
     slowdown: float = 1.0
+    call_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not min(self.out_bytes_per_second, self.in_bytes_per_second) > 0:
             raise ValueError("a tier's bandwidths must be above 0 bytes per second")
-        if not self.latency_seconds >= 0 or not self.slowdown >= 1:
-            raise ValueError("a tier's latency must not be below 0, its slowdown not below 1")
+        if not min(self.latency_seconds, self.call_seconds) >= 0 or not self.slowdown >= 1:
+            raise ValueError(
+                "a tier's latency and calls must not be below 0 seconds, its slowdown not below 1"
+            )
 
     def out_seconds(self, size_bytes: int) -> float:
         """What one copy out takes."""
@@ -45,6 +50,11 @@ class Tier:
     def in_seconds(self, size_bytes: int) -> float:
         """What one copy in takes."""
         return self.latency_seconds + size_bytes / self.in_bytes_per_second
+
+    @property
+    def swap_calls_seconds(self) -> float:
+        """What the calls of one swap take: out, away, back, here."""
+        return 4 * self.call_seconds
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,8 @@ def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneT
     now = free = forward_seconds = stall_seconds = 0.0
     done: dict[int, float] = {}
     for index, op in zip(schedule, swapped.program.executions(schedule), strict=True):
+        if index in copies or index in waits:
+            now += tier.call_seconds
         if index in copies:
             free = done[index] = max(now, free) + copies[index]
         elif index in waits:

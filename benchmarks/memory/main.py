@@ -25,7 +25,7 @@ from bayplan.devices.meters import open_meter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import finish, keep_freed_memory, known_of_others, options, say
-from memory.claims import claims
+from memory.claims import KEEPING_ALL, claims
 from memory.contest import Contest, Contestant
 from memory.models import MODELS, QUICK_MODELS, Case
 from memory.ours import Ours, open_swap_space
@@ -150,13 +150,14 @@ def _compare(
         ours = Ours.of(plain.step, plain_peak_bytes=plain.peak_bytes, cache=cache)
         entries = [*_by_repeats(contest, ours, plain, peers, settings)]
         if settings.methods:
+            entries.append(_keeping_all(contest, ours))
             entries += _packed(contest, ours, plain, cache, settings.seconds / 4)
         runners = {id(entry.contestant): entry.contestant for entry in entries}
         others = [*peers, *runners.values()]
         say(f"{name}: {len(others)} methods beside plain")
         contest.measure(plain, others, rounds=settings.rounds)
         # What targets are set for is measured more often: there a hundredth matters.
-        targeted = {id(e.contestant): e.contestant for e in entries if e.limit_share is not None}
+        targeted = {id(e.contestant): e.contestant for e in entries if e.has_target}
         contest.measure(plain, [*targeted.values()], rounds=settings.share_rounds)
     if not settings.methods:
         entries = [entry for entry in entries if entry.limit_share is not None]
@@ -185,6 +186,11 @@ class Entry:
     limit_bytes: int | None = None
     limit_share: float | None = None
     against: str | None = None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a figure is promised of it."""
+        return self.limit_share is not None or self.contestant.method == KEEPING_ALL
 
 
 def _peers(
@@ -239,6 +245,13 @@ def _by_repeats(
             say(f"bayplan at {limit_bytes / plain.peak_bytes:.1%} of the plain peak is ready")
         share = None if against else shares.get(limit_bytes)
         yield Entry(bound[order.schedule], limit_bytes, share, against)
+
+
+def _keeping_all(contest: Contest, ours: Ours) -> Entry:
+    """A plan that changes nothing but by free rewrites: what it takes to run a plan at all."""
+    contestant = ours.contestant(contest, KEEPING_ALL, ours.keeping_all())
+    contest.admit(contestant)
+    return Entry(contestant)
 
 
 def _packed(

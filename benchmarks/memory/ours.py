@@ -10,7 +10,14 @@ import torch
 from memory.contest import Contest, Contestant
 
 from bayplan.api import granularity_of
-from bayplan.choosing import Within, as_planned, limit_for, order_of, planned_bytes
+from bayplan.choosing import (
+    Within,
+    as_planned,
+    by_strategy,
+    limit_for,
+    order_of,
+    planned_bytes,
+)
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.limit import Limit
 from bayplan.data.order import StepOrder
@@ -18,6 +25,7 @@ from bayplan.data.profile import Clock
 from bayplan.fitted import bind
 from bayplan.planned import Circumstances, TracedStep
 from bayplan.planning.search import pareto, plan_schedule, smallest_peak
+from bayplan.planning.strategies import keep
 from bayplan.planning.swaps import Arrangement
 from bayplan.pricing import measured_prices
 from bayplan.swap_space import SwapSpace
@@ -106,6 +114,10 @@ class Ours:
             )
             for within_bytes, planned in found.items()
         }
+
+    def keeping_all(self) -> StepOrder:
+        """Everything in its place, with the free rewrites alone."""
+        return by_strategy("keep", keep(), tier=None)(self.traced)
 
     def packed(
         self, limit_bytes: int, *, seconds: float, space: SwapSpace | None = None

@@ -194,6 +194,17 @@ def _strides_that_matter(tensor: torch.Tensor) -> list[int]:
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
+def test_a_gradient_that_is_negative_by_a_mark_alone():
+    values, numbers = torch.randn(2, 1000)
+    gradient = torch.view_as_complex(torch.stack([numbers, numbers], -1)).conj().imag
+    assert gradient.is_neg()
+    ours = packed.threshold_backward_from_bits(gradient, packed.pack_positive(values), (1,))
+    assert torch.equal(ours, aten.threshold_backward(-numbers, values, 0))
+    dense = torch._neg_view(numbers)
+    ours = packed.threshold_backward_from_bits(dense, packed.pack_positive(values), (1,))
+    assert torch.equal(ours, aten.threshold_backward(-numbers, values, 0))
+
+
 def test_parameters_are_packed_like_any_tensor():
     weight = torch.nn.Parameter(torch.tensor([1.0, -1.0, 1.0]))
     assert packed.pack_positive(weight).tolist() == [0b101]

@@ -189,8 +189,9 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _kernels_for(values: torch.Tensor) -> ctypes.CDLL | None:
-    """Kernels of ours for some numbers; None where there are none."""
-    return _kernels() if values.dtype is torch.float32 and values.is_cpu else None
+    """Kernels of ours for some numbers as they lie in memory; None where there are none."""
+    is_plain = values.dtype is torch.float32 and values.is_cpu and not values.is_neg()
+    return _kernels() if is_plain else None
 
 
 def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:

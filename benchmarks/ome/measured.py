@@ -12,6 +12,8 @@ from torch import _dynamo
 
 from bayplan.devices.meters import open_meter
 from bayplan.models import load
+from bayplan.planned import TracedStep
+from bayplan.planning.bounds import least_peak
 
 __all__ = ["measured_rows"]
 
@@ -42,10 +44,18 @@ def measured_rows(
             others.append(ours.contestant(contest, strategy, orders[strategy], space=space))
             contest.admit(others[-1])
         contest.measure(plain, others, rounds=rounds)
-    return [_row(name, contestant, plain) for contestant in (plain, *others)]
+    least_bytes = _least_bytes(ours.traced)
+    return [_row(name, contestant, plain, least_bytes) for contestant in (plain, *others)]
 
 
-def _row(name: str, contestant: Contestant, plain: Contestant) -> dict[str, Any]:
+def _least_bytes(traced: TracedStep) -> int:
+    """Over the step's start, what one operator needs however the others are arranged or packed."""
+    variants = ((), tuple(pack.name for pack in traced.packs))
+    programs = [traced.with_packs(names).program for names in variants]
+    return min(least_peak(one).peak_bytes - one.always_bytes for one in programs)
+
+
+def _row(name: str, contestant: Contestant, plain: Contestant, least_bytes: int) -> dict[str, Any]:
     assert contestant.numbers == plain.numbers, f"{contestant.method} computes other numbers"
     return {
         "model": name,
@@ -53,6 +63,7 @@ def _row(name: str, contestant: Contestant, plain: Contestant) -> dict[str, Any]
         "kind": "measured",
         "peak_bytes": contestant.peak_bytes,
         "predicted_peak_bytes": contestant.predicted_peak_bytes,
+        "least_possible_bytes": least_bytes,
         "predicted_time_ratio": contestant.predicted_time_ratio,
         **contestant.times,
     }

@@ -6,6 +6,7 @@ parameters, random state), so that two of them are compared bit by bit and never
 
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,15 @@ def repeat_all(program: Program) -> Arrangement:
                     waiting.append(maker)
         schedule += [*sorted(needed), index]
     return Arrangement(tuple(schedule))
+
+
+def pytest_sessionstart() -> None:
+    """Hear interrupts, as do the processes that tests start, even if a shell has left us deaf.
+
+    A job in the background of a script ignores them, and so would all that it starts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ import torch
 from bayplan import torch_private
 from bayplan.data.source import is_users_file
 from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
+from bayplan.devices.stand_ins import is_stand_in
 
 __all__ = [
     "CudaMeter",
@@ -102,6 +103,8 @@ def resident_tensor_bytes(device: torch.device) -> int:
         # Autograd keeps gradients without a Python object until someone asks for them.
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if tensor is None or issubclass(type(tensor), torch_private.FakeTensor):
+                continue
+            if is_stand_in(tensor):
                 continue
             try:
                 storage = tensor.untyped_storage()

@@ -8,17 +8,16 @@
   out, they tie it to nothing.
 
 Whoever only asks for a shape gets a stand-in of the same shape and strides (for these decide in
-which memory format the result comes, and by which kernel): memory mapped and never touched, so
-that none is used.
+which memory format the result comes, and by which kernel), which takes no memory.
 """
 
-import mmap
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+
+from bayplan.devices.stand_ins import stand_in
 
 __all__ = [
     "SHAPE_ONLY",
@@ -191,13 +190,4 @@ def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) 
         return like.new_empty(1).expand(shape)
     if 0 in shape:
         return like.new_empty_strided(shape, stride)
-    return _mapped(shape, stride, like.dtype)
-
-
-@lru_cache(maxsize=1024)  # mapping memory takes as long as a small kernel
-def _mapped(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that nobody reads or writes, so that all who ask for its shape may have the same."""
-    numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    # Private: reading a page, should a kernel do so, then takes no memory either.
-    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype, count=numel).as_strided(shape, stride)
+    return stand_in(shape, stride, like.dtype)

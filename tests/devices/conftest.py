@@ -102,8 +102,12 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def counter(cache_dir: Path) -> Iterator[MallocCounter]:
     gc.collect()  # what other tests have left must not be released while this one counts
-    with MallocCounter.attach(cache_dir) as counter:
-        yield counter
+    gc.disable()
+    try:
+        with MallocCounter.attach(cache_dir) as counter:
+            yield counter
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,13 @@
 # Every target works on a fresh clone with python3 and a C compiler; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format check bench bench-quick clean
+.PHONY: help install demo test test-slow test-all lint format check bench bench-quick clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest
+# Files beside each other, but the tests of a file in one process: they share what they build.
+BESIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))
 
 help: ## list the targets
@@ -22,8 +25,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## plan a model that does not fit, run it, show the report
 	$(BIN)/python examples/demo.py
 
-test: install ## all tests, the doctests of src and the blocks of README and docs
-	$(BIN)/python -m pytest --doctest-modules src tests
+test: install ## tests, doctests of src, blocks of README and docs: 10 minutes on two cores
+	$(PYTEST) $(BESIDE) -m 'not slow and not alone' --doctest-modules src tests
+	$(PYTEST) -m 'alone and not slow' tests
+
+test-slow: install ## only the broad and slow tests, which `make test` leaves out
+	$(PYTEST) $(BESIDE) -m 'slow and not alone' tests
+	$(PYTEST) -m 'slow and alone' tests
+
+test-all: test test-slow ## every test, each once
 
 lint: install ## format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ import bayplan
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.models import load
 from bayplan.reporting.text import comparison_text, record_text
-from bayplan.training import TrainingStep
+from bayplan.step import TrainingStep
 
 BATCH, PROFILED_BATCH, STEPS, SHARE = 8, 2, 4, 0.6
 

@@ -7,31 +7,29 @@ import sys
 from itertools import accumulate
 from pathlib import Path
 
-from bayplan.data.limit import Limit
-from bayplan.planned import arrangement_of
-from bayplan.planner import Planner
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.roofline import derive_profile
-from bayplan.questions import Question
-from bayplan.simulating.memory import replay_memory
-from bayplan.targets import resolve_target
+from bayplan.api import planner_of
+from bayplan.costing.catalogue import load_device
+from bayplan.costing.roofline import derive_profile
+from bayplan.data.live_memory import replay_memory
+from bayplan.data.units import Limit
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import arrangement_of
 
 WIDTH, HEIGHT, LEFT, TOP = 800, 300, 60, 20
 
 
 def main() -> None:
     kind = load_device("titan-v")
-    question = Question(target=resolve_target("resnet50"), batch=64, optimizer="sgd", device=kind)
-    planner = Planner(question, time_limit_seconds=10)
+    planner = planner_of("resnet50", 64, optimizer="sgd", device=kind)
+    step = planner.step
     limit = Limit.parse("50%")
-    plain = replay_memory(planner.graph, [0] * len(planner.graph.nodes)).total_bytes
-    plain_ends = list(accumulate(derive_profile(planner.graph, kind).seconds))
+    plain = replay_memory(step.graph, [0] * len(step.graph.nodes)).total_bytes
+    plain_ends = list(accumulate(derive_profile(step.graph, kind).seconds))
     order = planner.order(limit)
-    steps = arrangement_of(order).apply(planner.traced.with_packs(order.packs).program).program
+    steps = arrangement_of(order).apply(step.traced.with_packs(order.packs).program).program
     planned = replay_schedule(steps, plain_schedule(steps)).total_bytes
     planned_ends = list(accumulate(op.seconds for op in steps.ops))
-    limit_bytes = limit.of(planner.plain_peak_bytes)
+    limit_bytes = limit.of(step.plain_peak_bytes)
     ends = max(plain_ends[-1], planned_ends[-1])
 
     def path(ends_of_steps: list[float], totals: tuple[int, ...]) -> str:

@@ -4,10 +4,12 @@ A training is summed up by digests of every number it leaves behind (losses, gra
 parameters, random state), so that two of them are compared bit by bit and never held side by side.
 """
 
+import gc
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,24 @@ from typing import Any
 # Before torch is imported: some virtual machines announce the matrix unit that bf16 kernels then
 # use, and end the process when they do. What is tested here does not depend on it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Here and in processes that tests start: threads of kernels this small only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
 from torch import nn
 
+from bayplan.costing.pricing import measured_prices
+from bayplan.data.plan import Stage
 from bayplan.data.program import Program
-from bayplan.fitted import bind
-from bayplan.planned import Circumstances, Decide, PlannedBackend
-from bayplan.planning.swaps import Arrangement
-from bayplan.pricing import measured_prices
-from bayplan.swap_space import SwapSpace
-from bayplan.training import TrainingStep
+from bayplan.running.backend import PlannedBackend
+from bayplan.running.fitted import bind
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.simulating.pipeline import Pipeline
+from bayplan.simulating.routing import resplit
+from bayplan.simulating.swaps import Arrangement
+from bayplan.step import TrainingStep
+from bayplan.tracing.traced_step import Decide, MemoryContext
 
 Build = Callable[[], tuple[nn.Module, Any, Any]]
 Digests = dict[str, str]
@@ -93,6 +101,17 @@ def repeat_all(program: Program) -> Arrangement:
     return Arrangement(tuple(schedule))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One cache for all tests and the processes they start: prices are measured once, C built once.
+
+    Workers of pytest-xdist inherit it. A test that looks at the cache itself has one of its own.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="bayplan-tests-", ignore_cleanup_errors=True)
+        os.environ["BAYPLAN_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
 def pytest_sessionstart() -> None:
     """Hear interrupts, as do the processes that tests start, even if a shell has left us deaf.
 
@@ -102,36 +121,49 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """Hide what other files left behind from the garbage collector.
+
+    Recordings and meters walk over all objects, and torch's modules alone are a million: one walk
+    took longer than the test around it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
-def planner_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("planner")
+def planner_cache() -> Path:
+    return Path(os.environ["BAYPLAN_CACHE"])
 
 
 @pytest.fixture
-def own_planner_cache(planner_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Keep the user's cache, and what other tests compiled, out of a test."""
-    monkeypatch.setenv("BAYPLAN_CACHE", str(planner_cache))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels this small only wait for each other
+def own_planner_cache(planner_cache: Path) -> Iterator[Path]:
+    """Keep what other tests compiled out of a test."""
     yield planner_cache
-    torch.set_num_threads(num_threads)
     torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
-def around(planner_cache: Path) -> Circumstances:
+def context(planner_cache: Path) -> MemoryContext:
     """Nothing but the graph counts, and operators cost what they cost here."""
-    return Circumstances(prices=partial(measured_prices, cache=planner_cache))
+    return MemoryContext(prices=partial(measured_prices, cache=planner_cache))
 
 
 @pytest.fixture(scope="session")
-def bind_to(around: Circumstances) -> Callable[..., PlannedBackend]:
+def bind_to(context: MemoryContext) -> Callable[..., PlannedBackend]:
     """Let a step's model run as decided: `bind_to(step, decide, space=None)`."""
 
     def bound(
         step: TrainingStep, decide: Decide, *, space: SwapSpace | None = None
     ) -> PlannedBackend:
-        return bind(step, decide, around, space=space)
+        return bind(step, decide, context, space=space)
 
     return bound
 
@@ -152,3 +184,33 @@ def model_state() -> Callable[[nn.Module], Digests]:
 def repeat_everything() -> Callable[[Program], Arrangement]:
     """A strategy that keeps nothing: every backward op has all it reads made again for it."""
     return repeat_all
+
+
+def stages_on(ranks: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
+    return tuple(
+        Stage(first=at, last=at, devices=tuple(own), shares=(1,) * len(own))
+        for at, own in enumerate(ranks)
+    )
+
+
+@pytest.fixture(scope="session")
+def make_stages() -> Callable[..., tuple[Stage, ...]]:
+    """Stages by their ranks, with even shares: `make_stages([[0, 1], [2]])`."""
+    return stages_on
+
+
+@pytest.fixture(scope="session")
+def make_pipeline() -> Callable[..., Pipeline]:
+    """A pipeline by the ranks of its stages, one sample per replica unless said otherwise."""
+
+    def make(ranks, *, micro_batches, samples=None, route=resplit, **more) -> Pipeline:
+        stages = stages_on(ranks)
+        widest = max(map(len, ranks))
+        routing = route(
+            stages,
+            num_samples=samples or widest * micro_batches,
+            num_micro_batches=micro_batches,
+        )
+        return Pipeline(stages, routing, **more)
+
+    return make

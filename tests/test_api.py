@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import bayplan
+from bayplan.costing.catalogue import load_device
+from bayplan.costing.roofline import derive_profile
 from bayplan.data import files
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.profile import Origin
 from bayplan.data.record import Source
 from bayplan.devices.meters import resident_tensor_bytes
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.roofline import derive_profile
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +179,45 @@ def test_errors_are_value_errors_that_callers_may_catch():
     assert issubclass(bayplan.BayplanError, ValueError)
     with pytest.raises(ValueError, match="repeats is -1"):
         bayplan.profile(*make(), repeats=-1)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = torch.relu(layer(inputs))
+        return inputs.square().mean()
+
+
+def test_each_command_is_a_function_of_the_same_name(own_planner_cache):
+    model, batch = Deep(), torch.randn(2048, 64)
+    verdict = bayplan.check(model, batch, memory="1GiB", device="t4")
+    assert verdict.fits
+    plan = bayplan.plan(model, batch, memory="80%", time_limit_seconds=0.5)
+    assert plan.request is None  # a module that was handed over cannot be built by name
+    assert "strategy auto" in bayplan.explain(plan)
+    measured = bayplan.run(plan, model, batch, num_steps=2)
+    assert len(measured.step_seconds) == 2
+    predicted = bayplan.simulate(bayplan.capture(model, batch), device="t4")
+    difference = bayplan.compare(predicted, measured)
+    assert difference is not None
+    assert "peak" in bayplan.report(predicted, against=measured)
+
+
+def test_a_target_is_named_as_on_the_command_line(own_planner_cache):
+    verdict = bayplan.check("resnet18", 4, device="t4", memory="8GiB", optimizer="sgd")
+    assert (verdict.model, verdict.batch, verdict.optimizer) == ("resnet18", 4, "sgd")
+    with pytest.raises(bayplan.BayplanError, match="makes its own batch"):
+        bayplan.check("resnet18", torch.ones(2))
+
+
+def test_a_plan_for_a_cluster_is_replayed_there(own_planner_cache):
+    options = {"cluster": "rtx-4090-4", "optimizer": "sgd"}
+    plan = bayplan.plan("alexnet", 16, placement="0:0-3", **options)
+    record = bayplan.simulate(plan, cluster="rtx-4090-4")
+    assert record.typical_step_seconds == pytest.approx(plan.predicted_seconds)
+    with pytest.raises(bayplan.BayplanError, match="say which"):
+        bayplan.simulate(plan)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "bayplan"
-PRIVATE_TORCH = SOURCE / "torch_private.py"
+PRIVATE_TORCH = SOURCE / "torch_compat.py"
 
 
 def test_import_contracts_are_kept():

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from bayplan.choosing import Within, by_strategy, order_of
-from bayplan.data.limit import Limit
-from bayplan.data.order import StepOrder
+from bayplan.data.plan import StepOrder
+from bayplan.data.units import Limit
+from bayplan.models.building import NUM_CLASSES
 from bayplan.models.gpt import GptConfig
-from bayplan.models.images import NUM_CLASSES
 from bayplan.models.llama import LlamaConfig
 from bayplan.models.registry import load
-from bayplan.planned import Decide, TracedStep
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.search import smallest_peak
-from bayplan.planning.strategies import checkpoint, keep, ome, swap
-from bayplan.planning.swaps import Tier
-from bayplan.swap_space import SwapSpace
+from bayplan.planning.memory.orders import FastestWithin, by_strategy, order_of
+from bayplan.planning.memory.search import smallest_peak
+from bayplan.planning.memory.strategies import checkpoint, keep, ome, swap
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Tier
+from bayplan.tracing.traced_step import Decide, TracedStep
 
 FAST = Tier(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 SMALL: dict[str, Any] = {"num_layers": 2, "num_heads": 2, "width": 16, "context": 16}
@@ -93,7 +93,7 @@ def tight(traced: TracedStep, *, cache: Path, **settings: Any) -> StepOrder:
     plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
     least_bytes = smallest_peak(program, time_limit_seconds=0.3, cache_dir=cache).peak_bytes
     limit_bytes = least_bytes + (plain_bytes - least_bytes) // 5
-    within = Within(Limit(size_bytes=limit_bytes), cache, time_limit_seconds=0.6, **settings)
+    within = FastestWithin(Limit(size_bytes=limit_bytes), cache, time_limit_seconds=0.6, **settings)
     order = within(traced)
     assert order.peak_bytes <= limit_bytes
     return order
@@ -162,7 +162,7 @@ def build_transformer(name: str):
     return model, batch(), None
 
 
-@pytest.fixture(params=["mixed", "gpt"])
+@pytest.fixture(params=["mixed", pytest.param("gpt", marks=pytest.mark.slow)])
 def build(request):
     return build_mixed if request.param == "mixed" else REFERENCE_MODELS["gpt"]
 
@@ -191,20 +191,28 @@ def space(tmp_path: Path) -> SwapSpace:
     return SwapSpace(torch.device("cpu"), tmp_path, FAST)
 
 
-@pytest.mark.parametrize("name", REFERENCE_MODELS)
+def names_of(models: dict[str, Any], *, quick: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in models]
+
+
+@pytest.mark.parametrize(
+    "name", names_of(REFERENCE_MODELS, quick={"alexnet", "resnet18", "gpt", "llama"})
+)
 def test_every_reference_model_within_a_tight_limit(assert_same, planner_cache, name):
     order = assert_same(REFERENCE_MODELS[name], partial(tight, cache=planner_cache))
     assert order.peak_bytes < order.plain_peak_bytes
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(
+    "name", names_of(TRANSFORMERS, quick={"GPT2LMHeadModel", "ViTForImageClassification"})
+)
 def test_models_that_people_bring(assert_same, repeat_everything, name):
     order = assert_same(partial(build_transformer, name), by_strategy("all", repeat_everything))
     assert len(order.schedule) > len(set(order.schedule))
 
 
 def test_all_the_memory_repeats_nothing(assert_same, planner_cache, build):
-    order = assert_same(build, Within(Limit(share=1.0), planner_cache))
+    order = assert_same(build, FastestWithin(Limit(share=1.0), planner_cache))
     assert order.schedule == tuple(range(len(order.schedule)))
 
 
@@ -240,7 +248,6 @@ STRATEGIES = {
     "checkpoint memory": checkpoint("memory", least_bytes=1),
     "checkpoint speed": checkpoint("speed"),
     "swap": swap(),
-    "swap, waiting at once": swap(sync_out=True, sync_in=True),
     "ome": ome(least_bytes=1),
 }
 

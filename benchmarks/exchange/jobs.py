@@ -12,11 +12,11 @@ from ranks.turns import Contestant, check_same_losses, over_all_ranks, paired, t
 from torch import distributed
 
 import bayplan
-from bayplan.data.exchange_settings import ExchangeSettings
-from bayplan.replicated import exchange_of
-from bayplan.running.exchange.meeting import open_meeting
-from bayplan.running.exchange.sums import Sums
-from bayplan.tuning.options import TuningOptions
+from bayplan.data.exchange import ExchangeSettings
+from bayplan.running.collectives.data_parallel import exchange_of
+from bayplan.running.collectives.sums import Sums
+from bayplan.running.collectives.topology import open_topology
+from bayplan.running.tuning.space import TuningOptions
 
 __all__ = ["sums_of_sizes", "tuned", "whole_step"]
 
@@ -105,7 +105,7 @@ def tuned(
 
 def sums_of_sizes(name: str, *, sizes: list[int], rounds: int) -> list[Row]:
     """Sums alone, by every way there is, against gloo's ring."""
-    meeting, rows = open_meeting(), []
+    meeting, rows = open_topology(), []
     ranks = range(distributed.get_world_size())
     for size in sizes:
         ways = meeting.ways(ranks, size + 4096, is_scattered=True)

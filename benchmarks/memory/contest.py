@@ -22,7 +22,7 @@ from harness import say
 from torch import nn
 
 from bayplan.devices.meters import MemoryMeter
-from bayplan.training import TrainingStep
+from bayplan.step import TrainingStep
 
 __all__ = ["Contest", "Contestant", "Numbers"]
 

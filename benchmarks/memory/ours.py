@@ -9,28 +9,29 @@ from pathlib import Path
 import torch
 from memory.contest import Contest, Contestant
 
-from bayplan.api import granularity_of
-from bayplan.choosing import (
-    Within,
+from bayplan.costing.pricing import measured_prices
+from bayplan.costing.step_memory import loss_bytes
+from bayplan.data.errors import DoesNotFit
+from bayplan.data.plan import StepOrder
+from bayplan.data.profile import Clock
+from bayplan.data.units import Limit
+from bayplan.devices.machine import granularity_of
+from bayplan.planning.memory.orders import (
+    FastestWithin,
     as_planned,
     by_strategy,
     limit_for,
     order_of,
     planned_bytes,
 )
-from bayplan.data.errors import DoesNotFit
-from bayplan.data.limit import Limit
-from bayplan.data.order import StepOrder
-from bayplan.data.profile import Clock
-from bayplan.fitted import bind
-from bayplan.planned import Circumstances, TracedStep
-from bayplan.planning.search import pareto, plan_schedule, smallest_peak
-from bayplan.planning.strategies import keep
-from bayplan.planning.swaps import Arrangement
-from bayplan.pricing import measured_prices
-from bayplan.swap_space import SwapSpace
-from bayplan.tracing import loss_bytes, trace_step
-from bayplan.training import TrainingStep
+from bayplan.planning.memory.search import pareto, plan_schedule, smallest_peak
+from bayplan.planning.memory.strategies import keep
+from bayplan.running.fitted import bind
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.simulating.swaps import Arrangement
+from bayplan.step import TrainingStep
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Ours", "open_swap_space"]
 
@@ -47,7 +48,7 @@ class Ours:
         planning_seconds: so far.
     """
 
-    around: Circumstances
+    context: MemoryContext
     traced: TracedStep
     plain_peak_bytes: int
     cache: Path
@@ -56,12 +57,12 @@ class Ours:
     @classmethod
     def of(cls, step: TrainingStep, *, plain_peak_bytes: int, cache: Path) -> "Ours":
         """Trace a step and price its operators here, by processor time."""
-        around = Circumstances(
+        context = MemoryContext(
             prices=partial(measured_prices, cache=cache, clock=Clock.CPU),
             loss_bytes=loss_bytes(step),
             granularity_bytes=granularity_of("cpu"),
         )
-        return cls(around, trace_step(step, around), plain_peak_bytes, cache)
+        return cls(context, trace_step(step, context), plain_peak_bytes, cache)
 
     def curve(
         self,
@@ -124,7 +125,7 @@ class Ours:
     ) -> StepOrder | None:
         """A plan that packs and, given a place for it, swaps; None where nothing fits."""
         start_bytes = self.traced.with_packs().program.always_bytes
-        within = Within(
+        within = FastestWithin(
             Limit(size_bytes=start_bytes + limit_bytes),
             cache=self.cache,
             time_limit_seconds=seconds,
@@ -141,7 +142,7 @@ class Ours:
     ) -> Contestant:
         """A model that runs as planned, ready to be measured."""
         step = contest.fresh_step()
-        bind(step, as_planned(order), self.around, space=space)
+        bind(step, as_planned(order), self.context, space=space)
         start_bytes = self.traced.with_packs().program.always_bytes
         return Contestant(
             method,

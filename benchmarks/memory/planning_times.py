@@ -6,17 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bayplan.capturing.fake import build_without_memory
+from bayplan.costing.catalogue import load_device
+from bayplan.costing.pricing import derived_prices
+from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.program import Program
 from bayplan.models import load
 from bayplan.models.gpt import GptConfig
-from bayplan.planned import Circumstances
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.search import pareto, plan_schedule
-from bayplan.pricing import derived_prices
-from bayplan.profiling.catalogue import load_device
-from bayplan.tracing import loss_bytes, trace_step
-from bayplan.training import TrainingStep
+from bayplan.planning.memory.search import pareto, plan_schedule
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.step import TrainingStep
+from bayplan.tracing.fake import build_without_memory
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.traced_step import MemoryContext
 
 __all__ = ["DEEP", "planning_times"]
 
@@ -64,9 +65,9 @@ def _program(build: Callable[[], Any]) -> Program:
     model, batch, loss_fn = build_without_memory(build)
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn)
     kind = load_device(_DEVICE)
-    around = Circumstances(
+    context = MemoryContext(
         prices=lambda _: derived_prices(kind),
         loss_bytes=loss_bytes(step),
         granularity_bytes=kind.allocation_granularity_bytes,
     )
-    return trace_step(step, around).with_packs().program
+    return trace_step(step, context).with_packs().program

@@ -12,8 +12,8 @@ from torch import _dynamo
 
 from bayplan.devices.meters import open_meter
 from bayplan.models import load
-from bayplan.planned import TracedStep
-from bayplan.planning.bounds import least_peak
+from bayplan.planning.memory.bounds import least_peak
+from bayplan.tracing.traced_step import TracedStep
 
 __all__ = ["measured_rows"]
 

@@ -13,19 +13,20 @@ from typing import Any
 from ome.report import LARGEST_BATCHES, LIMIT_BYTES, REPORTED
 from ome.strategies import OURS, STRATEGIES, orders_of, references
 
-from bayplan.capturing.fake import build_without_memory
+from bayplan.costing.catalogue import load_device
+from bayplan.costing.pricing import derived_prices
+from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.program import Program
 from bayplan.models import load
-from bayplan.planned import Circumstances, TracedStep
-from bayplan.planning.affine import AffineProgram
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.search import smallest_peak
-from bayplan.planning.strategies import Strategy
-from bayplan.planning.swaps import Arrangement, Tier, lane_seconds
-from bayplan.pricing import derived_prices
-from bayplan.profiling.catalogue import load_device
-from bayplan.tracing import loss_bytes, trace_step
-from bayplan.training import TrainingStep
+from bayplan.planning.memory.largest_batch import AffineProgram
+from bayplan.planning.memory.search import smallest_peak
+from bayplan.planning.memory.strategies import Strategy
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Arrangement, Tier, lane_seconds
+from bayplan.step import TrainingStep
+from bayplan.tracing.fake import build_without_memory
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["largest_batches", "largest_within", "predicted_rows"]
 
@@ -147,10 +148,10 @@ def _program(name: str, batch: int) -> Program:
 def _trace(name: str, batch: int) -> TracedStep:
     model, inputs, loss_fn = build_without_memory(lambda: load(name)(batch))
     step = TrainingStep(model=model, batch=inputs, loss_fn=loss_fn)
-    around = Circumstances(
+    context = MemoryContext(
         prices=lambda _: derived_prices(_DEVICE),
         resident_bytes=2 * sum(p.numel() * p.element_size() for p in model.parameters()),
         loss_bytes=loss_bytes(step),
         granularity_bytes=_DEVICE.allocation_granularity_bytes,
     )
-    return trace_step(step, around)
+    return trace_step(step, context)

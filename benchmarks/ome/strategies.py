@@ -3,13 +3,13 @@
 import itertools
 from pathlib import Path
 
-from bayplan.choosing import Within, by_strategy
 from bayplan.data.errors import DoesNotFit
-from bayplan.data.limit import Limit
-from bayplan.data.order import StepOrder
-from bayplan.planned import TracedStep
-from bayplan.planning.strategies import Strategy, checkpoint, keep, ome, swap
-from bayplan.planning.swaps import Tier
+from bayplan.data.plan import StepOrder
+from bayplan.data.units import Limit
+from bayplan.planning.memory.orders import FastestWithin, by_strategy
+from bayplan.planning.memory.strategies import Strategy, checkpoint, keep, ome, swap
+from bayplan.simulating.swaps import Tier
+from bayplan.tracing.traced_step import TracedStep
 
 __all__ = ["OURS", "RIVALS", "STRATEGIES", "orders_of", "references"]
 
@@ -52,6 +52,8 @@ def orders_of(
     return {**orders, OURS: _within(rival_bytes, cache, seconds)(traced)}
 
 
-def _within(limit_bytes: int, cache: Path, seconds: float, *, may_pack: bool = False) -> Within:
+def _within(
+    limit_bytes: int, cache: Path, seconds: float, *, may_pack: bool = False
+) -> FastestWithin:
     limit = Limit(size_bytes=limit_bytes)
-    return Within(limit, cache=cache, time_limit_seconds=seconds, may_pack=may_pack)
+    return FastestWithin(limit, cache=cache, time_limit_seconds=seconds, may_pack=may_pack)

@@ -8,9 +8,9 @@ twice theirs. So wires are half duplex here, and latencies 0: what it plans for 
 from collections.abc import Sequence
 from math import prod
 
+from bayplan.costing.catalogue import load_device
 from bayplan.data.cluster import Cluster, ClusterDevice, Host, Joint, LinkKind
 from bayplan.data.device import Figure
-from bayplan.profiling.catalogue import load_device
 
 __all__ = ["CLUSTERS", "cluster_of", "name_of"]
 

@@ -8,14 +8,15 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from bayplan.data.layer_graph import LayerGraph, read_layer_graph
-from bayplan.planning.partitioners import (
-    Machines,
+from pipedream_profiles.graph_states import graph_states
+from pipedream_profiles.layer_graph import LayerGraph, read_layer_graph
+
+from bayplan.planning.partitioners.machines import Machines
+from bayplan.planning.partitioners.pipedream import (
     Optimum,
     PipeDreamOptions,
     StageRange,
     States,
-    graph_states,
     optimize,
 )
 

@@ -13,12 +13,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Plan
-from bayplan.pipelined import bind
-from bayplan.placing import place
+from bayplan.data.plan import RankPlan
+from bayplan.planning.pipelines.placing import RankPlanOptions, place
+from bayplan.prepared_stages import PreparedStages
 from bayplan.running.ranks.journal import Journal
-from bayplan.training import TrainingStep
-from bayplan.wishes import Wishes
+from bayplan.running.ranks.pipelined import bind
+from bayplan.step import TrainingStep
 
 __all__ = ["DataParallel", "EvenPipeline", "Ours", "TorchPipeline"]
 
@@ -43,7 +43,7 @@ class Ours:
         depth: int,
     ) -> None:
         model = nn.Sequential(*stages)
-        wishes = Wishes(
+        wishes = RankPlanOptions(
             placement=Placement.parse(placement),
             cut_at=tuple(str(at) for at in range(1, len(stages))),
             num_micro_batches=num_micro_batches,
@@ -51,9 +51,10 @@ class Ours:
             depth=depth,
         )
         # Made once, for it measures scratch memory, which need not be the same twice.
-        plans: list[Plan | None] = [None]
+        plans: list[RankPlan | None] = [None]
         if distributed.get_rank() == 0:
-            plans[0] = place(TrainingStep(model=model, batch=batch, loss_fn=mean_loss), wishes)
+            step = TrainingStep(model=model, batch=batch, loss_fn=mean_loss)
+            plans[0] = place(PreparedStages(step=step), wishes)
         distributed.broadcast_object_list(plans)
         self._bound = bind(model, _optimizer(model), plans[0], loss_fn=mean_loss)
         self._batch = batch

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import bayplan
-from bayplan.fitting import fit
-from bayplan.questions import Question
-from bayplan.targets import resolve_target
-from bayplan.training import TrainingStep
+from bayplan.models.targets import resolve_target
+from bayplan.planning.verdict import check
+from bayplan.prepared_step import PreparedStep
+from bayplan.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -133,17 +133,17 @@ def _in_a_process(name: str) -> dict[str, Any]:
 
 def _cost_of(name: str) -> dict[str, Any]:
     if name == "resnet200":
-        question = Question(target=resolve_target(name), batch=32, optimizer="sgd")
+        question = PreparedStep(target=resolve_target(name), batch=32, optimizer="sgd")
         started = time.process_time()
-        graph = question.capture()
+        graph = question.graph
         peak_bytes = bayplan.simulate(graph, device="titan-v").peak_bytes
         what = "resnet200, batch 32: capture and memory simulation"
     else:
-        from bayplan.profiling.catalogue import load_device
+        from bayplan.costing.catalogue import load_device
 
-        question = Question(target=resolve_target(name), device=load_device("h100"))
+        question = PreparedStep(target=resolve_target(name), device=load_device("h100"))
         started = time.process_time()
-        peak_bytes = fit(question).peak_bytes
+        peak_bytes = check(question).peak_bytes
         what = "llama-7b, sequence 4096, batch 1: fit on an H100"
     return {
         "what": what,

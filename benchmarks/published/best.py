@@ -13,13 +13,13 @@ from published.rows import iterations_of
 from published.simulating import UPDATE_PASSES, with_rates
 from reports_000_002.rows import RUNS
 
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind, OpClass
 from bayplan.planning.clusters.planner import ClusterPlan, plan_on
-from bayplan.planning.clusters.training import Training
-from bayplan.profiling.cluster_catalogue import read_cluster
-from bayplan.staged import StagedStep
+from bayplan.planning.clusters.split import Training
+from bayplan.tracing.stages.staged import StagedStep
 
 __all__ = ["best_plans", "chain_of", "places_to_cut"]
 

@@ -13,24 +13,23 @@ import numpy
 import torch
 from reports_000_002.rows import Run
 
-from bayplan.capturing.fake import build_without_memory
+from bayplan.costing.catalogue import load_device
+from bayplan.costing.operators import signature_of
+from bayplan.costing.pricing import graph_of
+from bayplan.costing.roofline import node_parts, op_class
 from bayplan.data.device import DeviceKind, OpClass
 from bayplan.data.graph import StepGraph
 from bayplan.models import load
 from bayplan.planning.pipelines.cuts import cuts_by_count
-from bayplan.planning.pipelines.rank_memory import stage_memory
-from bayplan.planning.schedule import plain_schedule
-from bayplan.pricing import graph_of
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.op_classes import op_class
-from bayplan.profiling.roofline import node_parts
-from bayplan.profiling.signatures import signature_of
-from bayplan.running.joint import analyse_joint
-from bayplan.running.stages.counting import operator_counts
-from bayplan.running.stages.whole import InputKind, WholeStep
-from bayplan.staged import StagedStep
-from bayplan.training import TrainingStep
-from bayplan.whole_tracing import trace_whole
+from bayplan.simulating.rank_memory import stage_memory
+from bayplan.simulating.schedule import plain_schedule
+from bayplan.step import TrainingStep
+from bayplan.tracing.fake import build_without_memory
+from bayplan.tracing.joint import analyse_joint
+from bayplan.tracing.stages.assigning import operator_counts
+from bayplan.tracing.stages.staged import StagedStep
+from bayplan.tracing.stages.whole import InputKind, WholeStep
+from bayplan.tracing.stages.whole_trace import trace_whole
 
 __all__ = [
     "CapturedStage",

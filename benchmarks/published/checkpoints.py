@@ -14,16 +14,18 @@ from ome.predicted import largest_within
 from ome.report import LARGEST_BATCHES, LIMIT_BYTES, REPORTED
 from published.networks import build_inception_v4_without_norms, build_resnet_v2
 
-from bayplan.api import CUDA_GRANULARITY_BYTES, capture
-from bayplan.capturing.fake import build_without_memory
-from bayplan.planned import Circumstances
-from bayplan.planning.affine import AffineProgram
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.strategies import checkpoint
-from bayplan.pricing import free_prices
-from bayplan.simulating.memory import replay_memory
-from bayplan.tracing import loss_bytes, trace_step
-from bayplan.training import TrainingStep
+from bayplan.api import capture
+from bayplan.costing.pricing import free_prices
+from bayplan.costing.step_memory import loss_bytes
+from bayplan.data.live_memory import replay_memory
+from bayplan.devices.machine import granularity_of
+from bayplan.planning.memory.largest_batch import AffineProgram
+from bayplan.planning.memory.strategies import checkpoint
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.step import TrainingStep
+from bayplan.tracing.fake import build_without_memory
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.traced_step import MemoryContext
 
 __all__ = ["batch_behind", "rows_of_report_003"]
 
@@ -70,7 +72,7 @@ def plain_peak(name: str, batch: int) -> int:
     """Of an eager step with Adam."""
     model, inputs, loss_fn = build_without_memory(lambda: NETWORKS[name](batch))
     graph = capture(model, inputs, loss_fn, optimizer=torch.optim.Adam)
-    replay = replay_memory(graph, (0,) * len(graph.nodes), granularity_bytes=CUDA_GRANULARITY_BYTES)
+    replay = replay_memory(graph, (0,) * len(graph.nodes), granularity_bytes=granularity_of("cuda"))
     return replay.peak_bytes
 
 
@@ -107,13 +109,13 @@ def _largest_recomputed() -> int:
 def _program(batch: int):
     model, inputs, loss_fn = build_without_memory(lambda: NETWORKS["resnet50"](batch))
     step = TrainingStep(model=model, batch=inputs, loss_fn=loss_fn)
-    around = Circumstances(
+    context = MemoryContext(
         prices=free_prices,
         resident_bytes=2 * sum(one.numel() * one.element_size() for one in model.parameters()),
         loss_bytes=loss_bytes(step),
-        granularity_bytes=CUDA_GRANULARITY_BYTES,
+        granularity_bytes=granularity_of("cuda"),
     )
-    return trace_step(step, around).with_packs().program
+    return trace_step(step, context).with_packs().program
 
 
 def _row(name: str, quantity: str, reported: float, predicted: float) -> dict[str, Any]:

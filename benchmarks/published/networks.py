@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bayplan.models.images import NUM_CLASSES, with_images
+from bayplan.models.building import NUM_CLASSES, with_images
 from bayplan.models.inception_v4 import build_inception_v4
 from bayplan.models.resnet import DEPTHS, BasicBlock
 

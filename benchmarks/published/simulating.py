@@ -16,13 +16,14 @@ from bayplan.data.cluster import Cluster, LinkKind
 from bayplan.data.device import Figure, OpClass
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Stage
-from bayplan.planning.exchange import Gradient, filled
-from bayplan.planning.pipelines.clock import Loading, StepCosts, StepTimes, step_times
-from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.routing import Message, resplit, round_robin
+from bayplan.planning.buckets.bucket_plan import Gradient
+from bayplan.planning.buckets.timelines import filled
 from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.simulating.clock import Loading, StepCosts, StepTimes, step_times
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network, Transfer
+from bayplan.simulating.pipeline import Pipeline
+from bayplan.simulating.routing import Message, resplit, round_robin
 
 __all__ = [
     "UPDATE_PASSES",

@@ -14,7 +14,7 @@ from published.rows import PAIRS, TIMED, Row, depth_of
 from published.simulating import Simulation, num_hosts_of, samples_of, stages_of
 from reports_000_002.rows import RUNS, Run
 
-from bayplan.profiling.cluster_catalogue import read_cluster
+from bayplan.costing.catalogue import read_cluster
 
 __all__ = ["Tables", "orders"]
 

@@ -9,7 +9,7 @@ import torch
 
 import bayplan
 from bayplan.models import load
-from bayplan.training import TrainingStep
+from bayplan.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

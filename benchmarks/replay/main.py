@@ -15,22 +15,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from harness import finish, options, say
+from replay.gradient_times import made_shares
+from replay.replaying import replayed
 
-from bayplan.data.optimizer_state import state_per_parameter
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Plan, Request
+from bayplan.data.plan import RankPlan
 from bayplan.data.record import DeviceRecord, RunRecord
-from bayplan.gradient_times import made_shares
-from bayplan.grounds import Here
-from bayplan.many_ranks import run_on_ranks
-from bayplan.placing import place
-from bayplan.planning.pipelines.replaying import replayed
-from bayplan.questions import Question
+from bayplan.models.targets import resolve_target
+from bayplan.planning.clusters.split import state_per_parameter
+from bayplan.planning.pipelines.placing import RankPlanOptions, place
+from bayplan.prepared_stages import PreparedStages
+from bayplan.prepared_step import PreparedStep
 from bayplan.running.ranks.link_speeds import local_link_speeds
-from bayplan.targets import resolve_target
-from bayplan.wishes import Wishes
+from bayplan.running.ranks.local_run import run_on_ranks
+from bayplan.simulating.network import Network, SpeedsNetwork
 
 COLUMNS = ("case", "model", "batch", "repeat", "step_ms", "replayed_ms", "error_pct", "memory_pct")
 STEP_TARGET_PCT, MEMORY_TARGET_PCT = 7.0, 2.0
@@ -67,13 +66,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in cases:
         say(case.name, case.model)
-        question = Question(
+        question = PreparedStep(
             target=resolve_target(case.model), batch=case.batch, optimizer=OPTIMIZER
         )
-        plan = _plan(case, question)
+        plan = plan_case(case, question)
         made = made_shares(plan, question)
         for repeat in range(1 if arguments.quick else arguments.repeats):
-            record = _run(plan, num_steps)
+            record = run_plan(plan, num_steps)
             rows.append(_row(case, repeat, record, replayed(record, plan, made=made)))
             say(rows[-1])
     result = {"rows": rows, "claims": _claims(rows)}
@@ -81,22 +80,21 @@ def main() -> None:
     finish(__file__, result, columns=COLUMNS, arguments=arguments)
 
 
-def _plan(case: Case, question: Question) -> Plan:
-    wishes = Wishes(
+def plan_case(case: Case, question: PreparedStep) -> RankPlan:
+    wishes = RankPlanOptions(
         placement=Placement.parse(case.placement),
         num_micro_batches=case.num_micro_batches,
         state_per_parameter=state_per_parameter(OPTIMIZER),
     )
-    return place(
-        question.without_memory(),
-        wishes,
-        request=Request(target=case.model, batch=case.batch, optimizer=OPTIMIZER),
-        optimizer=question.optimizer_source(),
-        ground=Here(torch.device("cpu"), False, local_link_speeds),
-    )
+    return place(PreparedStages.of(question), wishes, network=_network)
 
 
-def _run(plan: Plan, num_steps: int) -> RunRecord:
+def _network() -> Network | None:
+    links = local_link_speeds()
+    return None if links is None else SpeedsNetwork(links)
+
+
+def run_plan(plan: RankPlan, num_steps: int) -> RunRecord:
     with tempfile.TemporaryDirectory(prefix="bayplan-replay-") as logs:
         done = run_on_ranks(plan, num_steps=num_steps, log_folder=Path(logs), on_line=say)
     if done.measured is None:
@@ -126,10 +124,6 @@ def _row(case: Case, repeat: int, record: RunRecord, replay: RunRecord) -> dict[
     }
 
 
-def _largest(errors: Iterable[float]) -> float:
-    return sorted(errors, key=abs)[-1]
-
-
 def _peak_bytes(device: DeviceRecord) -> int:
     return max(device.step_peak_bytes[1:], default=device.peak_bytes)
 
@@ -157,7 +151,7 @@ def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _largest(errors: Iterable[float]) -> float:
     """The one that is furthest from 0, with its sign."""
-    return max(errors, key=lambda one: abs(one))
+    return max(errors, key=abs)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import nn
 
 from bayplan.models.resnet import build_resnet50
 from bayplan.models.vgg import build_vgg16
-from bayplan.planning.exchange import Gradient
+from bayplan.planning.buckets.bucket_plan import Gradient
 
 __all__ = ["BATCH_SIZE", "FLOPS_PER_SECOND", "Layer", "backward_seconds", "gradients", "layers_of"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy
 from report_004.report import SizeClass
 
-from bayplan.planning.exchange import LinkCost
+from bayplan.data.links import LinkCost
 
 __all__ = ["FittedLink", "fitted_link"]
 

@@ -22,7 +22,7 @@ from reports_000_002.orders import order_of, orders_of_runs
 from reports_000_002.rows import RUNS, Reported, Run
 from reports_000_002.running import NoRoom, Outcome, at_full_size, measure, smaller
 
-from bayplan.data.plan import Plan
+from bayplan.data.plan import RankPlan
 
 COLUMNS = (
     "run",
@@ -112,7 +112,7 @@ def _rows(run: Run, is_quick: bool) -> list[dict[str, Any]]:
     return [{**row, **_reported(one, row, run, small)} for one in run.reported] or [row]
 
 
-def _measured(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+def _measured(plan: RankPlan, outcome: Outcome) -> dict[str, Any]:
     return {
         "ranks": len(plan.actions),
         "batch": outcome.batch,
@@ -125,7 +125,7 @@ def _measured(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _reported(one: Reported, row: dict[str, Any], run: Run, plan: Plan) -> dict[str, Any]:
+def _reported(one: Reported, row: dict[str, Any], run: Run, plan: RankPlan) -> dict[str, Any]:
     """The report's own columns, and whether its order is ours."""
     groups = _groups(plan)
     if run.local:  # of the reports' eight devices, which are alike
@@ -150,7 +150,7 @@ def _reported(one: Reported, row: dict[str, Any], run: Run, plan: Plan) -> dict[
     }
 
 
-def _groups(plan: Plan) -> list[list[int]]:
+def _groups(plan: RankPlan) -> list[list[int]]:
     """The ranks of each stage; those that share several stages once."""
     found = dict.fromkeys(tuple(stage.devices) for stage in plan.stages)
     return [list(ranks) for ranks in found]

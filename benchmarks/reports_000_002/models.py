@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bayplan.models.alexnet import build_alexnet, build_alexnet_oneflow
-from bayplan.models.images import NUM_CLASSES
+from bayplan.models.building import NUM_CLASSES
 from bayplan.models.resnet import build_resnet50
 from bayplan.models.vgg import build_vgg16
 

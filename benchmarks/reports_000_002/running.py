@@ -11,13 +11,13 @@ from reports_000_002.models import SCALE
 from reports_000_002.rows import Run
 
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Plan, Request, Route
+from bayplan.data.plan import RankPlan, Route
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
-from bayplan.many_ranks import run_on_ranks
-from bayplan.placing import place
-from bayplan.questions import Question
-from bayplan.targets import resolve_target
-from bayplan.wishes import SharesBy, Wishes
+from bayplan.models.targets import resolve_target
+from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
+from bayplan.prepared_stages import PreparedStages
+from bayplan.prepared_step import PreparedStep
+from bayplan.running.ranks.local_run import run_on_ranks
 
 __all__ = ["NoRoom", "Outcome", "at_full_size", "measure", "smaller"]
 
@@ -55,7 +55,7 @@ class Outcome:
         return self.batch / steady[len(steady) // 2]
 
 
-def _planned(run: Run, *, target: str, scale: int) -> Plan:
+def _planned(run: Run, *, target: str, scale: int) -> RankPlan:
     """A plan as the run had it: OneFlow by operators, PipeDream where its planner cuts.
 
     Both train with weights that are one update old in the first of two stages.
@@ -64,7 +64,7 @@ def _planned(run: Run, *, target: str, scale: int) -> Plan:
     batch = run.batch // scale
     if run.local:  # as many samples for each of fewer ranks
         batch = batch * len(places.places) // _NUM_RANKS_OF_TWO_NODES
-    wishes = Wishes(
+    wishes = RankPlanOptions(
         placement=places,
         shares=run.shares,
         shares_by=SharesBy.OPS,
@@ -75,23 +75,22 @@ def _planned(run: Run, *, target: str, scale: int) -> Plan:
         static_order=run.has_static_order,
         state_per_parameter=_STATE_PER_PARAMETER,
     )
-    question = Question(target=resolve_target(target), batch=batch, optimizer=_OPTIMIZER)
-    request = Request(target=target, batch=batch, optimizer=_OPTIMIZER)
-    return place(question.without_memory(), wishes, request=request)
+    question = PreparedStep(target=resolve_target(target), batch=batch, optimizer=_OPTIMIZER)
+    return place(PreparedStages.of(question), wishes)
 
 
-def at_full_size(run: Run) -> Plan:
+def at_full_size(run: Run) -> RankPlan:
     """The run as it was, for the prediction of its memory."""
     return _planned(run, target=run.model.replace("_", "-"), scale=1)
 
 
-def smaller(run: Run) -> Plan:
+def smaller(run: Run) -> RankPlan:
     """The run at the size that it has here."""
     return _planned(run, target=f"reports_000_002.models:{run.model}", scale=SCALE)
 
 
 def measure(
-    plan: Plan, *, num_steps: int, log_folder: Path, on_line: Callable[[str], None]
+    plan: RankPlan, *, num_steps: int, log_folder: Path, on_line: Callable[[str], None]
 ) -> Outcome:
     """Carry a plan out.
 
@@ -123,7 +122,7 @@ def measure(
     return _outcome(plan, done.measured, plan.request.batch)
 
 
-def _outcome(plan: Plan, record: RunRecord, batch: int) -> Outcome:
+def _outcome(plan: RankPlan, record: RunRecord, batch: int) -> Outcome:
     return Outcome(
         memory_mib=[round(_peak_bytes(one) / 2**20, 1) for one in record.devices],
         predicted_mib=[round(one / 2**20, 1) for one in plan.predicted_peak_bytes],

@@ -75,9 +75,9 @@ def _in_process(hosts: int, host: str, batch: int) -> dict[str, Any]:
 def plan_one(hosts: int, host: str, batch: int) -> dict[str, Any]:
     from scale.gpt_chain import STATE_PER_PARAMETER, gpt_chain
 
+    from bayplan.costing.catalogue import read_cluster
     from bayplan.planning.clusters.planner import plan_on
-    from bayplan.planning.clusters.training import Training
-    from bayplan.profiling.cluster_catalogue import read_cluster
+    from bayplan.planning.clusters.split import Training
 
     began, began_cpu = time.perf_counter(), time.process_time()
     cluster = read_cluster(f"{hosts}x{host}")

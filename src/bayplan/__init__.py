@@ -8,17 +8,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bayplan.api import capture, profile, record, scale, simulate
+    from bayplan.api import (
+        capture,
+        check,
+        compare,
+        explain,
+        plan,
+        profile,
+        record,
+        report,
+        run,
+        scale,
+        simulate,
+    )
     from bayplan.data.cluster import Cluster
     from bayplan.data.errors import BayplanError, DoesNotFit
     from bayplan.data.graph import StepGraph
     from bayplan.data.plan import Plan
     from bayplan.data.profile import Profile
     from bayplan.data.record import RunRecord
-    from bayplan.fitted import fit
-    from bayplan.pipelined import bind
-    from bayplan.replicated import data_parallel, exchange_of, no_sync
-    from bayplan.tuned import tune
+    from bayplan.data.verdict import Verdict
+    from bayplan.running.collectives.data_parallel import data_parallel, exchange_of, no_sync
+    from bayplan.running.fitted import fit
+    from bayplan.running.ranks.pipelined import bind
+    from bayplan.running.tuning.tuned import tune
 
 __all__ = [
     "BayplanError",
@@ -28,14 +41,21 @@ __all__ = [
     "Profile",
     "RunRecord",
     "StepGraph",
+    "Verdict",
     "bind",
     "capture",
+    "check",
+    "compare",
     "data_parallel",
     "exchange_of",
+    "explain",
     "fit",
     "no_sync",
+    "plan",
     "profile",
     "record",
+    "report",
+    "run",
     "scale",
     "simulate",
     "tune",
@@ -49,17 +69,24 @@ _HOME_OF = {
     "Profile": "bayplan.data.profile",
     "RunRecord": "bayplan.data.record",
     "StepGraph": "bayplan.data.graph",
-    "bind": "bayplan.pipelined",
+    "Verdict": "bayplan.data.verdict",
+    "bind": "bayplan.running.ranks.pipelined",
     "capture": "bayplan.api",
-    "data_parallel": "bayplan.replicated",
-    "exchange_of": "bayplan.replicated",
-    "no_sync": "bayplan.replicated",
-    "fit": "bayplan.fitted",
+    "check": "bayplan.api",
+    "compare": "bayplan.api",
+    "data_parallel": "bayplan.running.collectives.data_parallel",
+    "exchange_of": "bayplan.running.collectives.data_parallel",
+    "explain": "bayplan.api",
+    "fit": "bayplan.running.fitted",
+    "no_sync": "bayplan.running.collectives.data_parallel",
+    "plan": "bayplan.api",
     "profile": "bayplan.api",
     "record": "bayplan.api",
+    "report": "bayplan.api",
+    "run": "bayplan.api",
     "scale": "bayplan.api",
     "simulate": "bayplan.api",
-    "tune": "bayplan.tuned",
+    "tune": "bayplan.running.tuning.tuned",
 }
 
 

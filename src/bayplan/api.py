@@ -1,41 +1,397 @@
-"""The verbs, joined: what `import bayplan` offers and what the command line calls."""
+"""Every verb, as `import bayplan` offers it and as the command line calls it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
-from bayplan.capturing.fake import OptimizerSource
-from bayplan.capturing.step import capture_step, follow_step
+from bayplan.costing.catalogue import load_device, read_cluster
+from bayplan.costing.roofline import derive_profile
+from bayplan.costing.scaling import scale_profile
+from bayplan.data import files
+from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import PlanBroken, UsageError
 from bayplan.data.graph import StepGraph
+from bayplan.data.judgement import Why
+from bayplan.data.placement import Placement
+from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.profile import Clock, Profile
-from bayplan.data.record import RunRecord
+from bayplan.data.record import Difference, RunRecord
+from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
+from bayplan.data.verdict import Verdict
 from bayplan.devices.machine import cache_directory
-from bayplan.devices.meters import open_meter
-from bayplan.profiling.cache import cached_profile
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.measure import measure_profile
-from bayplan.profiling.roofline import derive_profile
-from bayplan.profiling.scaling import scale_profile
-from bayplan.profiling.workspaces import WorkspaceWatch, nodes_that_may_set_the_peak
-from bayplan.running.recorder import Recorder
-from bayplan.simulating.step import CPU_GRANULARITY_BYTES, simulate_step
-from bayplan.training import Batch, LossFunction, TrainingStep
-
-__all__ = ["capture", "profile", "profile_step", "record", "scale", "simulate"]
-
-CUDA_GRANULARITY_BYTES = 512
-NOT_COUNTED_ON_CUDA = (
-    "the CUDA context",
-    "fragmentation and blocks the caching allocator keeps",
-    "cuDNN and cuBLAS workspaces",
+from bayplan.planning import verdict as verdicts
+from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
+from bayplan.planning.clusters.simulated import simulate_plan
+from bayplan.planning.clusters.split import state_per_parameter
+from bayplan.planning.memory import largest_batch
+from bayplan.planning.memory.largest_batch import LargestBatch
+from bayplan.planning.memory.planner import Planner
+from bayplan.planning.pipelines.placing import RankPlanOptions, place
+from bayplan.prepared_stages import PreparedStages
+from bayplan.prepared_step import (
+    PreparedStep,
+    machine_key,
+    prepare,
+    profile_step,
+    replay,
+    scale_workspaces,
+    step_of_plan,
 )
-NOT_COUNTED_ON_CPU = ("Python, torch and their libraries", "memory the allocator keeps for reuse")
+from bayplan.reporting.differences import difference_of
+from bayplan.reporting.plans import explanation_text
+from bayplan.reporting.ranks import whole_pipeline_text
+from bayplan.reporting.text import comparison_text, record_text
+from bayplan.reporting.trace import trace_of
+from bayplan.running.ranks.link_speeds import local_link_speeds
+from bayplan.running.ranks.local_run import check_room, run_on_ranks
+from bayplan.running.recorder import Recorder
+from bayplan.running.runner import run_plan
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.simulating.checking import check_rank_plan
+from bayplan.simulating.network import Network, SpeedsNetwork
+from bayplan.step import Batch, LossFunction, TrainingStep
+from bayplan.tracing.capture import capture_step
+from bayplan.tracing.fake import OptimizerSource
+
+__all__ = [
+    "capture",
+    "check",
+    "compare",
+    "explain",
+    "largest_batches",
+    "plan",
+    "plan_for_cluster",
+    "plan_for_ranks",
+    "planner_of",
+    "profile",
+    "record",
+    "report",
+    "run",
+    "scale",
+    "simulate",
+    "swap_space",
+]
+
+
+def check(
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    memory: str | int | Limit | None = None,
+    device: str | DeviceKind | None = None,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
+    profile: Profile | None = None,
+    may_plan: bool = True,
+    use_cache: bool = True,
+    on_progress: Progress = no_progress,
+    **options: Any,
+) -> Verdict:
+    """Say whether a training step fits, how fast it is, and what would make it fit.
+
+    Nothing of yours is changed. Without a device the step is measured here, at a batch size small
+    enough to take seconds; with one, times are derived from its figures and nothing runs.
+
+    Args:
+        model: a module, or a target as on the command line: `resnet50`, `my.train:build`.
+        batch: as for `capture`; of a target, the number of samples.
+        loss_fn: as for `capture`; a target has its own.
+        memory: the limit: `8GiB`, bytes, or a share of the plain peak, `40%`. By default what the
+            device can give.
+        device: a device that need not be here: `h100`, a device file, or a `DeviceKind`.
+        optimizer: as for `capture`, or `sgd`, `adam`, `adamw`.
+        autocast: dtype of mixed precision, or `bf16`, `fp16`.
+        profile: measured before of this very step, by `profile`.
+        may_plan: whether a plan is looked for where the plain step does not fit.
+        use_cache: False measures anew, and replaces what the cache has of this step.
+        on_progress: hears what is being done.
+        **options: of the plan, as for `plan`: `pack`, `swap`, `swap_size`, `update_in_backward`,
+            `time_limit_seconds`.
+
+    Example:
+        >>> import torch
+        >>> model, batch = torch.nn.Linear(256, 256), torch.ones(64, 256)
+        >>> check(model, batch, lambda y: y.sum(), memory="1GiB", device="h100").fits
+        True
+    """
+    planner = planner_of(
+        model,
+        batch,
+        loss_fn,
+        device=device,
+        optimizer=optimizer,
+        autocast=autocast,
+        use_cache=use_cache,
+        on_progress=on_progress,
+        **options,
+    )
+    limit = None if memory is None else Limit.parse(memory)
+    memory_bytes = None if limit is None else limit.size_bytes
+    if limit is not None and memory_bytes is None:
+        memory_bytes = limit.of(planner.step.plain_peak_bytes)
+    assert isinstance(planner.step, PreparedStep), "made above"
+    return verdicts.check(
+        planner.step,
+        memory_bytes=memory_bytes,
+        profile=profile,
+        planner=planner if may_plan else None,
+        on_progress=on_progress,
+    )
+
+
+def largest_batches(
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    memory: str | int,
+    **options: Any,
+) -> Iterator[LargestBatch]:
+    """The largest batch that fits, for each strategy, row by row as it is found.
+
+    Args:
+        model: as for `check`.
+        batch: as for `check`; its size does not matter.
+        loss_fn: as for `check`.
+        memory: the limit, in bytes.
+        **options: as for `check`.
+    """
+    limit = Limit.parse(memory)
+    if limit.size_bytes is None:
+        raise UsageError("the largest batch needs the limit in bytes; say it like 8GiB")
+    planner = planner_of(model, batch, loss_fn, **options)
+    return largest_batch.largest_batches(planner, limit.size_bytes)
+
+
+def plan(
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    memory: str | int | Limit | None = None,
+    strategy: str = "auto",
+    placement: str | None = None,
+    cluster: str | Cluster | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan a training step: for one device within a limit, for ranks, or for a cluster.
+
+    Args:
+        model: as for `check`.
+        batch: as for `check`.
+        loss_fn: as for `check`.
+        memory: of one device, the limit: `8GiB`, bytes, or a share of the plain peak, `40%`.
+        strategy: for one device: `auto` (ours), `keep`, `checkpoint`, `checkpoint-speed`, `swap` or
+            `ome`.
+        placement: devices of each stage, like `0:0-6.0:7`; plans for ranks of this machine, or of
+            the cluster.
+        cluster: devices that need not be here, by name or file; without a placement, the fastest
+            split that fits is searched for.
+        **options: `optimizer`, `autocast` as for `check`. For one device `device`, `pack` (whether
+            activations may be packed, without loss), `swap` (a directory for activations that pay
+            to be swapped), `swap_size`, `update_in_backward`, `time_limit_seconds`. For ranks the
+            fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
+
+    Raises:
+        DoesNotFit: says what binds and the smallest limit that works.
+    """
+    if placement is not None or cluster is not None:
+        names = {each.name for each in fields(RankPlanOptions)}
+        of_ranks: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+        of_step = {name: value for name, value in options.items() if name not in names}
+        on_progress = of_step.pop("on_progress", no_progress)
+        step = prepare(model, batch, loss_fn, on_progress=on_progress, **of_step)
+        of_ranks.setdefault("state_per_parameter", state_per_parameter(step.optimizer_name))
+        if cluster is None:
+            assert placement is not None, "one of the two is given"
+            ranks = RankPlanOptions(placement=Placement.parse(placement), **of_ranks)
+            return plan_for_ranks(step, ranks, on_progress=on_progress)
+        described = read_cluster(cluster) if isinstance(cluster, str) else cluster
+        given = Placement.parse(placement) if placement else data_parallel_placement(described)
+        ranks = RankPlanOptions(placement=given, **of_ranks)
+        return plan_for_cluster(
+            step, described, ranks, is_placed=placement is not None, on_progress=on_progress
+        )[0]
+    if memory is None and strategy == "auto":
+        raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
+    limit = None if memory is None else Limit.parse(memory)
+    planner = planner_of(model, batch, loss_fn, **options)
+    return planner.plan(planner.order(limit or Limit(share=1.0), strategy=strategy), limit=limit)
+
+
+def plan_for_ranks(
+    step: PreparedStep, options: RankPlanOptions, *, on_progress: Progress = no_progress
+) -> RankPlan:
+    """Plan a step for ranks of this machine; links are measured where all are on one node."""
+
+    def network() -> Network | None:
+        is_one_node = len(options.placement.devices_per_node) == 1
+        links = local_link_speeds() if is_one_node else None
+        return None if links is None else SpeedsNetwork(links)
+
+    stages = PreparedStages.of(step)
+    return place(stages, options, network=network, on_progress=on_progress)
+
+
+def plan_for_cluster(
+    step: PreparedStep,
+    cluster: Cluster,
+    options: RankPlanOptions,
+    *,
+    is_placed: bool = False,
+    micro_batches: Sequence[int] = (),
+    partitioner: str = "auto",
+    on_progress: Progress = no_progress,
+) -> tuple[RankPlan, Why]:
+    """Plan a step for a cluster that need not be here, and say why the plan is as it is.
+
+    Args:
+        step: on no device of its own.
+        cluster: whose devices may be used.
+        options: what is given; the placement counts only if `is_placed`.
+        is_placed: whether stages are placed by the options, and not searched for.
+        micro_batches: numbers of them that may be chosen; empty for any.
+        partitioner: who splits the model; `auto` is ours.
+        on_progress: hears what is being done.
+    """
+    question = ClusterQuestion(PreparedStages.of(step), cluster, on_progress)
+    if is_placed:
+        made = question.placed(options)
+    else:
+        made = question.planned(
+            staleness=options.staleness,
+            micro_batches=micro_batches,
+            partitioner=partitioner,
+            options=options,
+        )
+    return made.plan, question.why(made)
+
+
+def run(
+    plan: Plan,
+    model: nn.Module | str | None = None,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
+    num_steps: int = 5,
+    swap: Path | str | None = None,
+    swap_size: str | int | None = None,
+    logs: Path | str = "logs",
+    seed: int = 0,
+    on_progress: Progress = no_progress,
+) -> RunRecord:
+    """Train exactly as a plan says, and return what was measured.
+
+    Args:
+        plan: for one device, or for ranks of this machine, each of which is a process.
+        model: the module that a plan for one device was made for; or, for a plan that names a
+            function of your own, that target. Reference models are built by name.
+        batch: of that module.
+        loss_fn: of that module.
+        optimizer: of that module, as when it was planned.
+        autocast: of that module.
+        num_steps: after one to warm up.
+        swap: a directory for what the plan swaps.
+        swap_size: the largest swap file.
+        logs: the folder for the log of each rank.
+        seed: of every rank.
+        on_progress: hears of each step.
+
+    Raises:
+        ForeignPlan: the plan is for another step or machine.
+        PlanBroken: the run was above its limit, far from the prediction, or a rank failed.
+    """
+    target = model if isinstance(model, str) else None
+    if isinstance(plan, RankPlan):
+        if isinstance(model, nn.Module):
+            raise UsageError(
+                "a plan for ranks is run by processes that build their model themselves; name it as"
+                " module:function, or use bayplan.bind under torchrun"
+            )
+        check_rank_plan(plan)
+        step_of_plan(plan, target=target)
+        max_bytes = None if swap_size is None else parse_bytes(swap_size)
+        folder = None if swap is None else Path(swap)
+        check_room(plan, folder, swap_bytes=max_bytes)
+        lines: list[str] = []
+        done = run_on_ranks(
+            plan,
+            num_steps=num_steps,
+            log_folder=Path(logs),
+            target=target,
+            seed=seed,
+            swap=folder,
+            swap_bytes=max_bytes,
+            on_line=lines.append,
+            on_step=lambda step: on_progress(str(step), step.done, step.total),
+        )
+        if done.measured is None:
+            raise PlanBroken("\n".join([*lines[-3:], f"the run failed; logs are in {logs}"]))
+        return done.measured
+    if isinstance(model, nn.Module):
+        prepared = prepare(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
+    else:
+        prepared = step_of_plan(plan, target=target)
+    done = run_plan(
+        plan,
+        prepared,
+        num_steps=num_steps,
+        space=swap_space(swap, swap_size),
+        on_step=lambda number, loss: on_progress(
+            f"step {number + 1}, loss {loss:.4f}", number, num_steps
+        ),
+    )
+    done.check(plan)
+    return done.measured
+
+
+def planner_of(
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    pack: bool = True,
+    swap: Path | str | SwapSpace | None = None,
+    swap_size: str | int | None = None,
+    time_limit_seconds: float = 10.0,
+    on_progress: Progress = no_progress,
+    **options: Any,
+) -> Planner:
+    """A planner of one step, for any number of plans; arguments as for `plan`."""
+    step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
+    space = swap if isinstance(swap, SwapSpace) else swap_space(swap, swap_size)
+    return Planner(
+        step,
+        cache=cache_directory(),
+        machine=machine_key(),
+        tier=None if space is None else space.tier,
+        may_pack=pack,
+        time_limit_seconds=time_limit_seconds,
+        on_progress=on_progress,
+    )
+
+
+def swap_space(directory: Path | str | None, size: str | int | None = None) -> SwapSpace | None:
+    """Where to swap to, its speed measured; None where nobody asked for it."""
+    max_bytes = None if size is None else parse_bytes(size)
+    if directory is None:
+        if size is not None:
+            raise UsageError(f"--swap-size {size} needs --swap-dir, the directory to swap to")
+        return None
+    try:
+        return SwapSpace.measured("cpu", Path(directory), max_bytes=max_bytes)
+    except PlanBroken as fault:  # before anything runs, there is no plan to break
+        raise UsageError(str(fault)) from None
 
 
 def capture(
@@ -104,7 +460,11 @@ def profile(
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
     clock = Clock.parse(clock)
-    _device_of(model)  # a model that cannot be measured is refused before it is captured
+    if next(model.parameters(), None) is None:
+        raise UsageError(
+            f"{type(model).__name__} has no parameters, so no parameter requires a gradient and"
+            " there is nothing to train; give the module that holds them"
+        )
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast, name=name)
     # One deepcopy of both, so that the optimizer's copy holds the parameters of the model's.
     is_built = isinstance(optimizer, torch.optim.Optimizer)
@@ -123,61 +483,6 @@ def profile(
         use_cache=use_cache,
         on_progress=on_progress,
     )
-
-
-def profile_step(
-    step: TrainingStep,
-    graph: StepGraph,
-    *,
-    repeats: int,
-    clock: Clock,
-    use_cache: bool = True,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Profile:
-    """Measure a step that may be trained on; random numbers go on as if nothing had run."""
-    device, cache = _device_of(step.model), cache_directory()
-    if clock is Clock.CPU and torch.get_num_threads() != 1:
-        raise UsageError(
-            f"the cpu clock sees one thread, but torch uses {torch.get_num_threads()};"
-            " call torch.set_num_threads(1) first, or use the wall clock"
-        )
-
-    with open_meter(device, cache) as meter:
-
-        def measure() -> Profile:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                return measure_profile(
-                    step,
-                    graph,
-                    meter=meter,
-                    device=device,
-                    repeats=repeats,
-                    clock=clock,
-                    granularity_bytes=granularity_of(device.type),
-                    on_progress=on_progress,
-                )
-
-        return cached_profile(
-            cache,
-            graph,
-            device=device,
-            repeats=repeats,
-            clock=clock,
-            method=meter.method,
-            measure=measure,
-            renew=not use_cache,
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where a model is, and so is measured."""
-    parameter = next(model.parameters(), None)
-    if parameter is None:
-        raise UsageError(
-            f"{type(model).__name__} has no parameters, so no parameter requires a gradient and"
-            " there is nothing to train; give the module that holds them"
-        )
-    return parameter.device
 
 
 def scale(
@@ -201,31 +506,28 @@ def scale(
     scaled = scale_profile(profile, measured, wanted)
     if step is None or measured.fingerprint == wanted.fingerprint:
         return scaled
-    device = _device_of(step.model)
-    granularity_bytes = granularity_of(device.type)
-    nodes = nodes_that_may_set_the_peak(
-        wanted, scaled.workspace_bytes, granularity_bytes=granularity_bytes
-    )
-    with open_meter(device, cache_directory()) as meter:
-        watch = WorkspaceWatch(wanted, nodes, meter=meter, granularity_bytes=granularity_bytes)
-        follow_step(step, optimizer=optimizer or step.optimizer, watcher=watch)
-    sizes = [watch.found.get(index, size) for index, size in enumerate(scaled.workspace_bytes)]
-    return msgspec.structs.replace(scaled, workspace_bytes=tuple(sizes))
+    return scale_workspaces(scaled, wanted, step, optimizer=optimizer or step.optimizer)
 
 
 def simulate(
-    graph: StepGraph,
+    step: StepGraph | Plan,
     profile: Profile | None = None,
     *,
     device: str | DeviceKind | None = None,
+    cluster: str | Cluster | None = None,
+    target: str | None = None,
+    on_progress: Progress = no_progress,
 ) -> RunRecord:
-    """Replay a step: memory over time by kind, its peak, and the step's seconds.
+    """Replay a captured step on a device, or a plan on a cluster; nothing runs.
 
     Args:
-        graph: the step.
-        profile: what its nodes cost; derived for the device if there is none.
-        device: a device of the catalogue (`h100`), a device file or a `DeviceKind`; without one,
-            the device that the profile is of. A profile of another device is refused.
+        step: a graph by `capture`, or a plan.
+        profile: what a graph's nodes cost; derived for the device if there is none.
+        device: of a graph: a device of the catalogue (`h100`), a device file or a `DeviceKind`;
+            without one, the device that the profile is of. A profile of another device is refused.
+        cluster: of a plan: where it would run, by name, file or as a `Cluster`.
+        target: needed where a plan names a function of your own.
+        on_progress: hears what is being done.
 
     Example:
         >>> import torch
@@ -233,28 +535,66 @@ def simulate(
         >>> simulate(graph, device="h100").peak_bytes > 256 * 256 * 4
         True
     """
-    if device is not None:
-        kind = load_device(device) if isinstance(device, str) else device
-        if profile is not None and profile.device != kind.name:
-            raise UsageError(
-                f"the profile is of {profile.device}, the device asked about is {kind.name}; leave"
-                " one of them out: without a profile its times are derived"
-            )
-        return simulate_step(
-            graph,
-            derive_profile(graph, kind) if profile is None else profile,
-            granularity_bytes=kind.allocation_granularity_bytes,
-            not_counted=NOT_COUNTED_ON_CUDA,
+    if not isinstance(step, StepGraph):
+        if cluster is None:
+            raise UsageError("a plan is replayed on a cluster; say which, like cluster='dgx-a100'")
+        described = read_cluster(cluster) if isinstance(cluster, str) else cluster
+        stages = PreparedStages.of(step_of_plan(step, target=target))
+        return simulate_plan(step, described, stages, on_progress=on_progress)
+    kind = load_device(device) if isinstance(device, str) else device
+    if kind is not None and profile is not None and profile.device != kind.name:
+        raise UsageError(
+            f"the profile is of {profile.device}, the device asked about is {kind.name}; leave"
+            " one of them out: without a profile its times are derived"
         )
     if profile is None:
-        raise UsageError("simulate needs a profile, or a device to derive one for, like 'h100'")
-    is_cpu = profile.device == "cpu"
-    return simulate_step(
-        graph,
-        profile,
-        granularity_bytes=granularity_of("cpu" if is_cpu else "cuda"),
-        not_counted=NOT_COUNTED_ON_CPU if is_cpu else NOT_COUNTED_ON_CUDA,
-    )
+        if kind is None:
+            raise UsageError("simulate needs a profile, or a device to derive one for, like 'h100'")
+        profile = derive_profile(step, kind)
+    return replay(step, profile, kind)
+
+
+def compare(
+    first: RunRecord, second: RunRecord, *, names: tuple[str, str] = ("first", "second")
+) -> Difference:
+    """Say where the difference of two records comes from, by part of the step, stage and device.
+
+    Records may be simulated or measured, in any mix.
+    """
+    return difference_of(first, second, names=names)
+
+
+def report(
+    record: RunRecord, *, against: RunRecord | None = None, trace: Path | str | None = None
+) -> str:
+    """A record as text; with another one beside it, and how far they differ.
+
+    Args:
+        record: simulated or measured.
+        against: another record of the same step.
+        trace: a file for the timeline of the record's last step, which Chrome and Perfetto draw.
+    """
+    if trace is not None:
+        if not any(device.events or device.curve for device in record.devices):
+            raise UsageError(
+                "the record has neither events nor a memory curve, so there is no timeline to"
+                " write; a record of `bayplan run` with --placement, or of `bayplan simulate`, has"
+            )
+        files.write_bytes(Path(trace), msgspec.json.encode(trace_of(record)))
+    parts = [record_text(record)]
+    if against is not None:
+        parts += [record_text(against), comparison_text(record, against)]
+    return "\n".join(parts)
+
+
+def explain(plan: Plan) -> str:
+    """What sets a plan's peak, what each of its choices costs, and what would help.
+
+    Of a plan for many ranks: where each is, what it needs, and all it does.
+    """
+    if isinstance(plan, DevicePlan):
+        return explanation_text(plan)
+    return whole_pipeline_text(check_rank_plan(plan))
 
 
 def record(
@@ -293,8 +633,3 @@ def record(
         curve=curve,
         clock=Clock.parse(clock),
     )
-
-
-def granularity_of(device_type: str) -> int:
-    """The rounding of a device's allocator, in bytes."""
-    return CPU_GRANULARITY_BYTES if device_type == "cpu" else CUDA_GRANULARITY_BYTES

@@ -35,7 +35,6 @@ def compile_library(
         source: The C file; its stem names the library.
         cache_dir: Where libraries are kept, for this user alone to write, as they are loaded into
             the process.
-        flags: For the compiler, before the source.
         libraries: To link with, after the source, such as `-ldl`.
 
     Raises:
@@ -67,9 +66,7 @@ def load_library(source: Path, cache_dir: Path | None, *, flags: tuple[str, ...]
     """Compile a C file as `compile_library` does, and load it.
 
     Args:
-        source: The C file.
         cache_dir: Where the library is kept; None compiles it for this process alone.
-        flags: For the compiler.
 
     Raises:
         CompileFailed: As above.

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.actions import ActionKind
 from bayplan.data.cluster import LinkKind
-from bayplan.profiling.cluster_catalogue import read_cluster
 
 MODULES = (
     "captured",

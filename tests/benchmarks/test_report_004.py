@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bayplan.planning.exchange import horovod_timeline, least_end_seconds, plan_buckets
+from bayplan.planning.buckets.bucket_plan import least_end_seconds
+from bayplan.planning.buckets.bucketing import plan_buckets
+from bayplan.planning.buckets.timelines import horovod_timeline
 
 MIB = 2**20
 

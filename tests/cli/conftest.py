@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from bayplan.cli import main
 
@@ -73,26 +72,9 @@ class Outcome:
     err: str
 
 
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_own_cache(
-    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Neither the user's cache nor a busy neighbour decides a test."""
-    monkeypatch.setenv("BAYPLAN_CACHE", str(shared_cache))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture
 def bayplan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Run a command: `bayplan("fit", "resnet18", "--batch", 2)`."""
+    """Run a command: `bayplan("check", "resnet18", "--batch", 2)`."""
 
     def run(*arguments: object) -> Outcome:
         capsys.readouterr()

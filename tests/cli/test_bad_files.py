@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bayplan.costing.catalogue import load_device
 from bayplan.data.device import DeviceKind
-from bayplan.profiling.catalogue import load_device
 
 
 def test_profile_of_another_model_exits_5(bayplan, add_to_project, project, check_refusal):
@@ -17,11 +17,11 @@ def test_profile_of_another_model_exits_5(bayplan, add_to_project, project, chec
         "    return model, make_batch(batch_size), nn.CrossEntropyLoss()\n"
     )
     assert bayplan("profile", "train:wide", "-o", "wide.json", "--repeats", 1).code == 0
-    outcome = bayplan("fit", "train:build", "--profile", "wide.json", "--memory", "1GiB")
+    outcome = bayplan("check", "train:build", "--profile", "wide.json", "--memory", "1GiB")
     check_refusal(outcome, 5, "the profile is of 'train:wide'", "the step is 'train:build'")
     # Another batch size, optimizer or precision is another step as well.
     outcome = bayplan(
-        "fit", "train:wide", "--batch", 3, "--profile", "wide.json", "--memory", "1GiB"
+        "check", "train:wide", "--batch", 3, "--profile", "wide.json", "--memory", "1GiB"
     )
     check_refusal(outcome, 5, "bayplan profile")
     graph = project / "graph.json"
@@ -32,11 +32,11 @@ def test_profile_of_another_model_exits_5(bayplan, add_to_project, project, chec
 def test_profile_of_another_device_exits_5(bayplan, project, check_refusal):
     for name, options in (("h100.json", ("--device", "h100")), ("here.json", ("--repeats", 1))):
         assert bayplan("profile", "train:build", "-o", name, *options).code == 0
-    outcome = bayplan("fit", "train:build", "--profile", "h100.json")
+    outcome = bayplan("check", "train:build", "--profile", "h100.json")
     check_refusal(outcome, 5, "derived for h100", "--device h100")
-    outcome = bayplan("fit", "train:build", "--device", "v100", "--profile", "h100.json")
+    outcome = bayplan("check", "train:build", "--device", "v100", "--profile", "h100.json")
     check_refusal(outcome, 5, "is of h100", "asks about v100")
-    outcome = bayplan("fit", "train:build", "--device", "h100", "--profile", "here.json")
+    outcome = bayplan("check", "train:build", "--device", "h100", "--profile", "here.json")
     check_refusal(outcome, 5, "is of cpu", "asks about h100")
 
 
@@ -56,10 +56,10 @@ def test_profile_of_a_gpu_that_is_not_here_needs_a_limit(
     fields = json.loads((project / "p.json").read_text())
     (project / "p.json").write_text(json.dumps({**fields, "device": "NVIDIA Imaginary"}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    outcome = bayplan("fit", "train:build", "--profile", "p.json")
+    outcome = bayplan("check", "train:build", "--profile", "p.json")
     check_refusal(outcome, 2, "no NVIDIA Imaginary is here", "--memory")
     options = ("--profile", "p.json", "--memory", "1GiB")
-    assert bayplan("fit", "train:build", *options).code == 0
+    assert bayplan("check", "train:build", *options).code == 0
 
 
 def damaged(path: Path, content: object) -> Path:
@@ -71,7 +71,7 @@ def test_file_with_an_unknown_field_is_refused_by_name(bayplan, project, check_r
     assert bayplan("profile", "train:build", "--device", "h100", "-o", "p.json").code == 0
     fields = json.loads((project / "p.json").read_text())
     path = damaged(project / "p.json", {**fields, "colour": "red"})
-    outcome = bayplan("fit", "train:build", "--device", "h100", "--profile", path)
+    outcome = bayplan("check", "train:build", "--device", "h100", "--profile", path)
     check_refusal(outcome, 2, "p.json", "`colour`")
 
 
@@ -87,7 +87,7 @@ def test_cluster_file_with_an_unknown_field_is_refused_by_place(bayplan, project
         "    colour: red\n"
         "devices: []\n"
     )
-    outcome = bayplan("fit", "train:build", "--cluster", "cluster.yaml")
+    outcome = bayplan("check", "train:build", "--cluster", "cluster.yaml")
     check_refusal(outcome, 2, "cluster.yaml", "`colour`", "$.hosts[0]")
 
 
@@ -96,7 +96,7 @@ def test_device_file_with_a_fault_is_refused_by_place(bayplan, project, check_re
     fields = msgspec.to_builtins(kind)
     fields["memory_bytes"] = {"value": -1, "source": "guess"}
     path = damaged(project / "mine.json", fields)
-    outcome = bayplan("fit", "train:build", "--device", path)
+    outcome = bayplan("check", "train:build", "--device", path)
     check_refusal(outcome, 2, "mine.json", "$.memory_bytes")
 
 
@@ -138,8 +138,8 @@ def test_unwritable_output_is_refused_before_anything_runs(
 ):
     (project / "file").write_text("mine")
     (project / "folder").mkdir()
-    monkeypatch.setattr("bayplan.questions.Question.capture", pytest.fail)
-    monkeypatch.setattr("bayplan.questions.Question.build", pytest.fail)
+    monkeypatch.setattr("bayplan.prepared_step.capture_step", pytest.fail)
+    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
     for command in ("profile", "capture"):
         for output in ("file/out.json", "folder", "/proc/nowhere/out.json"):
             check_refusal(bayplan(command, "train:build", "-o", output), 2, "cannot write", output)

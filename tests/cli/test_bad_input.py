@@ -6,37 +6,38 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [
-        (["fit", "resnet05"], ["no reference model 'resnet05'", "did you mean", "'resnet50'"]),
-        (["fit", "zzz"], ["known: alexnet", "module:function"]),
-        (["fit", "missing:build"], ["cannot find module 'missing'", "PYTHONPATH"]),
-        (["fit", "pkg.missing:build"], ["cannot find module 'pkg.missing'"]),
-        (["fit", "train:biuld"], ["has no function 'biuld'", "did you mean 'build'"]),
-        (["fit", "train:Missing"], ["has no function 'Missing'"]),
-        (["fit", "train.py:build"], ["write module:function", "my_project.train:build"]),
-        (["fit", "./train:build"], ["write module:function"]),
-        (["fit", ":build"], ["write module:function"]),
-        (["fit", "train:"], ["write module:function"]),
-        (["fit", "train:build", "--batch", "0"], ["--batch is 0", "at least 1"]),
-        (["fit", "train:build", "--batch", "-3"], ["--batch is -3", "at least 1"]),
-        (["fit", "train:build", "--batch", "many"], ["--batch", '"many"']),
-        (["fit", "train:build", "--memory", "8XB"], ["cannot read '8XB' as bytes", "8GiB"]),
-        (["fit", "train:build", "--memory", ""], ["cannot read '' as bytes"]),
-        (["fit", "train:build", "--memory", "0"], ["no memory at all"]),
-        (["fit", "train:build", "--memory", "-1GiB"], ["'-1GiB' as bytes"]),
-        (["fit", "train:build", "--device", "h10"], ["no device 'h10'", "did you mean 'h100'"]),
-        (["fit", "train:build", "--device", "qqq"], ["known: a10, a100"]),
-        (["fit", "train:build", "--device", "no.yaml"], ["cannot read no.yaml"]),
-        (["fit", "train:build", "--optimizer", "adamx"], ["no optimizer 'adamx'", "'adam'"]),
-        (["fit", "train:build", "--autocast", "bf61"], ["no autocast 'bf61'", "'bf16'"]),
-        (["fit", "train:build", "--cluster", "no.yaml"], ["cannot read no.yaml"]),
-        (["fit", "train:build", "--profile", "no.json"], ["cannot read no.json"]),
+        (["check", "resnet05"], ["no reference model 'resnet05'", "did you mean", "'resnet50'"]),
+        (["check", "zzz"], ["known: alexnet", "module:function"]),
+        (["check", "missing:build"], ["cannot find module 'missing'", "PYTHONPATH"]),
+        (["check", "pkg.missing:build"], ["cannot find module 'pkg.missing'"]),
+        (["check", "train:biuld"], ["has no function 'biuld'", "did you mean 'build'"]),
+        (["check", "train:Missing"], ["has no function 'Missing'"]),
+        (["check", "train.py:build"], ["write module:function", "my_project.train:build"]),
+        (["check", "./train:build"], ["write module:function"]),
+        (["check", ":build"], ["write module:function"]),
+        (["check", "train:"], ["write module:function"]),
+        (["check", "train:build", "--batch", "0"], ["--batch is 0", "at least 1"]),
+        (["check", "train:build", "--batch", "-3"], ["--batch is -3", "at least 1"]),
+        (["check", "train:build", "--batch", "many"], ["--batch", '"many"']),
+        (["check", "train:build", "--memory", "8XB"], ["cannot read '8XB' as bytes", "8GiB"]),
+        (["check", "train:build", "--memory", ""], ["cannot read '' as bytes"]),
+        (["check", "train:build", "--memory", "0"], ["no memory at all"]),
+        (["check", "train:build", "--memory", "-1GiB"], ["'-1GiB' as bytes"]),
+        (["check", "train:build", "--device", "h10"], ["no device 'h10'", "did you mean 'h100'"]),
+        (["check", "train:build", "--device", "qqq"], ["known: a10, a100"]),
+        (["check", "train:build", "--device", "no.yaml"], ["cannot read no.yaml"]),
+        (["check", "train:build", "--optimizer", "adamx"], ["no optimizer 'adamx'", "'adam'"]),
+        (["check", "train:build", "--autocast", "bf61"], ["no autocast 'bf61'", "'bf16'"]),
+        (["check", "train:build", "--cluster", "no.yaml"], ["cannot read no.yaml"]),
+        (["check", "train:build", "--profile", "no.json"], ["cannot read no.json"]),
         (
-            ["fit", "train:build", "--device", "h100", "--cluster", "c.yaml"],
+            ["check", "train:build", "--device", "h100", "--cluster", "c.yaml"],
             ["--device and --cluster", "give one"],
         ),
-        (["fit", "train:build", "--bach", "2"], ["--bach", "--batch", "bayplan fit --help"]),
-        (["fit"], ["TARGET", "bayplan fit --help"]),
-        (["fitt", "resnet18"], ["fitt", '"fit"']),
+        (["check", "train:build", "--bach", "2"], ["--bach", "--batch", "bayplan check --help"]),
+        (["check"], ["TARGET", "bayplan check --help"]),
+        (["chek", "resnet18"], ["chek", '"check"']),
+        (["fit", "resnet18"], ["`bayplan check`", "bayplan.fit"]),
         (["profile", "train:build", "--repeats", "0"], ["repeats is 0", "at least 1"]),
         (["profile", "train:build", "--clock", "cup"], ["no clock 'cup'", "'cpu'"]),
         (["capture", "train:build"], ["--output"]),
@@ -109,15 +110,15 @@ def test_wrong_function_is_told_what_it_must_return(
     bayplan, add_to_project, function, options, phrases, check_refusal
 ):
     add_to_project(FUNCTIONS)
-    check_refusal(bayplan("fit", f"train:{function}", *options), 2, *phrases)
+    check_refusal(bayplan("check", f"train:{function}", *options), 2, *phrases)
 
 
 def test_bug_of_ours_says_so_and_exits_1(bayplan, project, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("an invariant broke")
 
-    monkeypatch.setattr("bayplan.api.simulate_step", fail)
-    outcome = bayplan("fit", "train:build", "--device", "h100")
+    monkeypatch.setattr("bayplan.prepared_step.simulate_step", fail)
+    outcome = bayplan("check", "train:build", "--device", "h100")
     assert outcome.code == 1
     assert "an invariant broke" in outcome.err
     assert outcome.err.splitlines()[-1].startswith("bayplan: this is a bug of bayplan")

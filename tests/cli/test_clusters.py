@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bayplan.costing.catalogue import cluster_names, read_cluster
 from bayplan.data.cluster import Cluster
 from bayplan.data.files import decode
-from bayplan.profiling.cluster_catalogue import cluster_names, read_cluster
 
 TOPOLOGIES = Path(__file__).parents[1] / "data" / "topologies"
 
@@ -113,7 +113,7 @@ def test_bad_input_is_refused(bayplan, project, check_refusal, type_in, argument
 
 
 def test_a_name_of_the_catalogue_is_a_cluster_to_fit(bayplan, project):
-    outcome = bayplan("fit", "train:build", "--cluster", "titanv-8", "--json")
+    outcome = bayplan("check", "train:build", "--cluster", "titanv-8", "--json")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["device"] == "titan-v"
 

@@ -30,6 +30,6 @@ def test_plan_that_keeps_everything_says_so(bayplan, deep_project):
 
 def test_plan_that_cannot_be_explained_is_refused(bayplan, plan_file, edit_plan, check_refusal):
     check_refusal(bayplan("explain", "no.json"), 2, "cannot read no.json")
-    check_refusal(bayplan("explain", edit_plan(order=None)), 2, "no `order`", "one device")
+    check_refusal(bayplan("explain", edit_plan(order=None)), 2, "`null`", "$.order")
     plan_file.write_text("{")
     check_refusal(bayplan("explain", plan_file), 2, "deep.plan.json", "truncated")

@@ -1,8 +1,10 @@
-"""`bayplan fit --max-batch`: a row for every strategy, ours never below another."""
+"""`bayplan check --max-batch`: a row for every strategy, ours never below another."""
 
 import json
 
-from bayplan.planner import STRATEGIES
+import pytest
+
+from bayplan.planning.memory.planner import STRATEGIES
 
 SEARCH = ("--max-batch", "--time-limit", 0.2)
 
@@ -11,8 +13,9 @@ def rows_of(outcome) -> dict[str, dict]:
     return {row["strategy"]: row for row in json.loads(outcome.out)}
 
 
+@pytest.mark.slow
 def test_every_strategy_has_a_row_and_ours_is_the_largest(bayplan, deep_project):
-    outcome = bayplan("fit", "train:deep", "--memory", "2MiB", *SEARCH, "--json")
+    outcome = bayplan("check", "train:deep", "--memory", "2MiB", *SEARCH, "--json")
     assert outcome.code == 0, outcome.err
     rows = rows_of(outcome)
     assert tuple(rows) == STRATEGIES
@@ -29,7 +32,7 @@ def test_every_strategy_has_a_row_and_ours_is_the_largest(bayplan, deep_project)
 
 
 def test_table_is_readable_and_zero_everywhere_exits_3(bayplan, deep_project):
-    outcome = bayplan("fit", "train:deep", "--memory", "10KiB", *SEARCH)
+    outcome = bayplan("check", "train:deep", "--memory", "10KiB", *SEARCH)
     assert outcome.code == 3
     header, *lines = outcome.out.splitlines()
     assert header.split() == ["strategy", "batch", "peak", "time", "/", "plain", "samples/s"]
@@ -38,6 +41,6 @@ def test_table_is_readable_and_zero_everywhere_exits_3(bayplan, deep_project):
 
 
 def test_search_that_makes_no_sense_is_refused(bayplan, deep_project, check_refusal):
-    fixed = bayplan("fit", "train:deep_of_fixed_size", "--memory", "2MiB", *SEARCH)
+    fixed = bayplan("check", "train:deep_of_fixed_size", "--memory", "2MiB", *SEARCH)
     check_refusal(fixed, 2, "takes no batch size", "batch_size")
-    check_refusal(bayplan("fit", "train:deep", *SEARCH), 2, "--max-batch needs the limit")
+    check_refusal(bayplan("check", "train:deep", *SEARCH), 2, "--max-batch needs the limit")

@@ -52,7 +52,7 @@ def test_profile_is_kept_and_found_again(bayplan, project, monkeypatch, tmp_path
 
 
 def test_profile_for_a_device_runs_nothing(bayplan, project, monkeypatch):
-    monkeypatch.setattr("bayplan.questions.Question.build", pytest.fail)
+    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
     outcome = bayplan("profile", "train:build", "--device", "titan-v", "-o", "p.json")
     assert outcome.code == 0
     assert "on titan-v" in outcome.out
@@ -111,7 +111,7 @@ def test_simulate_agrees_with_fit(bayplan, project, where):
     assert bayplan("profile", "train:build", "-o", "profile.json", *where).code == 0
     options = ("--profile", "profile.json", *where, "--json")
     record = msgspec.json.decode(bayplan("simulate", "graph.json", *options).out, type=RunRecord)
-    verdict = json.loads(bayplan("fit", "train:build", "--memory", "1GiB", *options).out)
+    verdict = json.loads(bayplan("check", "train:build", "--memory", "1GiB", *options).out)
     assert verdict["peak_bytes"] == record.peak_bytes
     assert verdict["step_seconds"] == record.typical_step_seconds
 
@@ -142,12 +142,12 @@ def test_report_holds_prediction_against_reality(bayplan, project):
     assert outcome.out.splitlines()[-3].split() == ["first", "second", "change"]
 
 
-def test_doctor_finds_this_machine_good(bayplan, shared_cache):
+def test_doctor_finds_this_machine_good(bayplan, planner_cache):
     outcome = bayplan("doctor")
     assert outcome.code == 0
     assert "BAD" not in outcome.out
     assert torch.__version__ in outcome.out
-    assert str(shared_cache) in outcome.out
+    assert str(planner_cache) in outcome.out
     for name in ("resnet50", "llama-7b", "h100", "titan-v"):
         assert name in outcome.out
 

@@ -8,7 +8,7 @@ import pytest
 
 from bayplan.data import files
 from bayplan.data.plan import Choice, Plan
-from bayplan.planner import STRATEGIES
+from bayplan.planning.memory.planner import STRATEGIES
 
 LINE = re.compile(
     r"peak [\d.]+ MiB \(\d+% of plain\), step [\d.]+ (s|ms|us) \([\d.]+ x plain\); .+ -> (.+)\n"
@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_the_plans_found_so_far(bayplan, deep_project, monkeypatch
             written.append(path)
         write(path, noun)
 
-    monkeypatch.setattr("bayplan.curves.files.write", stop_at_third)
+    monkeypatch.setattr("bayplan.planning.memory.planner.files.write", stop_at_third)
     outcome = bayplan("plan", "train:deep", "--pareto", "--time-limit", 0.2, "-o", "plans")
     assert outcome.code == 130
     assert outcome.out == ""

@@ -1,5 +1,7 @@
 """`bayplan plan --cluster`: the best split, one that is given, and what makes no sense."""
 
+import re
+
 import pytest
 
 from bayplan.data import files
@@ -37,6 +39,26 @@ def test_a_placement_that_is_given_is_taken_apart_too(bayplan, tmp_path):
     assert files.read(path, Plan).placement == "0:0-2.0:3"
 
 
+def test_the_split_of_another_partitioner_is_planned_with_ours_beside_it(bayplan, tmp_path):
+    path = tmp_path / "even.plan.json"
+    outcome = bayplan(
+        *("plan", "alexnet", "--batch", 16, "--cluster", "rtx-4090-4", "--optimizer", "sgd"),
+        *("--partitioner", "even-time", "-o", path),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "4 stages on 1:1:1:1 devices" in outcome.out
+    assert re.search(r"^ *auto ", outcome.out, re.MULTILINE)
+    assert len(files.read(path, Plan).stages) == 4
+
+
+def test_the_empty_placement_is_data_parallel_on_all_hosts(bayplan, tmp_path):
+    path = tmp_path / "dp.plan.json"
+    asked = ("plan", "alexnet", "--batch", 32, "--cluster", "titanv-2x8", "--optimizer", "sgd")
+    outcome = bayplan(*asked, "--placement", "", "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert files.read(path, Plan).placement == "0:0-7,1:0-7"
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -51,6 +73,17 @@ def test_a_placement_that_is_given_is_taken_apart_too(bayplan, tmp_path):
             ["3 shares", "2 stages"],
         ),
         (("--cluster", "rtx-4090-4", "--swap-dir", "."), 2, ["--swap-dir"]),
+        (
+            ("--cluster", "rtx-4090-4", "--partitioner", "pipedreem"),
+            2,
+            ["no partitioner 'pipedreem': did you mean 'pipedream'"],
+        ),
+        (
+            ("--cluster", "rtx-4090-4", "--partitioner", "straight", "--placement", "0:0.0:1"),
+            2,
+            ["--placement", "--partitioner straight has nothing to decide"],
+        ),
+        (("--partitioner", "straight", "--memory", "1GiB"), 2, ["over a --cluster"]),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_writes_nothing(bayplan, tmp_path, options, code, words):

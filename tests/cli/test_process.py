@@ -100,7 +100,7 @@ def test_terminal_that_cannot_show_a_sign_gets_a_substitute(tmp_path: Path):
 
 def test_shell_sees_the_exit_code_of_a_mistake(tmp_path: Path):
     ended = subprocess.run(
-        [*COMMAND, "fit", "resnet18", "--device", "h10"], capture_output=True, env=environment()
+        [*COMMAND, "check", "resnet18", "--device", "h10"], capture_output=True, env=environment()
     )
     assert ended.returncode == 2
     assert ended.stdout == b""

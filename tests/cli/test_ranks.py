@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from bayplan.devices.file_lane import lies_in_memory
 from bayplan.reporting.progress import ProgressBar
+from bayplan.running.swaps.lanes import lies_in_memory
 
 PLACED = ("--placement", "0:0.0:1", "--shares-by", "ops")
 
@@ -42,6 +42,9 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
     options = ("--batch", 8192, *PLACED, "--micro-batches", 2, "--steps", 3, "--optimizer", "sgd")
     answer = bayplan("run", "train:deep", *options, "-o", "two.record.json", "--logs", "kept")
     assert answer.code == 0, answer.err
+    compared = bayplan("compare", "two.record.json", "two.record.json")
+    assert compared.code == 0
+    assert "first (measured)" in compared.out
     losses = [float(word) for word in answer.out.splitlines()[0].split(" ", 1)[1].split(", ")]
     assert len(losses) == 4
     assert all(map(math.isfinite, losses))
@@ -147,7 +150,7 @@ def test_wrong_words_about_ranks_are_refused(bayplan, deep_project, check_refusa
         (("--no-pack",), ("--no-pack is about a limit", "--memory-per-rank")),
         (
             ("--swap-dir", ".", "--schedule", "zero-bubble", "--memory-per-rank", "1GiB"),
-            ("zero-bubble", "leave out --swap-dir, or use --schedule 1f1b"),
+            ("zero-bubble", "leave out --swap-dir or --swap-size, or use --schedule 1f1b"),
         ),
     ],
 )
@@ -158,6 +161,7 @@ def test_what_is_about_one_device_is_not_passed_over(
     check_refusal(bayplan(*given), 2, *words)
 
 
+@pytest.mark.slow
 def test_ranks_stay_within_their_limit_by_swapping_and_repeating(
     bayplan, deep_project, check_refusal
 ):
@@ -260,11 +264,14 @@ def test_other_commands_say_what_a_plan_is_good_for(bayplan, rank_plan, check_re
 
 
 def test_more_ranks_than_memory_are_not_started(bayplan, rank_plan, check_refusal, monkeypatch):
-    monkeypatch.setattr("bayplan.many_ranks.available_memory_bytes", lambda device: 300 << 20)
+    monkeypatch.setattr(
+        "bayplan.running.ranks.local_run.available_memory_bytes", lambda device: 300 << 20
+    )
     given = ("run", rank_plan, "--target", "train:deep", "--dry-run")
     check_refusal(bayplan(*given), 3, "2 ranks", "400.0 MiB for torch", "300.0 MiB are free")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_with_one_line(rank_plan):
     code = "import sys; from bayplan.cli import main; main(sys.argv[1:])"
     options = ["--target", "train:deep", "--steps", "100000"]

@@ -12,7 +12,7 @@ import pytest
 from bayplan.data import files
 from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord, Source
-from bayplan.runner import PEAK_TOLERANCE
+from bayplan.running.runner import PEAK_TOLERANCE
 
 TARGET = ("--target", "train:deep")
 DEADLINE_SECONDS = 120
@@ -45,7 +45,7 @@ def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file):
 
 
 def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatch):
-    monkeypatch.setattr("bayplan.questions.Question.build", pytest.fail)
+    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
     outcome = bayplan("run", plan_file, *TARGET, "--steps", 3, "--dry-run", "-o", "run.json")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("would run 3 steps: peak ")
@@ -55,7 +55,7 @@ def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatc
 def test_code_named_in_a_plan_is_not_run_without_the_users_word(
     bayplan, plan_file, monkeypatch, check_refusal
 ):
-    monkeypatch.setattr("bayplan.runner.resolve_target", pytest.fail)
+    monkeypatch.setattr("bayplan.prepared_step.resolve_target", pytest.fail)
     outcome = bayplan("run", plan_file)
     check_refusal(outcome, 2, "not trusted to name code", "--target train:deep")
 
@@ -73,13 +73,12 @@ def test_plan_of_another_model_exits_5(bayplan, plan_file, target, check_refusal
         ({"request": {"optimizer": "sgd"}}, ["optimizer or precision differ"]),
         ({"torch_version": "1.0.0"}, ["torch 1.0.0", "plan anew"]),
         ({"cluster_fingerprint": "h100"}, ["for h100", "plan without --device"]),
-        ({"order": None}, ["no `order`"]),
         ({"order": {"schedule": [0]}}, ["cannot be run", "Plan this step anew"]),
         ({"order": {"schedule": [99999]}}, ["cannot be run"]),
         ({"order": {"packs": ["bits:nothing"]}}, ["packs bits:nothing", "this step has not"]),
         ({"order": {"program_fingerprint": "0" * 24}}, ["another step", "0" * 24]),
     ],
-    ids=["batch", "optimizer", "torch", "device", "no order", "cut", "index", "pack", "program"],
+    ids=["batch", "optimizer", "torch", "device", "cut", "index", "pack", "program"],
 )
 def test_plan_that_does_not_belong_exits_5(bayplan, edit_plan, changes, phrases, check_refusal):
     path = edit_plan(**changes)
@@ -92,6 +91,7 @@ def test_plan_that_does_not_belong_exits_5(bayplan, edit_plan, changes, phrases,
     ("changes", "phrases"),
     [
         ({"colour": "red"}, ["`colour`"]),
+        ({"order": None}, ["got `null`", "$.order"]),
         ({"order": {"colour": "red"}}, ["`colour`", "$.order"]),
         ({"order": {"schedule": [0, -1]}}, ["schedule[1] is -1", "$.order"]),
         ({"order": {"schedule": []}}, ["schedule is empty", "$.order"]),
@@ -100,8 +100,8 @@ def test_plan_that_does_not_belong_exits_5(bayplan, edit_plan, changes, phrases,
         ({"predicted_seconds": -1.0}, ["predicted_seconds is -1"]),
         ({"predicted_peak_bytes": [-1]}, ["predicted_peak_bytes[0] is -1"]),
         ({"limit_bytes": 0}, ["limit_bytes is 0"]),
-        ({"gap": -0.5}, ["gap is -0.5"]),
-        ({"actions": [["0X0"]]}, ["'0X0' is no action"]),
+        ({"order": {"gap": -0.5}}, ["gap is -0.5", "$.order"]),
+        ({"kind": "car"}, ["'car'", "$.kind"]),
         ({"request": {"optimizer": "adamx"}}, ["no optimizer 'adamx'", "'adam'"]),
         ({"request": None}, ["`request` is missing"]),
         ({"version": 99}, ["version 99"]),

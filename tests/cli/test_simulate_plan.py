@@ -6,13 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bayplan.costing.catalogue import load_device, read_cluster
 from bayplan.data import files
-from bayplan.data.difference import Difference
 from bayplan.data.plan import Plan
-from bayplan.data.record import Lane, RunRecord, Source
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.cluster_catalogue import read_cluster
-from bayplan.simulated import devices_for
+from bayplan.data.record import Difference, Lane, RunRecord, Source
+from bayplan.planning.clusters.simulated import devices_for
 
 MADE: dict[str, str] = {}
 

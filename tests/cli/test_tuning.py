@@ -20,6 +20,7 @@ def wide_project(project, add_to_project):
     return project
 
 
+@pytest.mark.alone
 def test_tuning_ends_by_itself_and_its_buckets_can_be_run(bayplan, wide_project, check_refusal):
     given = ("tune", "train:wide", "--batch", 8, "--log", "tune.csv", "-o", "wide.buckets.json")
     answer = bayplan(*given, "--most-steps", 60)

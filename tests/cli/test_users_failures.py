@@ -85,12 +85,12 @@ def leaves(batch_size=2):
         ("leaves", "sys.exit", ["ends the process", "__main__"]),
     ],
 )
-@pytest.mark.parametrize("command", ["fit", "profile", "capture"])
+@pytest.mark.parametrize("command", ["check", "profile", "capture"])
 def test_users_own_failure_shows_their_frames_and_one_line(
     bayplan, add_to_project, project, command, function, line, phrases
 ):
     add_to_project(FAILING)
-    output = () if command == "fit" else ("-o", "out.json")
+    output = () if command == "check" else ("-o", "out.json")
     outcome = bayplan(command, f"train:{function}", *output)
     check_users_traceback(outcome, line, *phrases)
     assert not (project / "out.json").exists()
@@ -100,37 +100,37 @@ def test_failure_names_file_line_and_text(bayplan, add_to_project, project):
     add_to_project(FAILING)
     lines = (project / "train.py").read_text().splitlines()
     number = 1 + next(index for index, line in enumerate(lines) if "no such colour" in line)
-    last = bayplan("fit", "train:raises").err.splitlines()[-1]
+    last = bayplan("check", "train:raises").err.splitlines()[-1]
     assert f'train.py:{number} (`raise KeyError("no such colour")`)' in last
 
 
 def test_import_that_fails_shows_the_users_line(bayplan, add_to_project):
     add_to_project("colours = undefined_name")
-    outcome = bayplan("fit", "train:build")
+    outcome = bayplan("check", "train:build")
     check_users_traceback(outcome, "undefined_name", "importing 'train' fails", "NameError")
 
 
 def test_module_missing_inside_the_users_module_is_theirs(bayplan, project):
     # Its name begins like the target's, and yet it is not the target that is missing.
     (project / "trainer.py").write_text("import trainerlib\n")
-    outcome = bayplan("fit", "trainer:build")
+    outcome = bayplan("check", "trainer:build")
     assert outcome.code == 2
     assert "No module named 'trainerlib'" in outcome.err
     assert "cannot find module" not in outcome.err
     (project / "tra.py").write_text("import tr\n")
-    outcome = bayplan("fit", "tra:build")
+    outcome = bayplan("check", "tra:build")
     assert "importing 'tra' fails: No module named 'tr'" in outcome.err
 
 
 def test_syntax_error_is_named_with_its_line(bayplan, project, check_refusal):
     (project / "typo.py").write_text("def build(:\n")
-    outcome = bayplan("fit", "typo:build")
+    outcome = bayplan("check", "typo:build")
     check_refusal(outcome, 2, "SyntaxError", "typo.py, line 1")
 
 
 def test_script_that_reads_its_own_arguments_is_told_so(bayplan, project):
     (project / "script.py").write_text("import sys\nsys.exit(3)\n")
-    outcome = bayplan("fit", "script:build")
+    outcome = bayplan("check", "script:build")
     assert outcome.code == 2
     assert "ends the process with SystemExit(3)" in outcome.err
     assert '`if __name__ == "__main__":`' in outcome.err
@@ -144,7 +144,7 @@ def test_values_that_only_a_real_step_sees_fail_without_our_traceback(
         "def too_high():\n"
         "    return Net(), (make_batch(2)[0], torch.tensor([3, 10])), nn.CrossEntropyLoss()\n"
     )
-    assert bayplan("fit", "train:too_high", "--device", "h100").code == 0
+    assert bayplan("check", "train:too_high", "--device", "h100").code == 0
     check_refusal(
         bayplan("profile", "train:too_high", "--no-cache"), 2, "Target 10 is out of bounds"
     )

@@ -5,7 +5,7 @@ import pytest
 from bayplan.data.cluster import Cluster, ClusterDevice, Host, Link, LinkKind
 from bayplan.data.device import DeviceKind, Figure, OpClass
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
-from bayplan.data.plan import Bucket, Choice, Decision, Plan, Stage
+from bayplan.data.plan import Bucket, Choice, Decision, DevicePlan, RankPlan, Stage, StepOrder
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import (
     DeviceRecord,
@@ -109,19 +109,18 @@ def cluster(kind: DeviceKind) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def plan(graph: StepGraph, cluster: Cluster) -> Plan:
-    return Plan(
+def plan(graph: StepGraph, cluster: Cluster) -> RankPlan:
+    return RankPlan(
         model="tiny",
-        graph_fingerprint=graph.fingerprint,
         cluster_fingerprint=cluster.fingerprint,
         torch_version="2.13.0",
         limit_bytes=4096,
+        step_fingerprint=graph.fingerprint,
         stages=(
             Stage(first=0, last=0, devices=(0,), shares=(2,)),
             Stage(first=1, last=1, devices=(1,), shares=(2,)),
         ),
         num_micro_batches=2,
-        decisions=(Decision(value="relu_2", choice=Choice.RECOMPUTE),),
         buckets=(Bucket(parameters=("linear.weight",), size_bytes=48),),
         actions=(
             (
@@ -151,7 +150,30 @@ def plan(graph: StepGraph, cluster: Cluster) -> Plan:
         ),
         predicted_peak_bytes=(3072, 1024),
         predicted_seconds=1.5,
-        gap=0.02,
+    )
+
+
+@pytest.fixture(scope="session")
+def device_plan(graph: StepGraph) -> DevicePlan:
+    return DevicePlan(
+        model="tiny",
+        graph_fingerprint=graph.fingerprint,
+        cluster_fingerprint="cpu",
+        torch_version="2.13.0",
+        limit_bytes=4096,
+        order=StepOrder(
+            program_fingerprint="0" * 24,
+            schedule=(0, 1, 0, 2),
+            strategy="auto",
+            peak_bytes=1024,
+            plain_peak_bytes=2048,
+            seconds=1.5,
+            plain_seconds=1.0,
+            gap=0.02,
+        ),
+        decisions=(Decision(value="relu_2", choice=Choice.RECOMPUTE),),
+        predicted_peak_bytes=(1024,),
+        predicted_seconds=1.5,
     )
 
 
@@ -214,7 +236,7 @@ def verdict(record: RunRecord) -> Verdict:
     )
 
 
-NOUNS = ["graph", "profile", "kind", "cluster", "plan", "record", "verdict"]
+NOUNS = ["graph", "profile", "kind", "cluster", "plan", "device_plan", "record", "verdict"]
 
 
 @pytest.fixture(params=NOUNS)

@@ -3,8 +3,8 @@
 import pytest
 
 from bayplan.data import files
-from bayplan.data.bucket_file import BucketFile
 from bayplan.data.errors import FileFault, ForeignPlan
+from bayplan.data.exchange import BucketFile
 
 
 def buckets(*groups):

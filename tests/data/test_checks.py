@@ -2,7 +2,7 @@
 
 import pytest
 
-from bayplan.data.checks import check_figures, check_not_negative
+from bayplan.data.errors import check_figures, check_not_negative
 
 
 @pytest.mark.parametrize("figure", [-1, -1e-9, float("inf"), float("nan")])

@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from bayplan.data import files
-from bayplan.data.cluster import Cluster
+from bayplan.data.cluster import Cluster, LinkKind
 from bayplan.data.cluster_file import ClusterFile
 from bayplan.data.errors import FileFault
-from bayplan.data.joint import LinkKind
 
 LAB = """
 schema: bayplan/cluster

@@ -4,12 +4,7 @@ import msgspec
 import pytest
 
 from bayplan.data.errors import UsageError
-from bayplan.data.exchange_settings import (
-    EXCHANGE_HELP,
-    Algorithm,
-    Compression,
-    ExchangeSettings,
-)
+from bayplan.data.exchange import EXCHANGE_HELP, Algorithm, Compression, ExchangeSettings
 
 ALL = ExchangeSettings(
     fusion_threshold_bytes=64 << 20,

@@ -80,13 +80,20 @@ def test_another_schema_is_named(graph, is_yaml):
 
 def test_another_version_is_named_with_what_to_do(plan):
     assert fault_of(changed(plan, "version", 7), Plan) == (
-        "given: version 7, this bayplan reads version 1; make the file again with this bayplan"
+        "given: version 7, this bayplan reads versions 1 to 2; make the file again or install a"
+        " newer bayplan"
+    )
+
+
+def test_a_noun_without_upgrades_reads_one_version(graph):
+    assert fault_of(changed(graph, "version", 0), StepGraph) == (
+        "given: version 0, this bayplan reads version 1; make the file again with this bayplan"
     )
 
 
 def test_version_is_looked_at_before_fields_of_that_version(plan):
-    content = json.loads(files.encode(plan)) | {"version": 2, "field_of_version_2": 1}
-    assert "version 2" in fault_of(json.dumps(content).encode(), Plan)
+    content = json.loads(files.encode(plan)) | {"version": 3, "field_of_version_3": 1}
+    assert "version 3" in fault_of(json.dumps(content).encode(), Plan)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +128,8 @@ def test_a_file_without_header_is_refused(content, message):
         ),
         ("stages.0.colour", 1, "given: Object contains unknown field `colour` - at `$.stages[0]`"),
         ("colour", 1, "given: Object contains unknown field `colour`"),
-        (
-            "decisions.0.choice",
-            "forget",
-            "given: Invalid enum value 'forget' - at `$.decisions[0].choice`",
-        ),
+        ("route", "forget", "given: Invalid enum value 'forget' - at `$.route`"),
+        ("kind", "car", "given: Invalid value 'car' - at `$.kind`"),
         (
             "actions.1.2",
             "1Z0",

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bayplan.data.joins import join_text, numbers_text, parse_join
-from bayplan.data.union import Union
+from bayplan.data.cluster import Union, join_text, numbers_text, parse_join
 
 SIDES = st.lists(st.integers(0, 99), min_size=1, max_size=30, unique=True)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bayplan.data.errors import UsageError
-from bayplan.data.limit import Limit
+from bayplan.data.units import Limit
 
 
 @pytest.mark.parametrize(

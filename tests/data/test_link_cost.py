@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bayplan.data.link_cost import LinkCost
+from bayplan.data.links import LinkCost
 
 
 @given(

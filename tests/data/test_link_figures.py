@@ -1,8 +1,8 @@
 import pytest
 
-from bayplan.data.joint import LinkKind
-from bayplan.data.link_figures import network_figures, nvlink_figures, pcie_figures, ports_of
-from bayplan.profiling.catalogue import device_names
+from bayplan.costing.catalogue import device_names
+from bayplan.data.cluster import LinkKind
+from bayplan.data.topology import network_figures, nvlink_figures, pcie_figures, ports_of
 
 PCIE = [LinkKind.PIX, LinkKind.PXB, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS]
 
@@ -17,17 +17,17 @@ def test_every_device_of_the_catalogue_has_ports(name):
 @pytest.mark.parametrize("name", device_names())
 def test_what_is_farther_is_never_faster(name):
     figures = [pcie_figures(kind, ports_of(name)) for kind in PCIE]
-    rates = [figure.bandwidth_bytes_per_s.value for figure in figures]
-    latencies = [figure.latency_seconds.value for figure in figures]
+    rates = [figure["bandwidth_bytes_per_s"].value for figure in figures]
+    latencies = [figure["latency_seconds"].value for figure in figures]
     assert rates == sorted(rates, reverse=True)
     assert latencies == sorted(latencies)
 
 
 def test_figures_that_are_known():
-    assert pcie_figures(LinkKind.PIX, ports_of("titan-v")).bandwidth_bytes_per_s.value == 12e9
-    assert nvlink_figures(12, ports_of("a100")).bandwidth_bytes_per_s.value == 240e9
-    assert nvlink_figures(18, ports_of("H100")).bandwidth_bytes_per_s.value == pytest.approx(
+    assert pcie_figures(LinkKind.PIX, ports_of("titan-v"))["bandwidth_bytes_per_s"].value == 12e9
+    assert nvlink_figures(12, ports_of("a100"))["bandwidth_bytes_per_s"].value == 240e9
+    assert nvlink_figures(18, ports_of("H100"))["bandwidth_bytes_per_s"].value == pytest.approx(
         370e9, rel=0.01
     )
-    assert network_figures(400).bandwidth_bytes_per_s.value == 48e9
+    assert network_figures(400)["bandwidth_bytes_per_s"].value == 48e9
     assert ports_of("abacus") is None

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from bayplan.data.cluster import LinkKind
 from bayplan.data.errors import FileFault
-from bayplan.data.joint import LinkKind
 from bayplan.data.topology import read_topology
 
 FOLDER = Path(__file__).parent / "topologies"

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bayplan.costing.catalogue import load_device
 from bayplan.data import files
+from bayplan.data.cluster import LinkKind
 from bayplan.data.cluster_file import ClusterFile
-from bayplan.data.joint import LinkKind
-from bayplan.data.topology import Topology, read_topology
-from bayplan.data.topology_joints import cluster_file_of, with_measured_copies
-from bayplan.data.wiring import Wiring
-from bayplan.profiling.catalogue import load_device
+from bayplan.data.topology import Topology, cluster_file_of, read_topology, with_measured_copies
+from bayplan.simulating.wiring import Wiring
 
 FOLDER = Path(__file__).parent / "topologies"
 PCIE = [LinkKind.PIX, LinkKind.PXB, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS]

@@ -5,7 +5,7 @@ import pytest
 
 from bayplan.data.cluster import ClusterDevice, Joint, Link, LinkKind
 from bayplan.data.device import Figure
-from bayplan.data.wiring import Wiring
+from bayplan.simulating.wiring import Wiring
 
 replace = msgspec.structs.replace
 

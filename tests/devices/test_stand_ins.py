@@ -2,8 +2,7 @@
 
 import torch
 
-from bayplan.devices.meters import resident_tensor_bytes
-from bayplan.devices.stand_ins import is_stand_in, stand_in
+from bayplan.devices.meters import is_stand_in, resident_tensor_bytes, stand_in
 
 SHAPE = (64, 100, 90)
 STRIDES = {"contiguous": (9000, 90, 1), "transposed": (9000, 1, 100), "with gaps": (20000, 200, 2)}

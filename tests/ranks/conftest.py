@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 
 from bayplan.data import files
 from bayplan.data.placement import Placement
-from bayplan.data.plan import Plan
-from bayplan.placing import place
+from bayplan.data.plan import RankPlan
+from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
+from bayplan.prepared_stages import PreparedStages
 from bayplan.running.ranks.launching import launch
-from bayplan.training import TrainingStep
-from bayplan.wishes import SharesBy, Wishes
+from bayplan.step import TrainingStep
 
 collect_ignore = ["mistakes.py"]  # a script that imports its neighbour, as scripts can
 SCRIPT = Path(__file__).parent / "training.py"
@@ -36,7 +36,7 @@ def load_script() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: a name, and what `Wishes` are told."""
+    """One training: a name, and what `RankPlanOptions` are told."""
 
     name: str
     placement: str
@@ -44,24 +44,25 @@ class Case:
     batch: int = 8
     wishes: dict[str, Any] = field(default_factory=dict)
     swap: str | None = None
-    edit: Callable[[Plan, TrainingStep], Plan] = lambda plan, step: plan
+    edit: Callable[[RankPlan, TrainingStep], RankPlan] = lambda plan, step: plan
     dtype: str = "float64"
     steps: int = 4
     limit_share: float | None = None  # of the largest peak of a rank that keeps everything
 
-    def plan(self) -> Plan:
+    def plan(self) -> RankPlan:
         step = load_script().build(self.model, self.batch, self.dtype)
-        wishes = Wishes(
+        wishes = RankPlanOptions(
             placement=Placement.parse(self.placement),
             time_limit_seconds=1.0,
             **{"shares_by": SharesBy.OPS, **self.wishes},
         )
+        prepared = PreparedStages(step=step)
         if self.limit_share is None:
-            return self.edit(place(step, wishes), step)
+            return self.edit(place(prepared, wishes), step)
         # With a limit that is never met, scratch memory of kernels is in the prediction.
-        plain = place(step, replace(wishes, limit_bytes=1 << 40))
+        plain = place(prepared, replace(wishes, limit_bytes=1 << 40))
         limit_bytes = int(self.limit_share * max(plain.predicted_peak_bytes))
-        return self.edit(place(step, replace(wishes, limit_bytes=limit_bytes)), step)
+        return self.edit(place(prepared, replace(wishes, limit_bytes=limit_bytes)), step)
 
     def told(self, plan: str) -> dict[str, Any]:
         """What the script is told, with the file of its plan."""
@@ -109,14 +110,6 @@ class Ranks:
         ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(planner_cache: Path) -> Iterator[None]:
-    """Planning prices operators, and keeps what it finds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BAYPLAN_CACHE", str(planner_cache))
-        yield
-
-
 @pytest.fixture(scope="session")
 def make_case() -> Callable[..., Case]:
     return Case
@@ -126,6 +119,16 @@ def make_case() -> Callable[..., Case]:
 def training() -> Any:
     """The script that ranks run, for a training in this process."""
     return load_script()
+
+
+@pytest.fixture(scope="module")
+def selected_names(request: pytest.FixtureRequest) -> set[str]:
+    """The cases that this run's tests of the file ask for by `name`; only these are trained."""
+    return {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and "name" in item.fixturenames
+    }
 
 
 @pytest.fixture(scope="module")

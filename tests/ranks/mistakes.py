@@ -17,7 +17,7 @@ import training  # pyrefly: ignore[missing-import] - beside this script
 from torch import distributed
 
 from bayplan.data.errors import BayplanError
-from bayplan.pipelined import bind
+from bayplan.running.ranks.pipelined import bind
 
 BATCH = 8
 NUM_STEPS = 3

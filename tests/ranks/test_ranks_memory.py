@@ -9,16 +9,16 @@ from functools import partial
 import msgspec
 import pytest
 
-from bayplan.api import granularity_of
-from bayplan.choosing import order_of
+from bayplan.costing.pricing import free_prices
 from bayplan.data.plan import StageOrder
-from bayplan.devices.file_lane import lies_in_memory
-from bayplan.planned import Circumstances
-from bayplan.planning.schedule import plain_schedule, replay_schedule
-from bayplan.planning.swaps import Arrangement, Swap
-from bayplan.pricing import free_prices
-from bayplan.staged import StagedStep
-from bayplan.whole_tracing import trace_whole
+from bayplan.devices.machine import granularity_of
+from bayplan.planning.memory.orders import order_of
+from bayplan.running.swaps.lanes import lies_in_memory
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Arrangement, Swap
+from bayplan.tracing.stages.staged import StagedStep
+from bayplan.tracing.stages.whole_trace import trace_whole
+from bayplan.tracing.traced_step import MemoryContext
 
 TOLERANCE = 1e-12
 NUM_MICRO_BATCHES = 3
@@ -41,10 +41,10 @@ def with_orders(plan, step, *, ways):
     """The plan with an order for each stage: `ways` make an arrangement of a packed program."""
     whole = trace_whole(step, num_samples=PIECE)
     staged = StagedStep(whole, tuple(stage.first for stage in plan.stages))
-    around = Circumstances(prices=free_prices, granularity_bytes=granularity_of("cpu"))
+    context = MemoryContext(prices=free_prices, granularity_bytes=granularity_of("cpu"))
     orders = []
     for stage, way in enumerate(ways):
-        traced = staged.traced(staged.graph(stage), around)
+        traced = staged.traced(staged.graph(stage), context)
         packs = tuple(pack.name for pack in traced.packs)
         program = traced.with_packs(packs).program
         plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from bayplan.data import files
-from bayplan.data.plan import Plan
+from bayplan.data.plan import DevicePlan, RankPlan, StepOrder
 from bayplan.data.record import DeviceRecord, RunRecord, Source
+from bayplan.running.ranks.failures import REPORT_MARK
 from bayplan.running.ranks.launching import launch
-from bayplan.running.ranks.reports import REPORT_MARK
 
+pytestmark = pytest.mark.alone  # ranks that are too busy to say that they live count as lost
 SCRIPT = Path(__file__).parent / "mistakes.py"
 # Importing torch on a busy machine is most of it; gloo would wait for half an hour.
 MOST_SECONDS = 200.0
@@ -28,24 +29,33 @@ def folder(make_case, start):
 
     def plan(name, placement, **more):
         path = ranks.folder / ranks.write(make_case(name, placement, **more))
-        return files.read(path.rename(ranks.folder / f"{name}.json"), Plan)
+        return files.read(path.rename(ranks.folder / f"{name}.json"), RankPlan)
 
     plan("parallel", "0:0-1")
     plan("pipeline", "0:0.0:1")
-    three = plan("three", "0:0-2")
+    plan("three", "0:0-2")
     write = lambda name, noun: files.write(ranks.folder / f"{name}.json", noun)  # noqa: E731
     write(
         "one",
-        msgspec.structs.replace(
-            three,
-            actions=(("0F0",),),
+        DevicePlan(
+            model="m",
+            cluster_fingerprint="",
+            graph_fingerprint="",
+            torch_version=str(torch.__version__),
             predicted_peak_bytes=(0,),
-            stages=(msgspec.structs.replace(three.stages[0], devices=(0,), shares=(1,)),),
-            placement="",
-            step_fingerprint="",
+            predicted_seconds=0.0,
+            order=StepOrder(
+                program_fingerprint="",
+                schedule=(0,),
+                strategy="keep",
+                peak_bytes=0,
+                plain_peak_bytes=0,
+                seconds=0.0,
+                plain_seconds=0.0,
+            ),
         ),
     )
-    pipeline = files.read(ranks.folder / "pipeline.json", Plan)
+    pipeline = files.read(ranks.folder / "pipeline.json", RankPlan)
     without = tuple(one for one in pipeline.actions[1] if "RECV" not in one)
     write("edited", msgspec.structs.replace(pipeline, actions=(pipeline.actions[0], without)))
     write(
@@ -135,7 +145,8 @@ def test_another_plan_on_a_rank_is_refused(make_case, start):
     assert ranks.run([case], num_ranks=2) == 5
     reports = [line for line in ranks.lines if line.startswith(REPORT_MARK)]
     assert len(reports) == 1
-    assert "rank 1 has another plan than rank 0: they differ in `stages`" in reports[0]
+    assert "rank 1 has another plan than rank 0: they differ in " in reports[0]
+    assert ", stages, " in reports[0]
 
 
 def test_ranks_of_different_seeds_train_the_model_of_the_first(folder, training):
@@ -157,6 +168,7 @@ def test_ranks_of_different_seeds_train_the_model_of_the_first(folder, training)
             assert (torch.tensor(found["state"][name], dtype=one.dtype) - one).abs().max() <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_form_on_a_rank_is_refused(folder):
     code, _, reports = run(folder, "forms")
     assert code == 2
@@ -165,6 +177,7 @@ def test_a_batch_of_another_form_on_a_rank_is_refused(folder):
     assert "its batch 2 is 4x6 float64, 4 int64, there it is 8x6 float64, 8 int64" in reports[0]
 
 
+@pytest.mark.slow
 def test_an_exception_between_steps_is_told_to_the_others(folder):
     code, _, reports = run(folder, "loader")
     assert code == 1
@@ -198,7 +211,7 @@ def torchrun(folder, way, *, num_ranks=2):
     ("way", "exit_code", "words"),
     [
         ("models", 2, "rank 1 has another model than rank 0: its tensor 0 is places"),
-        ("kill", -9, "stage 1, 1U0"),
+        pytest.param("kill", -9, "stage 1, 1U0", marks=pytest.mark.slow),
     ],
 )
 def test_torchrun_shows_one_message_and_the_exit_code(folder, way, exit_code, words):

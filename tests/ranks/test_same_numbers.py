@@ -41,16 +41,19 @@ FOUR = {
 }
 EIGHT = {"seven-to-one": ("0:0-6.0:7", "vgg16", 17, {"shares": (11, 7)})}
 
+# A float32 case, a transformer that recomputes, and BatchNorm across ranks. The rest is slow: every
+# rank of it traces a model, and `test_ranks_same_numbers.py` has each placement with a small one.
+QUICK = {
+    "data-parallel-single-precision",
+    "one-to-one-recomputed",
+    "co-located-synchronised",
+}
+
 OWN = ("dtype", "limit_share")  # of a case; all else is a wish
 
-pytestmark = pytest.mark.usefixtures("planner_cache_of_module")
 
-
-@pytest.fixture(scope="module")
-def planner_cache_of_module(planner_cache):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BAYPLAN_CACHE", str(planner_cache))
-        yield
+def names_of(table):
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in table]
 
 
 def cases_of(table, make_case):
@@ -60,9 +63,10 @@ def cases_of(table, make_case):
         yield make_case(name, placement, model, batch, wishes, steps=5, **own)
 
 
-def planned(table, make_case, start):
-    """All cases of a table, planned; apart from training, for both take their time."""
-    cases, ranks = list(cases_of(table, make_case)), start()
+def planned(table, names, make_case, start):
+    """The named cases of a table, planned."""
+    cases = [case for case in cases_of(table, make_case) if case.name in names]
+    ranks = start()
     return cases, ranks, ranks.plan_all(cases)
 
 
@@ -74,13 +78,13 @@ def trained(plans, *, num_ranks):
 
 
 @pytest.fixture(scope="module")
-def plans_for_two(planner_cache_of_module, make_case, start):
-    return planned(TWO, make_case, start)
+def plans_for_two(selected_names, make_case, start):
+    return planned(TWO, selected_names, make_case, start)
 
 
 @pytest.fixture(scope="module")
-def plans_for_four(planner_cache_of_module, make_case, start):
-    return planned(FOUR, make_case, start)
+def plans_for_four(selected_names, make_case, start):
+    return planned(FOUR, selected_names, make_case, start)
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +108,34 @@ def check(results, more):
         assert result["repeats"] == ("limit_share" in more)
 
 
-@pytest.mark.parametrize("plans", ["plans_for_two", "plans_for_four"])
+@pytest.mark.parametrize(
+    "plans", ["plans_for_two", pytest.param("plans_for_four", marks=pytest.mark.slow)]
+)
 def test_every_case_has_a_plan(plans, request):
     cases, _, given = request.getfixturevalue(plans)
     assert [one["name"] for one in given] == [case.name for case in cases]
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", names_of(TWO))
 def test_two_ranks_have_the_numbers_of_one(two_ranks, name):
     check(two_ranks[name], TWO[name][-1])
 
 
-def test_batches_overlap_where_stale_weights_are_allowed(two_ranks):
-    assert [one["staleness"] for one in two_ranks["stale"]] == [[0, 1, 1, 1, 1], [0] * 5]
-    assert [one["staleness"] for one in two_ranks["stale-vertical"]] == [[0, 1, 1, 1, 1]] * 2
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [("stale", [[0, 1, 1, 1, 1], [0] * 5]), ("stale-vertical", [[0, 1, 1, 1, 1]] * 2)],
+)
+def test_batches_overlap_where_stale_weights_are_allowed(two_ranks, name, staleness):
+    assert [result["staleness"] for result in two_ranks[name]] == staleness
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", names_of(FOUR))
 def test_four_ranks_have_the_numbers_of_one(four_ranks, name):
     check(four_ranks[name], FOUR[name][-1])
 
 
-def test_seven_feed_one_and_have_the_numbers_of_one(planner_cache_of_module, make_case, start):
-    (results,) = trained(planned(EIGHT, make_case, start), num_ranks=8).values()
+@pytest.mark.slow
+def test_seven_feed_one_and_have_the_numbers_of_one(make_case, start):
+    (results,) = trained(planned(EIGHT, EIGHT, make_case, start), num_ranks=8).values()
     check(results, {})

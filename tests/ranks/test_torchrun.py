@@ -11,9 +11,9 @@ import torch
 
 from bayplan.data import files
 from bayplan.data.placement import Placement
-from bayplan.placing import place
-from bayplan.training import TrainingStep
-from bayplan.wishes import SharesBy, Wishes
+from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
+from bayplan.prepared_stages import PreparedStages
+from bayplan.step import TrainingStep
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_on_ranks.py"
@@ -54,8 +54,8 @@ def planned(example, tmp_path):
     def write(placement):
         model, batch, loss_fn = example.build()
         step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn)
-        wishes = Wishes(placement=Placement.parse(placement), shares_by=SharesBy.OPS)
-        files.write(tmp_path / "plan.json", place(step, wishes))
+        wishes = RankPlanOptions(placement=Placement.parse(placement), shares_by=SharesBy.OPS)
+        files.write(tmp_path / "plan.json", place(PreparedStages(step=step), wishes))
         torch.compiler.reset()
         return tmp_path / "plan.json"
 
@@ -94,7 +94,10 @@ def test_one_host(planned, trained_alone):
     check([torchrun(["--standalone", "--nproc-per-node=4"], plan)], plan, trained_alone)
 
 
-@pytest.mark.parametrize("placement", ["0:0-1,1:0-1.0:0-1,1:0-1", "0:0-1,1:0.1:1"])
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param("0:0-1,1:0-1.0:0-1,1:0-1", marks=pytest.mark.slow), "0:0-1,1:0.1:1"],
+)
 def test_two_hosts(planned, trained_alone, placement):
     hosts = load(ROOT / "benchmarks" / "ranks" / "hosts.py", "bayplan_tests_hosts")
     plan = planned(placement)

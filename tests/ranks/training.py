@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from bayplan.data import files
 from bayplan.data.errors import BayplanError
-from bayplan.data.plan import Plan
-from bayplan.pipelined import bind
+from bayplan.data.plan import RankPlan
 from bayplan.running.ranks.failures import ToldFailure
-from bayplan.training import TrainingStep, call_model, loss_of, split_batch
+from bayplan.running.ranks.pipelined import bind
+from bayplan.step import TrainingStep, call_model, loss_of, split_batch
 
 NUM_STEPS = 4
 SMALLEST = 1e-3  # a tensor without a larger element is compared as if it had one
@@ -193,7 +193,7 @@ def main():
     cases = json.loads((folder / "cases.json").read_text())
     for given in cases:
         case = {"dtype": "float64", "steps": NUM_STEPS, **given}
-        plan = files.read(folder / case.get("plans", {}).get(str(rank), case["plan"]), Plan)
+        plan = files.read(folder / case.get("plans", {}).get(str(rank), case["plan"]), RankPlan)
         result = compare(case, plan)
         (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(result))
         torch.compiler.reset()

@@ -2,12 +2,11 @@
 
 import msgspec
 
-from bayplan.data.cluster import Link, LinkKind
+from bayplan.costing.catalogue import cluster_names, read_cluster
+from bayplan.data.cluster import Link, LinkKind, given_figures
 from bayplan.data.device import Figure
-from bayplan.data.joint import given_figures
-from bayplan.data.wiring import Wiring
-from bayplan.profiling.cluster_catalogue import cluster_names, read_cluster
 from bayplan.reporting.clusters import cluster_text, clusters_text
+from bayplan.simulating.wiring import Wiring
 
 
 def test_each_cluster_is_a_line():

@@ -3,8 +3,7 @@
 import pytest
 from msgspec import structs
 
-from bayplan.data.order import StepOrder
-from bayplan.data.plan import Choice, Decision, LiveValue, PeakMoment, Plan, Stage
+from bayplan.data.plan import Choice, Decision, DevicePlan, LiveValue, PeakMoment, StepOrder
 from bayplan.reporting.plans import (
     curve_text,
     explanation_text,
@@ -31,7 +30,7 @@ def make_order(**changes) -> StepOrder:
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> DevicePlan:
     relu = Decision(
         value="relu_3",
         choice=Choice.RECOMPUTE,
@@ -41,13 +40,12 @@ def plan() -> Plan:
     )
     conv = structs.replace(relu, value="conv_3", place="layer1.0.conv", seconds=0.01)
     mask = Decision(value="relu_1", choice=Choice.PACK, place="relu")
-    return Plan(
+    return DevicePlan(
         model="resnet50",
         graph_fingerprint="f" * 16,
         cluster_fingerprint="cpu",
         torch_version="2.13.0",
         limit_bytes=410 * MIB,
-        stages=(Stage(first=0, last=1, devices=(0,), shares=(32,)),),
         order=make_order(),
         decisions=(mask, relu, conv),
         peak_moment=PeakMoment(
@@ -58,10 +56,8 @@ def plan() -> Plan:
             workspace_bytes=0,
             values=(LiveValue(value="conv_1", place="conv1", size_bytes=98 * MIB),),
         ),
-        actions=(("0F0", "0B0", "0U0"),),
         predicted_peak_bytes=(400 * MIB,),
         predicted_seconds=0.112,
-        gap=0.021,
     )
 
 

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from bayplan.data.order import StepOrder
-from bayplan.data.plan import Choice, Decision, LiveValue, Plan, Stage, StageOrder
+from bayplan.data.plan import Choice, Decision, LiveValue, RankPlan, Stage, StageOrder, StepOrder
 from bayplan.data.record import DeviceRecord, Event, Lane, Prediction, RunRecord, Source
 from bayplan.reporting.ranks import ranks_text, whole_pipeline_text
 from bayplan.reporting.text import record_text
@@ -93,11 +92,11 @@ def plan():
         kept=(LiveValue(value="relu", place="layer1", size_bytes=3 * MIB),),
         decisions=(Decision(value="addmm", choice=Choice.SWAP, size_bytes=5 * MIB),),
     )
-    return Plan(
+    return RankPlan(
         model="deep",
-        graph_fingerprint="",
         cluster_fingerprint="",
         torch_version="",
+        step_fingerprint="f",
         stages=(
             Stage(first=0, last=3, devices=(0,), shares=(1,)),
             Stage(first=4, last=7, devices=(1,), shares=(1,)),

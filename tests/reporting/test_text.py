@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 
-from bayplan.data.finding import Finding
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import DeviceRecord, LiveStorage, RunRecord, Source
-from bayplan.data.verdict import Verdict
+from bayplan.data.verdict import Finding, Verdict
 from bayplan.reporting.text import (
     comparison_text,
     findings_text,

@@ -1,8 +1,15 @@
 """What people read of why a plan is as it is."""
 
-from bayplan.data.judgement import Binding, Judgement, MemoryNeed, StageJudgement
-from bayplan.data.why import Alternative, Gain, Why
-from bayplan.reporting.why import why_text
+from bayplan.data.judgement import (
+    Alternative,
+    Binding,
+    Gain,
+    Judgement,
+    MemoryNeed,
+    StageJudgement,
+    Why,
+)
+from bayplan.reporting.clusters import why_text
 
 MEMORY = MemoryNeed(
     weight_bytes=2**20,

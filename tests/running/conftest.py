@@ -1,24 +1,12 @@
-"""What the tests of recordings share: a small training to record, and a cache of their own."""
+"""What the tests of recordings share: a small training to record."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 Training = tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]
-
-
-@pytest.fixture(scope="session")
-def recorders_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def own_cache(recorders_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the user's cache out of a test."""
-    monkeypatch.setenv("BAYPLAN_CACHE", str(recorders_cache))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from bayplan.running.executor import compile_graph
-from bayplan.running.partition import OVERWRITES
+from bayplan.tracing.joint import OVERWRITES
 
 aten = torch.ops.aten
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import fx, nn
 
-from bayplan import torch_private
-from bayplan.devices.tiers import open_tier
+from bayplan import torch_compat as torch_compat
+from bayplan.rewriting.free import free_rewrites
+from bayplan.rewriting.repeats import make_repeatable
 from bayplan.running.executor import compile_graph
-from bayplan.running.joint import JointStep, analyse_joint
-from bayplan.running.partition import OVERWRITES, SWAPPER, Step, cut
-from bayplan.running.repeats import make_repeatable
-from bayplan.running.rewrites import free_rewrites
-from bayplan.running.swapping import SwapKind, Swapper, SwapStep
+from bayplan.running.partition import Step, cut
+from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
+from bayplan.running.swaps.tier import open_tier
+from bayplan.tracing.joint import OVERWRITES, SWAPPER, JointStep, analyse_joint
 
 Plan = Callable[[JointStep], tuple[Sequence[Step], int]]
 Graphs = tuple[JointStep, fx.Graph, fx.Graph]
@@ -55,7 +55,7 @@ def run_with(
         return forward, backward
 
     def backend(module, example_inputs):
-        return torch_private.compile_joint(
+        return torch_compat.compile_joint(
             module,
             example_inputs,
             partition=partition,
@@ -94,7 +94,7 @@ def names(graph: fx.Graph) -> list[str]:
 def saved(graph: fx.Graph) -> set[str]:
     """What a backward graph takes from forward."""
     inputs = graph.find_nodes(op="placeholder")
-    return {node.name for node in inputs if not torch_private.is_tangent(node)}
+    return {node.name for node in inputs if not torch_compat.is_tangent(node)}
 
 
 def weight(*shape: int) -> torch.Tensor:
@@ -261,8 +261,8 @@ def test_swapped_buffer_is_a_token_between_the_graphs(tmp_path, num_returns):
     with open_tier(torch.device("cpu"), capacity_bytes=2**16, directory=tmp_path) as store:
         swapper = Swapper(store)
         _, forward, backward = assert_same(function, plan, weight(100), swapper=swapper)
-        assert store.statistics.num_out == 1
-        assert store.statistics.num_in == num_returns
+        assert store.num_out == 1
+        assert store.num_in == num_returns
         assert store.used_bytes == 0
     assert any(name.startswith("token") for name in saved(backward))
     assert "exp" not in saved(backward)

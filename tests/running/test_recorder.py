@@ -12,8 +12,6 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.record import RunRecord, Source
 from bayplan.devices.meters import resident_tensor_bytes
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 MIB = 2**20
 # What Python and torch allocate beside a small loop's tensors, and what malloc rounds them up by.
 SLACK_BYTES = 128 * 1024

@@ -15,8 +15,6 @@ from bayplan.devices import meters
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import resident_tensor_bytes
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 MIB = 2**20
 # What Python and torch allocate beside a small loop's tensors, and what malloc rounds them up by.
 SLACK_BYTES = 128 * 1024

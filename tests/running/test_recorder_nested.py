@@ -1,13 +1,10 @@
 """Recordings within recordings read one counter, and each sees its own."""
 
-import pytest
 import torch
 from torch import nn
 
 import bayplan
 from bayplan.devices.meters import resident_tensor_bytes
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 MIB = 2**20
 # What Python and torch allocate beside a small loop's tensors, and what malloc rounds them up by.

@@ -1,19 +1,18 @@
 """Messages and sums on clusters whose answers are known by hand."""
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.cluster import Cluster, ClusterDevice, Host, Joint, LinkKind
 from bayplan.data.device import DeviceKind, Figure, OpClass
-from bayplan.data.wiring import Wiring
-from bayplan.profiling.cluster_catalogue import read_cluster
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network
 from bayplan.simulating.rings import find_rings, ring_flows
+from bayplan.simulating.wiring import Wiring
 
 GB = 1e9
 
@@ -79,7 +78,6 @@ def test_it_is_a_network(titans):
 def test_nothing_is_sent_to_oneself(titans):
     assert titans.message(3, 3, GB).alone_seconds == 0
     assert titans.reduce([3], GB).alone_seconds == 0
-    assert titans.bandwidth_between(3, 3) == math.inf
 
 
 def test_a_device_counts_once_in_a_sum(titans):
@@ -92,7 +90,7 @@ def test_the_reports_ring(titans):
     assert bus_bandwidth(titans, range(8)) == pytest.approx(3.53 * GB)
     assert bus_bandwidth(titans, range(7)) == pytest.approx(3.53 * GB)
     assert titans.reduce(range(8), GB).latency_seconds == pytest.approx(1e-3, rel=0.01)
-    assert titans.bandwidth_between(0, 7) == 4.8 * GB
+    assert titans.route(0, 7).bandwidth_bytes_per_s == 4.8 * GB
 
 
 def test_devices_close_to_each_other_sum_up_faster(titans):
@@ -112,8 +110,8 @@ def test_a_ring_passes_slow_wires_once_whatever_order_is_given(titans):
 def test_a_cube_of_nvlinks_has_rings_in_both_directions(dgx_1):
     # 6 NVLinks of 20 GB/s at each GPU, all of them busy.
     assert bus_bandwidth(dgx_1, range(8)) == pytest.approx(120 * GB)
-    assert dgx_1.bandwidth_between(0, 3) == 40 * GB
-    assert dgx_1.bandwidth_between(0, 5) == 5 * GB
+    assert dgx_1.route(0, 3).bandwidth_bytes_per_s == 40 * GB
+    assert dgx_1.route(0, 5).bandwidth_bytes_per_s == 5 * GB
 
 
 def test_the_switch_of_an_a100_is_one_ring():
@@ -225,7 +223,7 @@ def best_ring(network, number):
     """By trying all."""
     return max(
         min(
-            network.bandwidth_between(one, other)
+            network.route(one, other).bandwidth_bytes_per_s
             for one, other in zip(order, [*order[1:], order[0]], strict=True)
         )
         for rest in itertools.permutations(range(1, number))

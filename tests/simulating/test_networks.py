@@ -2,11 +2,8 @@
 
 import pytest
 
-from bayplan.data.link_speeds import LinkSpeed, LinkSpeeds
-from bayplan.simulating.network import Transfer
-from bayplan.simulating.renumbered import Renumbered
-from bayplan.simulating.slowed import Slowed
-from bayplan.simulating.speeds_network import SpeedsNetwork
+from bayplan.data.links import LinkSpeed, LinkSpeeds
+from bayplan.simulating.network import Renumbered, Slowed, SpeedsNetwork, Transfer
 
 SPEEDS = LinkSpeeds(
     message=LinkSpeed(latency_seconds=0.5, bytes_per_second=100, cores=2.0),

@@ -2,10 +2,9 @@
 
 import pytest
 
+from bayplan.costing.catalogue import cluster_names, load_device, read_cluster
 from bayplan.data.device import Figure
-from bayplan.profiling.catalogue import load_device
-from bayplan.profiling.cluster_catalogue import cluster_names, read_cluster
-from bayplan.simulating.spread import compute_spread, link_spread, source_spread, worst_spread
+from bayplan.simulating.network import compute_spread, link_spread, source_spread, worst_spread
 
 
 def test_what_was_measured_is_trusted_most_and_a_guess_least():

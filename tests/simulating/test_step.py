@@ -7,7 +7,7 @@ from bayplan.data.errors import ForeignPlan
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import Source
-from bayplan.simulating.step import CPU_GRANULARITY_BYTES, simulate_step
+from bayplan.simulating.memory import CPU_GRANULARITY_BYTES, simulate_step
 
 KIB = 1024
 

@@ -1,10 +1,38 @@
-"""The command line: words in, words out; every decision is made elsewhere.
+"""The command line: one file a command.
 
 Results go to stdout, progress and errors to stderr. torch is imported only by the commands that
-need it, inside them, so that `--help` answers at once.
+need it, and only once their arguments are understood, so that `--help` answers at once.
 """
 
-from bayplan.cli import asking, clusters, looking, plans, simulating, tuning
+from bayplan.cli import (
+    capture,
+    check,
+    cluster,
+    compare,
+    doctor,
+    explain,
+    plan,
+    profile,
+    report,
+    run,
+    simulate,
+    tune,
+)
 from bayplan.cli.app import app, main
 
-__all__ = ["app", "asking", "clusters", "looking", "main", "plans", "simulating", "tuning"]
+__all__ = [
+    "app",
+    "capture",
+    "check",
+    "cluster",
+    "compare",
+    "doctor",
+    "explain",
+    "main",
+    "plan",
+    "profile",
+    "report",
+    "run",
+    "simulate",
+    "tune",
+]

@@ -28,7 +28,7 @@ app = App(
     help="Know whether a training step fits, and how fast it is, before it runs.",
     help_epilogue=f"""\
 Start with:
-  bayplan fit resnet50 --batch 32 --memory 8GiB
+  bayplan check resnet50 --batch 32 --memory 8GiB
   bayplan plan resnet50 --batch 32 --memory 2GiB -o resnet50.plan.json
   bayplan run resnet50.plan.json --steps 5
   bayplan doctor
@@ -88,6 +88,6 @@ def _complain(message: str) -> None:
 def _show_users_traceback(fault: CaptureError) -> None:
     """Where the user's own code failed, their frames come first and ours not at all."""
     if fault.__cause__ is not None:
-        from bayplan.capturing.explain import users_traceback
+        from bayplan.tracing.explain import users_traceback
 
         print(users_traceback(fault.__cause__), end="", file=sys.stderr)

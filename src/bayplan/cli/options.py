@@ -7,8 +7,7 @@ import msgspec
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from bayplan.questions import Question
-    from bayplan.swap_space import SwapSpace
+    from bayplan.data.device import DeviceKind
 
 __all__ = [
     "Autocast",
@@ -28,8 +27,7 @@ __all__ = [
     "UpdateInBackward",
     "as_json",
     "check_output",
-    "question_about",
-    "swap_space",
+    "device_kind",
 ]
 
 Target = Annotated[str, Parameter(help="A reference model, or module:function of your own.")]
@@ -103,54 +101,16 @@ def as_json(result: object) -> str:
     return msgspec.json.encode(result).decode()
 
 
-def question_about(
-    target: str,
-    *,
-    batch: int | None,
-    device: str | None = None,
-    cluster: str | None = None,
-    optimizer: str,
-    autocast: str,
-) -> "Question":
-    """What the words of a command ask about."""
+def device_kind(device: str | None, cluster: str | None = None) -> "DeviceKind | None":
+    """The device that a command asks about; of a cluster, the one with the least memory."""
     from bayplan.data.errors import UsageError
-    from bayplan.profiling.catalogue import load_device
 
     if device is not None and cluster is not None:
         raise UsageError("--device and --cluster both name the device; give one of them")
-    kind = None if device is None else load_device(device)
-    if cluster is not None:
-        from bayplan.profiling.cluster_catalogue import read_cluster
+    from bayplan.costing.catalogue import load_device, read_cluster
 
-        described = read_cluster(cluster)
-        kinds = [described.kinds[one.kind] for one in described.devices]
-        kind = min(kinds, key=lambda one: one.memory_bytes.value)
-
-    from bayplan.questions import Question
-    from bayplan.targets import resolve_target
-
-    return Question(
-        target=resolve_target(target),
-        batch=batch,
-        optimizer=optimizer,
-        autocast=autocast,
-        device=kind,
-    )
-
-
-def swap_space(directory: Path | None, size: str | None) -> "SwapSpace | None":
-    """Where to swap to, measured; None where nobody asked for it."""
-    from bayplan.data.errors import PlanBroken, UsageError
-    from bayplan.data.units import parse_bytes
-
-    max_bytes = None if size is None else parse_bytes(size)
-    if directory is None:
-        if size is not None:
-            raise UsageError(f"--swap-size {size} needs --swap-dir, the directory to swap to")
-        return None
-    from bayplan.swap_space import SwapSpace
-
-    try:
-        return SwapSpace.measured("cpu", directory, max_bytes=max_bytes)
-    except PlanBroken as fault:  # before anything runs, there is no plan to break
-        raise UsageError(str(fault)) from None
+    if cluster is None:
+        return None if device is None else load_device(device)
+    described = read_cluster(cluster)
+    kinds = [described.kinds[device.kind] for device in described.devices]
+    return min(kinds, key=lambda kind: kind.memory_bytes.value)

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import msgspec
 
-from bayplan.data.checks import check_not_negative
+from bayplan.data.errors import check_not_negative
 
 __all__ = ["Chain", "Layer"]
 

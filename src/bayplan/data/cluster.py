@@ -1,17 +1,241 @@
-"""`Cluster`: which devices there are, on which hosts, joined by which links."""
+"""`Cluster`: which devices there are, on which hosts, and the links and joints between them.
+
+A link joins two devices. A joint says the same of many at once, because a cluster of thousands has
+millions of pairs: devices on different sides of it reach each other, and each side has one wire,
+which its devices share. This is how hardware is made, from the nearest to the farthest:
+
+    PIX   0|1  2|3       a switch of two: a slot for each device
+    PHB   0-1|2-3        the switches' ways up to the processor, one for two devices
+    SYS   0-3|4-7        between the two processors
+    NET   0-7|8-15       the network, where all devices of a host share its card
+
+0|1        device 0 and device 1, each with a wire of its own
+0-3|4-7    the four on each side share a wire
+0|1|2|3    four devices around a switch
+"""
 
 import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 
 import msgspec
 
 from bayplan.data.device import DeviceKind, Figure
 from bayplan.data.errors import UsageError
-from bayplan.data.joint import Joint, Link, LinkKind
 from bayplan.data.placement import Placement
-from bayplan.data.union import Union
 
-__all__ = ["MOST_DEVICES", "Cluster", "ClusterDevice", "Host", "Joint", "Link", "LinkKind"]
+__all__ = [
+    "MOST_DEVICES",
+    "Cluster",
+    "ClusterDevice",
+    "Host",
+    "Join",
+    "Joint",
+    "Link",
+    "LinkKind",
+    "Union",
+    "given_figures",
+    "join_text",
+    "numbers_text",
+    "parse_join",
+]
+
+
+class Union:
+    """Groups of the numbers from 0; at first each is alone.
+
+    Example:
+        >>> groups = Union(4)
+        >>> groups.unite((2, 0)), groups.unite((0, 2))
+        (True, False)
+        >>> groups.groups()
+        ((0, 2), (1,), (3,))
+    """
+
+    def __init__(self, size: int) -> None:
+        self._above = list(range(size))
+
+    def find(self, number: int) -> int:
+        """The smallest number of a number's group."""
+        above = self._above
+        while above[number] != number:
+            above[number] = above[above[number]]  # halves the path for the next search
+            number = above[number]
+        return number
+
+    def unite(self, numbers: Iterable[int]) -> bool:
+        """Put the groups of some numbers together, and say whether they were not."""
+        roots = {self.find(number) for number in numbers}
+        for root in roots:
+            self._above[root] = min(roots)
+        return len(roots) > 1
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups, sorted."""
+        members: dict[int, list[int]] = {}
+        for number in range(len(self._above)):
+            members.setdefault(self.find(number), []).append(number)
+        return tuple(map(tuple, members.values()))
+
+
+Join = tuple[tuple[int, ...], ...]  # sides, each of them devices
+
+
+class LinkKind(StrEnum):
+    """How two devices are joined, in the words of `nvidia-smi topo -m`, the nearest first."""
+
+    NVLINK = "NVLINK"
+    PIX = "PIX"
+    PXB = "PXB"
+    PHB = "PHB"
+    NODE = "NODE"
+    SYS = "SYS"
+    MEMORY = "MEMORY"  # shared memory of one host
+    NET = "NET"
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A joint between two devices; links with the same `shared` word share one bandwidth."""
+
+    ends: tuple[int, int]
+    kind: LinkKind
+    latency_seconds: Figure
+    bandwidth_bytes_per_s: Figure
+    shared: str = ""
+
+    def check(self, name: str, num_devices: int) -> None:
+        for position, end in enumerate(self.ends):
+            _check_device(f"{name}.ends[{position}]", end, num_devices)
+        if self.ends[0] == self.ends[1]:
+            raise ValueError(f"{name} joins device {self.ends[0]} to itself")
+        _check_figures(name, self)
+
+
+class Joint(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One kind of joint, at every place where it is.
+
+    Attributes:
+        joins: its places; each has sides, and each side devices. What is on different sides is
+            joined, and what is on one side shares that side's wire.
+        bandwidth_bytes_per_s: of one wire, in each direction.
+        reduce_bandwidth_bytes_per_s: the same for a sum in a ring, where it was measured; by
+            default as for messages.
+        reduce_latency_seconds: of one of the n - 1 steps of a ring of n; by default two messages.
+        is_duplex: whether both directions go on at once at full bandwidth.
+    """
+
+    kind: LinkKind
+    joins: tuple[Join, ...]
+    latency_seconds: Figure
+    bandwidth_bytes_per_s: Figure
+    reduce_latency_seconds: Figure | None = None
+    reduce_bandwidth_bytes_per_s: Figure | None = None
+    is_duplex: bool = True
+
+    def check(self, name: str, num_devices: int) -> None:
+        if not self.joins:
+            raise ValueError(f"{name}.joins is empty; say which devices it joins, like '0|1'")
+        for index, sides in enumerate(self.joins):
+            place = f"{name}.joins[{index}]"
+            if len(sides) < 2:
+                raise ValueError(f"{place} has {len(sides)} side, must be two or more, like '0|1'")
+            if not all(sides):
+                raise ValueError(f"{place} has a side without devices")
+            seen: set[int] = set()
+            for device in chain.from_iterable(sides):
+                _check_device(place, device, num_devices)
+                if device in seen:
+                    raise ValueError(f"{place} names device {device} twice")
+                seen.add(device)
+        _check_figures(name, self)
+
+
+def given_figures(struct: msgspec.Struct) -> Iterator[tuple[str, Figure]]:
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        if isinstance(value, Figure):
+            yield name, value
+
+
+def _check_device(name: str, device: int, num_devices: int) -> None:
+    if not 0 <= device < num_devices:
+        raise ValueError(f"{name} is {device}, must be from 0 to {num_devices - 1}")
+
+
+def _check_figures(name: str, struct: Link | Joint) -> None:
+    for field, figure in given_figures(struct):
+        if not figure.value < math.inf:
+            raise ValueError(f"{name}.{field} is {figure.value}, must be a number")
+        if "bandwidth" in field and figure.value == 0:
+            raise ValueError(
+                f"{name}.{field} is 0, must be more; leave out what joins no devices at all"
+            )
+
+
+_RUN = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?")
+_EXAMPLE = "write sides of devices like '0|1' or '0-3|4-7'"
+
+
+def parse_join(text: str, num_devices: int) -> Join:
+    """Read a join among so many devices.
+
+    Raises:
+        ValueError: with what is wrong; the caller knows where the text stands.
+
+    Example:
+        >>> parse_join("0,1 | 2-3", 4)
+        ((0, 1), (2, 3))
+    """
+    return tuple(tuple(_devices(side, text, num_devices)) for side in text.split("|"))
+
+
+def _devices(side: str, text: str, num_devices: int) -> Iterator[int]:
+    for run in side.split(","):
+        match = _RUN.fullmatch(run)
+        if match is None:
+            raise ValueError(f"is {text!r}, of which {run.strip()!r} is no device; {_EXAMPLE}")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if last < first:
+            raise ValueError(f"is {text!r}: the range {run.strip()} goes down")
+        if last >= num_devices:
+            raise ValueError(
+                f"is {text!r}, but there is no device {last}: they are 0 to {num_devices - 1}"
+            )
+        yield from range(first, last + 1)
+
+
+def join_text(join: Join) -> str:
+    """Print a join so that it reads back.
+
+    Example:
+        >>> join_text(((0, 1, 2, 3), (5,)))
+        '0-3|5'
+    """
+    return "|".join(numbers_text(side) for side in join)
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Numbers with their ranges.
+
+    Example:
+        >>> numbers_text([0, 1, 2, 7])
+        '0-2,7'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
 
 MOST_DEVICES = 2**16  # more is a slip of the keyboard
 
@@ -89,20 +313,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all its figures."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
 
     def kind_of(self, device: int) -> DeviceKind:
-        """What a device is."""
         return self.kinds[self.devices[device].kind]
 
     @cached_property
     def devices_of_hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each host, in order."""
-        found: list[list[int]] = [[] for _ in self.hosts]
+        devices: list[list[int]] = [[] for _ in self.hosts]
         for index, device in enumerate(self.devices):
-            found[device.host].append(index)
-        return tuple(tuple(devices) for devices in found)
+            devices[device.host].append(index)
+        return tuple(map(tuple, devices))
 
     def numbers_of(self, placement: Placement) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage of a placement, whose nodes are the hosts.
@@ -126,10 +347,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             groups.unite(link.ends)
         for joint in self.joints:
             for join in joint.joins:
-                groups.unite(device for side in join for device in side)
-        first = groups.find(0)
+                groups.unite(chain.from_iterable(join))
         for device in range(len(self.devices)):
-            if groups.find(device) != first:
+            if groups.find(device) != 0:
                 raise ValueError(
                     f"device {device} is not reached from device 0 by any link or joint; add one,"
                     f" or leave the device out"

@@ -5,22 +5,32 @@ the network between hosts is one entry; a kind of device may be a name in the ca
 that says everything device by device, as a `Cluster` is written, is understood as well.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
 
-from bayplan.data.cluster import MOST_DEVICES, Cluster, ClusterDevice, Host
+from bayplan.data.cluster import (
+    MOST_DEVICES,
+    Cluster,
+    ClusterDevice,
+    Host,
+    Join,
+    Joint,
+    Link,
+    LinkKind,
+    parse_join,
+)
 from bayplan.data.device import DeviceKind, Figure
-from bayplan.data.joins import parse_join
-from bayplan.data.joint import Join, Joint, Link, LinkKind
 
 __all__ = ["ClusterFile", "HostEntry", "JointEntry", "NetworkEntry"]
 
 
-class JointEntry(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Written without what has its default."""
+
+
+class JointEntry(_Entry, frozen=True, kw_only=True):
     """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists."""
 
     kind: LinkKind
@@ -31,24 +41,25 @@ class JointEntry(
     reduce_bandwidth_bytes_per_s: Figure | None = None
     is_duplex: bool = True
 
-    def joint(self, name: str, offsets: tuple[int, ...], num_devices: int) -> Joint:
-        """The joint among so many devices, once for each number that these begin with."""
+    def joint(self, name: str, offsets: Sequence[int], num_devices: int) -> Joint:
+        """The joint of one host's devices, repeated for hosts whose devices start at `offsets`."""
         joins: list[Join] = []
-        for at, join in enumerate(self.joins):
+        for index, join in enumerate(self.joins):
             try:
                 joins.append(parse_join(join, num_devices) if isinstance(join, str) else join)
             except ValueError as fault:
-                raise ValueError(f"{name}.joins[{at}] {fault}") from None
-        given = {field: getattr(self, field) for field in self.__struct_fields__}
-        joint = Joint(**(given | {"joins": tuple(joins)}))
+                raise ValueError(f"{name}.joins[{index}] {fault}") from None
+        joint = Joint(**(msgspec.structs.asdict(self) | {"joins": tuple(joins)}))
         joint.check(name, num_devices)  # here, where its place in the file is known
-        moved = tuple(_moved(join, offset) for offset in offsets for join in joins)
-        return msgspec.structs.replace(joint, joins=moved)
+        shifted = tuple(
+            tuple(tuple(device + offset for device in side) for side in join)
+            for offset in offsets
+            for join in joins
+        )
+        return msgspec.structs.replace(joint, joins=shifted)
 
 
-class HostEntry(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class HostEntry(_Entry, frozen=True, kw_only=True):
     """A `Host`, or several that are alike.
 
     Attributes:
@@ -75,20 +86,16 @@ class HostEntry(
 
     @property
     def num_devices(self) -> int:
-        """Of one of these hosts."""
         return sum(self.devices.values())
 
     def hosts(self) -> Iterator[Host]:
-        """Each of them."""
         shared = {name: getattr(self, name) for name in Host.__struct_fields__ if name != "name"}
         for index in range(self.count):
             name = self.name if self.count == 1 else f"{self.name}-{index}"
             yield Host(name=name, **shared)
 
 
-class NetworkEntry(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class NetworkEntry(_Entry, frozen=True, kw_only=True):
     """What joins the hosts.
 
     Attributes:
@@ -116,9 +123,7 @@ class NetworkEntry(
         return joint
 
 
-class ClusterFile(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class ClusterFile(_Entry, frozen=True, kw_only=True):
     """All of a cluster, as short as it may be said.
 
     Attributes:
@@ -141,7 +146,7 @@ class ClusterFile(
     joints: tuple[JointEntry, ...] = ()
 
     def cluster(self, find_kind: Callable[[str], DeviceKind]) -> Cluster:
-        """The whole of it.
+        """The cluster, device by device.
 
         Args:
             find_kind: looks a name up in a catalogue, and raises its own error.
@@ -152,13 +157,14 @@ class ClusterFile(
         hosts = tuple(host for entry in self.hosts for host in entry.hosts())
         devices, joints = self._devices_and_joints()
         joints += [
-            entry.joint(f"joints[{at}]", (0,), len(devices)) for at, entry in enumerate(self.joints)
+            entry.joint(f"joints[{index}]", (0,), len(devices))
+            for index, entry in enumerate(self.joints)
         ]
-        of_hosts: dict[int, list[int]] = {}
+        devices_of: dict[int, list[int]] = {}
         for number, device in enumerate(devices):
-            of_hosts.setdefault(device.host, []).append(number)
-        if self.network is not None and len(of_hosts) > 1:
-            joints.append(self.network.joint(list(of_hosts.values())))
+            devices_of.setdefault(device.host, []).append(number)
+        if self.network is not None and len(devices_of) > 1:
+            joints.append(self.network.joint(list(devices_of.values())))
         return Cluster(
             name=self.name,
             title=self.title,
@@ -195,15 +201,15 @@ class ClusterFile(
         devices: list[ClusterDevice] = []
         joints: list[Joint] = []
         host = 0
-        for at, entry in enumerate(self.hosts):
-            begin = len(devices)
-            for index in range(entry.count):
+        for entry_index, entry in enumerate(self.hosts):
+            offsets: list[int] = []
+            for _ in range(entry.count):
+                offsets.append(len(devices))
                 for kind, count in entry.devices.items():
-                    devices += [ClusterDevice(kind=kind, host=host + index)] * count
-            host += entry.count
-            offsets = tuple(begin + index * entry.num_devices for index in range(entry.count))
+                    devices += [ClusterDevice(kind=kind, host=host)] * count
+                host += 1
             joints += [
-                joint.joint(f"hosts[{at}].joints[{index}]", offsets, entry.num_devices)
+                joint.joint(f"hosts[{entry_index}].joints[{index}]", offsets, entry.num_devices)
                 for index, joint in enumerate(entry.joints)
             ]
         return devices, joints
@@ -218,7 +224,3 @@ class ClusterFile(
             name: find_kind(given) if isinstance(given, str) else given
             for name, given in named.items()
         }
-
-
-def _moved(join: Join, offset: int) -> Join:
-    return tuple(tuple(device + offset for device in side) for side in join)

@@ -109,6 +109,11 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     convolution_backward: Figure | None = None
     convolution_scale: Figure | None = None
 
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for tensors once the context is there."""
+        return int(self.memory_bytes.value - self.context_bytes.value)
+
     def __post_init__(self) -> None:
         if "float32" not in self.flops_per_s:
             raise ValueError("flops_per_s has no float32, which other dtypes fall back to")

@@ -1,4 +1,4 @@
-"""Every error a user can cause, each with the exit code the command line gives it.
+"""Every error a user can cause, each with its exit code, and the checks that every noun makes.
 
 An error says what failed, the numbers on both sides and the smallest change that would help.
 All are `ValueError`s, so that callers who do not know bayplan can still catch them; anything else
@@ -6,8 +6,11 @@ that escapes is a bug of ours (exit code 1).
 """
 
 import difflib
+import math
 from collections.abc import Iterable
 from enum import IntEnum
+
+import msgspec
 
 __all__ = [
     "BayplanError",
@@ -18,13 +21,15 @@ __all__ = [
     "ForeignPlan",
     "PlanBroken",
     "UsageError",
+    "check_at_least_1",
+    "check_figures",
+    "check_not_negative",
+    "check_numbers",
     "did_you_mean",
 ]
 
 
 class ExitCode(IntEnum):
-    """What the process tells the shell."""
-
     DONE = 0
     BUG = 1
     USAGE = 2
@@ -99,3 +104,40 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "known: " + ", ".join(names)
+
+
+def check_not_negative(**figures: float) -> None:
+    """Refuse bytes, seconds or counts below 0, and those that are no number, by name.
+
+    Example:
+        >>> check_not_negative(size_bytes=0, seconds=1.5)
+        >>> check_not_negative(size_bytes=-1)
+        Traceback (most recent call last):
+        ValueError: size_bytes is -1, must be 0 or more
+    """
+    for name, figure in figures.items():
+        if not 0 <= figure < math.inf:
+            raise ValueError(f"{name} is {figure}, must be 0 or more")
+
+
+def check_figures(name: str, figures: Iterable[float]) -> None:
+    """Refuse the same in a column, by name and place."""
+    for index, figure in enumerate(figures):
+        if not 0 <= figure < math.inf:
+            raise ValueError(f"{name}[{index}] is {figure}, must be 0 or more")
+
+
+def check_numbers(struct: msgspec.Struct) -> None:
+    """Refuse the same in every field that is a number or a column of numbers."""
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        if isinstance(value, int | float):
+            check_not_negative(**{name: value})
+        elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
+            check_figures(name, value)
+
+
+def check_at_least_1(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}, must be at least 1")

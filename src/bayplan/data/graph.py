@@ -7,12 +7,13 @@ than any operator needs it, and the true peak sees that.
 """
 
 import hashlib
+import math
 from enum import StrEnum
 from functools import cached_property
 
 import msgspec
 
-from bayplan.data.checks import check_figures, check_not_negative
+from bayplan.data.errors import check_figures, check_not_negative
 
 __all__ = ["Node", "Phase", "StepGraph", "Storage", "StorageKind", "Value"]
 
@@ -42,7 +43,6 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         size_bytes: bytes asked of the allocator, before its rounding.
-        kind: what it is there for.
         born: index of the node that creates it; None if it is there before the step.
         released: index of the node after which it is gone; None if it outlives the step.
         name: parameter or buffer name, where it has one.
@@ -79,7 +79,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         op: the operator with its overload, `aten.convolution.default`.
-        phase: forward, backward or update.
         reads: values it takes; writes: values it gives (in-place ones share a read's storage).
         module: path of the module it runs for, `layer1.0.conv2`; empty outside any module.
         source: the user's line behind it, `resnet.py:41`; backward nodes carry their forward's.
@@ -138,7 +137,7 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for index, storage in enumerate(self.storages):
             if storage.kind is StorageKind.PARAMETER and index in first_value_of:
                 value = first_value_of[index]
-                total += storage.size_bytes * _numel(value.shape) // max(value.size_bytes, 1)
+                total += storage.size_bytes * math.prod(value.shape) // max(value.size_bytes, 1)
         return total
 
     @cached_property
@@ -155,32 +154,21 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return tuple(dict.fromkeys(self.values[value].storage for value in values))
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
 def _check_indices(graph: StepGraph) -> None:
     """Refuse references to nodes, values or storages that do not exist."""
-    num_nodes, num_values, num_storages = (
-        len(graph.nodes),
-        len(graph.values),
-        len(graph.storages),
-    )
+    num_nodes, num_values, num_storages = map(len, (graph.nodes, graph.values, graph.storages))
 
     def check(place: str, index: int | None, bound: int) -> None:
         if index is not None and not 0 <= index < bound:
             raise ValueError(f"{place} is {index}, must be from 0 to {bound - 1}")
 
-    for at, node in enumerate(graph.nodes):
+    for index, node in enumerate(graph.nodes):
         for field, values in (("reads", node.reads), ("writes", node.writes)):
             for position, value in enumerate(values):
-                check(f"nodes[{at}].{field}[{position}]", value, num_values)
-    for at, value in enumerate(graph.values):
-        check(f"values[{at}].storage", value.storage, num_storages)
-        check(f"values[{at}].producer", value.producer, num_nodes)
-    for at, storage in enumerate(graph.storages):
-        check(f"storages[{at}].born", storage.born, num_nodes)
-        check(f"storages[{at}].released", storage.released, num_nodes)
+                check(f"nodes[{index}].{field}[{position}]", value, num_values)
+    for index, value in enumerate(graph.values):
+        check(f"values[{index}].storage", value.storage, num_storages)
+        check(f"values[{index}].producer", value.producer, num_nodes)
+    for index, storage in enumerate(graph.storages):
+        check(f"storages[{index}].born", storage.born, num_nodes)
+        check(f"storages[{index}].released", storage.released, num_nodes)

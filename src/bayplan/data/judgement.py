@@ -1,10 +1,10 @@
-"""`Judgement`: what a split of a model over devices takes, in seconds and bytes, before it runs."""
+"""`Judgement`: what a split of a model over devices takes; `Why`: what its time consists of."""
 
 from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Binding", "Judgement", "MemoryNeed", "StageJudgement"]
+__all__ = ["Alternative", "Binding", "Gain", "Judgement", "MemoryNeed", "StageJudgement", "Why"]
 
 
 class Binding(StrEnum):
@@ -43,24 +43,17 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def needed_bytes(self) -> int:
         """The sum of what is there for a reason."""
-        return (
-            self.weight_bytes
-            + self.version_bytes
-            + self.gradient_bytes
-            + self.state_bytes
-            + self.activation_bytes
-            + self.transfer_bytes
-            + self.bucket_bytes
-        )
+        parts = ("weight", "version", "gradient", "state", "activation", "transfer", "bucket")
+        return sum(getattr(self, f"{part}_bytes") for part in parts)
 
     @property
     def total_bytes(self) -> int:
-        """What a tool that looks at the device would show."""
+        """What `nvidia-smi` would show."""
         return self.allocated_bytes + self.context_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much; where it is unknown, yes."""
+        """True also where the device's memory is unknown."""
         return not self.device_bytes or self.total_bytes <= self.device_bytes
 
 
@@ -118,23 +111,70 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def samples_per_second(self) -> float:
-        """How many samples are trained on in a second.
-
-        Example:
-            >>> Judgement(seconds=2.0, low_seconds=2.0, high_seconds=2.0, num_samples=64, stages=(),
-            ...     binding=Binding.SUM, binding_stage=0, bubble=0.0, num_simulated=1
-            ... ).samples_per_second
-            32.0
-        """
         return self.num_samples / self.seconds if self.seconds else float("inf")
 
     @property
     def fits(self) -> bool:
-        """Whether all devices have the memory."""
         return all(stage.memory.fits for stage in self.stages)
 
-    def ties_with(self, other: "Judgement") -> bool:
-        """Whether the figures are too uncertain to say which of two is faster."""
-        return self.low_seconds <= other.seconds <= self.high_seconds or (
-            other.low_seconds <= self.seconds <= other.high_seconds
-        )
+
+class Gain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the difference to pure data parallel.
+
+    Attributes:
+        name: where it comes from.
+        seconds: of a batch that are saved; below 0 if it costs.
+        note: how it was found, or what it means.
+    """
+
+    name: str
+    seconds: float
+    note: str = ""
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another split.
+
+    Attributes:
+        shape: its stages, as `7:1` devices.
+        seconds: of a batch; None if it does not fit.
+        reason: why it was not chosen.
+        is_tie: whether figures are too uncertain to say that it is slower.
+    """
+
+    name: str
+    shape: str
+    seconds: float | None
+    reason: str
+    is_tie: bool = False
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An explained split; everything is simulated.
+
+    Attributes:
+        shape: its stages, as `7:1` devices.
+        num_micro_batches, schedule, staleness: how a batch passes.
+        binding: what a faster batch would have to make faster, in a sentence.
+        findings: what it comes down to, in sentences.
+        data_parallel_seconds: of pure data parallel on the same devices; None if it does not fit.
+        gains: parts of the difference to it, and together all of it.
+        alternatives: other splits, the fastest first.
+        estimate_factor: by which estimates by layers were multiplied, so that the split's own is
+            what its replay takes.
+    """
+
+    schema: str = "bayplan/why"
+    version: int = 1
+    name: str
+    shape: str
+    num_micro_batches: int
+    schedule: str
+    staleness: int
+    judgement: Judgement
+    binding: str
+    findings: tuple[str, ...] = ()
+    data_parallel_seconds: float | None = None
+    gains: tuple[Gain, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    estimate_factor: float = 1.0

@@ -21,7 +21,7 @@ __all__ = ["Place", "Placement"]
 
 _EXAMPLE = "write node:device or node:first-last, like 0:0-6.0:7"
 # Longer numbers and ranges are slips of the keyboard; a range is held device by device.
-_NUMBER = re.compile("[0-9]{1,6}")
+_PART = re.compile("([0-9]{1,6}):([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _MOST_DEVICES = 2**16
 
 
@@ -48,20 +48,19 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("stages is empty; a placement needs at least one")
-        for at, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.stages):
             if not stage:
-                raise ValueError(f"stages[{at}] is empty; a stage needs at least one place")
+                raise ValueError(f"stages[{index}] is empty; a stage needs at least one place")
             if list(stage) != sorted(set(stage)):
-                raise ValueError(f"stages[{at}] is not sorted, or names a place twice")
-            for place in stage:
-                if place.node < 0 or place.device < 0:
-                    raise ValueError(f"stages[{at}] has {place}, must be 0 or more")
+                raise ValueError(f"stages[{index}] is not sorted, or names a place twice")
+            if min(map(min, stage)) < 0:
+                raise ValueError(f"stages[{index}] has {min(stage)}, must be 0 or more")
 
     @classmethod
     def parse(cls, text: str, *, num_devices: int | None = None) -> "Placement":
         """Read a placement; the empty one is node 0's first `num_devices` devices."""
         if text:
-            return cls(_Reader(text).read())
+            return cls(_parse(text))
         if num_devices is None or num_devices < 1:
             known = "is not known" if num_devices is None else f"is {num_devices}"
             raise UsageError(
@@ -79,7 +78,6 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(sorted({place for stage in self.stages for place in stage}))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that compute a stage, rising."""
         rank_of = {place: rank for rank, place in enumerate(self.places)}
         return tuple(rank_of[place] for place in self.stages[stage])
 
@@ -112,16 +110,12 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def without_gaps(self) -> "Placement":
         """The same with every gap closed."""
-        nodes = sorted({place.node for place in self.places})
-        devices = {
-            node: sorted(place.device for place in self.places if place.node == node)
-            for node in nodes
-        }
+        renumbered: dict[Place, Place] = {}
+        grouped = groupby(self.places, lambda place: place.node)
+        for node, (_, places) in enumerate(grouped):
+            renumbered |= {place: Place(node, device) for device, place in enumerate(places)}
         return Placement(
-            tuple(
-                tuple(Place(nodes.index(node), devices[node].index(at)) for node, at in stage)
-                for stage in self.stages
-            )
+            tuple(tuple(renumbered[place] for place in stage) for stage in self.stages)
         )
 
     def check_exists(self, devices_per_node: Sequence[int]) -> None:
@@ -139,84 +133,44 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
 
-class _Reader:
-    """A walk along the text, from left to right; `at` is what is read next."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-
-    def read(self) -> tuple[tuple[Place, ...], ...]:
-        stages = [self._stage()]
-        while self._take("."):
-            stages.append(self._stage())
-        if self.at < len(self.text):
-            raise self._fault("'-', ',', '.' or the end" if self._may_range() else "',' or '.'")
-        return tuple(stages)
-
-    def _stage(self) -> tuple[Place, ...]:
+def _parse(text: str) -> tuple[tuple[Place, ...], ...]:
+    stages: list[tuple[Place, ...]] = []
+    position = 0
+    for stage in text.split("."):
         places: set[Place] = set()
-        while True:
-            begin = self.at
-            for place in self._nodes():
+        for part in stage.split(","):
+            where = f"placement {text!r}: {part!r} at position {position}"
+            for place in _places(part, where):
                 if place in places:
                     raise UsageError(
-                        f"placement {self.text!r}: {self.text[begin : self.at]} at position {begin}"
-                        f" names device {place.device} of node {place.node} twice in one stage"
+                        f"{where} names device {place.device} of node {place.node} twice in one"
+                        " stage"
                     )
                 places.add(place)
-            if not self._take(","):
-                return tuple(sorted(places))
+            position += len(part) + 1
+        stages.append(tuple(sorted(places)))
+    return tuple(stages)
 
-    def _nodes(self) -> list[Place]:
-        node = self._number("a node's number")
-        if not self._take(":"):
-            raise self._fault("':'")
-        begin = self.at
-        first = last = self._number("a device's number")
-        if self._take("-"):
-            last = self._number("the last device's number")
-        written = self.text[begin : self.at]
-        if last < first:
-            raise UsageError(
-                f"placement {self.text!r}: the range {written} at position {begin} goes down;"
-                f" write {last}-{first}"
-            )
-        if last - first >= _MOST_DEVICES:
-            raise UsageError(
-                f"placement {self.text!r}: the range {written} at position {begin} has"
-                f" {last - first + 1} devices, at most {_MOST_DEVICES} are allowed"
-            )
-        return [Place(node, device) for device in range(first, last + 1)]
 
-    def _number(self, what: str) -> int:
-        match = _NUMBER.match(self.text, self.at)
-        if match is None:
-            raise self._fault(what)
-        self.at = match.end()
-        return int(match[0])
-
-    def _take(self, mark: str) -> bool:
-        found = self.text.startswith(mark, self.at)
-        self.at += found
-        return found
-
-    def _may_range(self) -> bool:
-        """Whether what was just read is a device alone, so that a range may follow."""
-        return re.search(r":[0-9]+\Z", self.text[: self.at]) is not None
-
-    def _fault(self, wanted: str) -> UsageError:
-        found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-        return UsageError(
-            f"placement {self.text!r}: expected {wanted} at position {self.at}, found {found};"
-            f" {_EXAMPLE}"
+def _places(part: str, where: str) -> list[Place]:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise UsageError(f"{where} names no device; {_EXAMPLE}")
+    node, first = int(match[1]), int(match[2])
+    last = int(match[3] or first)
+    if last < first:
+        raise UsageError(f"{where} is a range that goes down; write {node}:{last}-{first}")
+    if last - first >= _MOST_DEVICES:
+        raise UsageError(
+            f"{where} has {last - first + 1} devices, at most {_MOST_DEVICES} are allowed"
         )
+    return [Place(node, device) for device in range(first, last + 1)]
 
 
 def _runs(stage: Sequence[Place]) -> list[str]:
     """Neighbouring devices of one node, as ranges."""
     # Along a run, device and index rise together, so their difference tells runs apart.
-    grouped = groupby(enumerate(stage), lambda at: (at[1].node, at[1].device - at[0]))
+    grouped = groupby(enumerate(stage), lambda item: (item[1].node, item[1].device - item[0]))
     runs = [[place for _, place in group] for _, group in grouped]
     return [
         f"{run[0].node}:{run[0].device}" + (f"-{run[-1].device}" if len(run) > 1 else "")

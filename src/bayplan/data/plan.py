@@ -1,27 +1,104 @@
-"""`Plan`: every decision about a step, made before it runs; `run` obeys and `simulate` replays."""
+"""`Plan`: every decision about a step, made before it runs; `run` obeys and `simulate` replays.
 
-import math
+A plan is a `DevicePlan` (one device, operator by operator) or a `RankPlan` (stages on ranks, each
+with its list of actions). A file says which in its field `kind`.
+"""
+
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgspec
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.order import StepOrder
+from bayplan.data.errors import (
+    ForeignPlan,
+    check_at_least_1,
+    check_figures,
+    check_not_negative,
+    check_numbers,
+)
 from bayplan.data.placement import Placement
+from bayplan.data.program import Program
 
 __all__ = [
     "Bucket",
     "Choice",
     "Decision",
+    "DevicePlan",
     "LiveValue",
     "PeakMoment",
     "Plan",
+    "RankPlan",
     "Request",
     "Route",
     "Stage",
     "StageOrder",
+    "StepOrder",
+    "SwapOrder",
 ]
+
+
+class SwapOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An activation that is offloaded; times are steps of the schedule.
+
+    Attributes:
+        away_before: the step before which it must have left the device.
+        backs_before: the steps before which a prefetch begins, one for each stretch of backward
+            that reads it.
+    """
+
+    buffer: int
+    away_before: int
+    backs_before: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if not self.backs_before:
+            raise ValueError("backs_before is empty; a swapped activation must come back")
+
+
+class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The order of a program's ops, with repeats, and how its values are stored in between.
+
+    Attributes:
+        program_fingerprint: of the program with all packs and swaps applied.
+        schedule: op indices; each op once in plain order, and repeats in between.
+        packs: names of the values that are kept in packed form.
+        strategy: who chose it.
+        peak_bytes, seconds: predicted; `plain_...` for the step without a plan.
+        gap: how much faster an optimal order could be at most, as a share; None if unknown.
+    """
+
+    program_fingerprint: str
+    schedule: tuple[int, ...]
+    packs: tuple[str, ...] = ()
+    swaps: tuple[SwapOrder, ...] = ()
+    strategy: str
+    peak_bytes: int
+    plain_peak_bytes: int
+    seconds: float
+    plain_seconds: float
+    gap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.schedule:
+            raise ValueError("schedule is empty; a step has at least one op")
+        check_numbers(self)
+
+    @property
+    def time_ratio(self) -> float:
+        return self.seconds / self.plain_seconds if self.plain_seconds else 1.0
+
+    def check_belongs_to(self, program: Program) -> None:
+        if program.fingerprint != self.program_fingerprint:
+            raise ForeignPlan(
+                f"the plan is for another step: its fingerprint is {self.program_fingerprint}, this"
+                f" step's is {program.fingerprint}; model, batch size, precision or torch differ."
+                " Plan this step anew"
+            )
 
 
 class Choice(StrEnum):
@@ -48,28 +125,21 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shares: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.first < 0:
-            raise ValueError(f"first node is {self.first}, must be 0 or more")
         if self.first > self.last:
             raise ValueError(f"first node {self.first} is after last node {self.last}")
         if not self.devices:
             raise ValueError("devices is empty; a stage needs at least one")
         if len(self.shares) != len(self.devices):
             raise ValueError(f"{len(self.shares)} shares for {len(self.devices)} devices")
-        for position, device in enumerate(self.devices):
-            if device < 0:
-                raise ValueError(f"devices[{position}] is {device}, must be 0 or more")
-        for position, share in enumerate(self.shares):
-            if share < 1:
-                raise ValueError(f"shares[{position}] is {share}, must be at least 1")
+        check_numbers(self)
+        check_at_least_1(**{f"shares[{index}]": share for index, share in enumerate(self.shares)})
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The choice for one activation, and what it costs.
 
     Attributes:
-        value: the op that makes it, with the module it belongs to in `place`.
-        size_bytes: what it takes while it is there.
+        value: the op that makes it; `place` is the module it belongs to.
         seconds: what the choice adds to the step.
     """
 
@@ -80,10 +150,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.size_bytes < 0:
-            raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
-        if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ValueError(f"seconds is {self.seconds}, must be finite and 0 or more")
+        check_numbers(self)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,8 +176,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Gradients that travel in one message, by parameter name.
 
     Attributes:
-        stages: that have a part of them; the ranks of all of these sum them up. Several for
-            weights that are tied across stages.
+        stages: whose ranks sum them; several if weights are tied across stages.
     """
 
     parameters: tuple[str, ...]
@@ -118,8 +184,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stages: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        if self.size_bytes < 0:
-            raise ValueError(f"size_bytes is {self.size_bytes}, must be 0 or more")
+        check_numbers(self)
 
 
 class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,10 +201,10 @@ class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         in_flight: the most micro-batches that are past their forward at once, on any of its ranks.
         held_bytes: what each of them keeps in memory for its backward.
-        passing_bytes: more than that, at the highest moment of a forward and backward.
+        passing_bytes: more than that, at the peak of a forward and backward.
         swap_bytes: what each of them has in the swap file.
         kept: for readers, the largest values that are held.
-        decisions: for readers, the values that are not simply kept.
+        decisions: for readers, the values that are not kept.
     """
 
     stage: int
@@ -153,16 +218,12 @@ class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decisions: tuple[Decision, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("stage", 0), ("num_samples", 1), ("in_flight", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least {least}")
-        for name in ("held_bytes", "passing_bytes", "swap_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more")
+        check_numbers(self)
+        check_at_least_1(num_samples=self.num_samples, in_flight=self.in_flight)
 
     @property
     def needed_bytes(self) -> int:
-        """What the stage takes on a rank beside what stays."""
+        """What the stage takes on a rank beside parameters and other residents."""
         return self.in_flight * self.held_bytes + self.passing_bytes
 
 
@@ -177,10 +238,9 @@ class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What fills the memory when it is fullest.
 
     Attributes:
-        op: the op that runs then, with the module it runs for in `place`.
+        op: the op that runs then; `place` is the module it runs for.
         always_bytes: what no plan can release: parameters, buffers, batch, optimizer state.
         outputs_bytes: gradients and other results so far.
-        workspace_bytes: inside the op's kernel.
         values: activations and temporaries, the largest first.
     """
 
@@ -192,13 +252,80 @@ class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     values: tuple[LiveValue, ...]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decisions, what they are predicted to cost, and what they belong to.
+def _from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 had one type for both kinds; only plans for one device had an `order`.
+
+    Fields keep their names and places, so a fault is named where it stands in the old file. What
+    belongs to the other kind only ever had its default, or said again what `order` says.
+    """
+    is_for_ranks = fields.get("order") is None
+    kind, other = ("ranks", DevicePlan) if is_for_ranks else ("device", RankPlan)
+    actions = fields.get("actions")
+    if not is_for_ranks and isinstance(actions, list) and len(actions) != 1:
+        raise ValueError(
+            f"a plan for one device has an `order`, but there are {len(actions)} lists of `actions`"
+        )
+    dropped = {*other.__struct_fields__} - {*_PlanBase.__struct_fields__} | {"gap"}
+    kept = {name: value for name, value in fields.items() if name not in dropped}
+    return {"kind": kind, **kept, "version": 2}
+
+
+class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every plan says: what it belongs to, and what it is predicted to cost.
 
     Attributes:
-        step_fingerprint: of the operators that stages are cut from, for any batch size; empty
-            where there is one stage on one device.
-        placement: where the ranks are, node by node; empty where there is one device.
+        cluster_fingerprint: of one device, its name.
+        limit_bytes: per device; None for a plan without a limit.
+        predicted_peak_bytes: by device.
+        predicted_seconds: of a step, loss and update included; 0 if it was not predicted.
+    """
+
+    schema: str = "bayplan/plan"
+    version: int = 2
+    model: str
+    cluster_fingerprint: str
+    torch_version: str
+    limit_bytes: int | None = None
+    request: Request | None = None
+    predicted_peak_bytes: tuple[int, ...]
+    predicted_seconds: float
+
+    upgrades: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = MappingProxyType(
+        {1: _from_version_1}
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least_1(limit_bytes=self.limit_bytes)
+        check_not_negative(predicted_seconds=self.predicted_seconds)
+        check_figures("predicted_peak_bytes", self.predicted_peak_bytes)
+
+
+class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="device"):
+    """What one device does with each operator and activation of a step.
+
+    Attributes:
+        graph_fingerprint: of the captured step.
+        decisions: the order by activation, for readers; those not named are kept.
+        peak_moment: what sets the predicted peak, for readers.
+    """
+
+    graph_fingerprint: str
+    order: StepOrder
+    decisions: tuple[Decision, ...] = ()
+    peak_moment: PeakMoment | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.predicted_peak_bytes) != 1:
+            raise ValueError(f"{len(self.predicted_peak_bytes)} predicted peaks for 1 device")
+
+
+class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="ranks"):
+    """Stages, who computes them, and what each rank does when.
+
+    Attributes:
+        step_fingerprint: of the operators that stages are cut from, for any batch size.
+        placement: where the ranks are, node by node; empty if that does not matter.
         route: which replica computes which samples.
         schedule: the name of what ordered the actions.
         links: pairs of stages, the earlier first, of which the later reads values of the earlier.
@@ -211,23 +338,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             replicas' samples, instead of each replica's own.
         stage_orders: what stages keep, repeat, pack and swap, where memory is limited; else they
             keep all.
-        actions: per device, its whole list in order.
-        order: inside a stage, what happens to each operator and activation; for one device.
-        decisions: the same by activation, for readers; those not named are kept.
-        peak_moment: what sets the predicted peak.
-        predicted_busy: by device, the share of the step that it computes in; empty if unknown.
-        gap: at most this share longer than the best schedule takes; None if unknown.
+        actions: by rank, its whole list in order.
+        predicted_busy: by rank, the share of the step that it computes in; empty if unknown.
     """
 
-    schema: str = "bayplan/plan"
-    version: int = 1
-    model: str
-    graph_fingerprint: str
-    cluster_fingerprint: str
-    torch_version: str
-    limit_bytes: int | None = None
     stages: tuple[Stage, ...]
-    step_fingerprint: str = ""
+    step_fingerprint: str
     placement: str = ""
     num_micro_batches: int = 1
     route: Route = Route.SPLIT
@@ -239,53 +355,93 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     static_order: bool = True
     sync_batch_norm: bool = False
     stage_orders: tuple[StageOrder, ...] = ()
-    request: Request | None = None
-    order: StepOrder | None = None
-    decisions: tuple[Decision, ...] = ()
-    peak_moment: PeakMoment | None = None
     buckets: tuple[Bucket, ...] = ()
     actions: tuple[tuple[str, ...], ...]
-    predicted_peak_bytes: tuple[int, ...]
-    predicted_seconds: float
     predicted_busy: tuple[float, ...] = ()
-    gap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches is {self.num_micro_batches}, must be at least 1")
-        if not (math.isfinite(self.predicted_seconds) and self.predicted_seconds >= 0):
-            raise ValueError(f"predicted_seconds is {self.predicted_seconds}, must be 0 or more")
-        if self.limit_bytes is not None and self.limit_bytes < 1:
-            raise ValueError(f"limit_bytes is {self.limit_bytes}, must be at least 1")
-        if self.gap is not None and not (math.isfinite(self.gap) and self.gap >= 0):
-            raise ValueError(f"gap is {self.gap}, must be finite and 0 or more")
-        for device, peak_bytes in enumerate(self.predicted_peak_bytes):
-            if peak_bytes < 0:
-                raise ValueError(
-                    f"predicted_peak_bytes[{device}] is {peak_bytes}, must be 0 or more"
-                )
-        if self.predicted_busy and len(self.predicted_busy) != len(self.actions):
-            raise ValueError(
-                f"{len(self.predicted_busy)} shares in predicted_busy for {len(self.actions)}"
-                " devices"
-            )
-        for device, share in enumerate(self.predicted_busy):
-            if not 0 <= share <= 1:
-                raise ValueError(f"predicted_busy[{device}] is {share}, must be from 0 to 1")
-        if len(self.predicted_peak_bytes) != len(self.actions):
-            raise ValueError(
-                f"{len(self.predicted_peak_bytes)} predicted peaks for {len(self.actions)} devices"
-            )
-        for at, stage in enumerate(self.stages):
-            for position, device in enumerate(stage.devices):
-                if device >= len(self.actions):
-                    raise ValueError(
-                        f"stages[{at}].devices[{position}] is {device}, but only"
-                        f" {len(self.actions)} devices have actions"
-                    )
+        super().__post_init__()
+        check_at_least_1(num_micro_batches=self.num_micro_batches)
+        self._check_counts()
         self._check_placement()
         self._check_stages_named()
         self._check_lags()
+        self._check_static_order()
+        self._check_actions()
+
+    @property
+    def synchronised_stages(self) -> tuple[int, ...]:
+        """The stages whose replicas wait for each other inside forward and backward."""
+        if not self.sync_batch_norm:
+            return ()
+        return tuple(index for index, stage in enumerate(self.stages) if len(stage.devices) > 1)
+
+    def _check_counts(self) -> None:
+        num_ranks = len(self.actions)
+        busy, peaks = self.predicted_busy, self.predicted_peak_bytes
+        if busy and len(busy) != num_ranks:
+            raise ValueError(f"{len(busy)} shares in predicted_busy for {num_ranks} devices")
+        for rank, share in enumerate(busy):
+            if not 0 <= share <= 1:
+                raise ValueError(f"predicted_busy[{rank}] is {share}, must be from 0 to 1")
+        if len(peaks) != num_ranks:
+            raise ValueError(f"{len(peaks)} predicted peaks for {num_ranks} devices")
+        for stage_index, stage in enumerate(self.stages):
+            for position, rank in enumerate(stage.devices):
+                if rank >= num_ranks:
+                    raise ValueError(
+                        f"stages[{stage_index}].devices[{position}] is {rank}, but only"
+                        f" {num_ranks} devices have actions"
+                    )
+
+    def _check_placement(self) -> None:
+        if not self.placement:
+            return
+        placement = Placement.parse(self.placement)
+        placed = tuple(map(placement.ranks_of, range(len(placement.stages))))
+        given = tuple(stage.devices for stage in self.stages)
+        if placed != given:
+            raise ValueError(
+                f"placement is {self.placement}, so stages are on {placed}, but they have {given}"
+            )
+
+    def _check_stages_named(self) -> None:
+        """Refuse links, orders and buckets of a stage that is not there."""
+        num_stages = len(self.stages)
+        for name, links in (("links", self.links), ("gradient_links", self.gradient_links)):
+            for position, (early, late) in enumerate(links):
+                if not 0 <= early < late < num_stages:
+                    raise ValueError(
+                        f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
+                        f" one of {num_stages}"
+                    )
+        orders = [(f"stage_orders[{n}]", order.stage) for n, order in enumerate(self.stage_orders)]
+        buckets = [
+            (f"buckets[{n}]", stage)
+            for n, bucket in enumerate(self.buckets)
+            for stage in bucket.stages
+        ]
+        for place, stage in orders + buckets:
+            if not 0 <= stage < num_stages:
+                raise ValueError(f"{place} names stage {stage}, but there are only {num_stages}")
+
+    def _check_lags(self) -> None:
+        """Refuse lags that no order of work has."""
+        if not self.lags:
+            return
+        if len(self.lags) != len(self.stages):
+            raise ValueError(f"{len(self.lags)} lags for {len(self.stages)} stages")
+        if self.lags[-1] != 0:
+            raise ValueError(
+                f"lags ends with {self.lags[-1]}, must be 0: the last stage waits for none"
+            )
+        for stage, (lag, later) in enumerate(pairwise(self.lags)):
+            if not 0 <= lag - later <= 1:
+                raise ValueError(
+                    f"lags[{stage}] is {lag}, must be that of the next stage, {later}, or one more"
+                )
+
+    def _check_static_order(self) -> None:
         if not self.static_order and len(self.actions) < 2:
             raise ValueError(
                 f"static_order is false for {len(self.actions)} devices, must be true: only a rank"
@@ -301,80 +457,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"sync_batch_norm is true and route is {self.route}, must be split: only then have"
                 " all replicas samples of the same micro-batch"
             )
-        for device, texts in enumerate(self.actions):
+
+    def _check_actions(self) -> None:
+        for rank, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
                 try:
                     action = Action.parse(text)
                 except ValueError as fault:
-                    raise ValueError(f"actions[{device}][{position}]: {fault}") from None
+                    raise ValueError(f"actions[{rank}][{position}]: {fault}") from None
+                limits = [(action.stage, len(self.stages), "stages")]
                 if action.kind is ActionKind.REDUCE:
-                    bound, what = len(self.buckets), "buckets"
+                    limits.append((action.index, len(self.buckets), "buckets"))
                 else:
-                    bound, what = self.num_micro_batches, "micro-batches"
-                for index, limit, word in (
-                    (action.stage, len(self.stages), "stages"),
-                    (action.index, bound, what),
-                ):
+                    limits.append((action.index, self.num_micro_batches, "micro-batches"))
+                for index, limit, word in limits:
                     if index >= limit:
-                        raise ValueError(
-                            f"actions[{device}][{position}] is {text!r}, but there are only"
-                            f" {limit} {word}"
-                        )
+                        place = f"actions[{rank}][{position}]"
+                        raise ValueError(f"{place} is {text!r}, but there are only {limit} {word}")
 
-    def _check_placement(self) -> None:
-        """Raise ValueError where stages are not where the placement says."""
-        if not self.placement:
-            return
-        placed = Placement.parse(self.placement)
-        found = tuple(map(placed.ranks_of, range(len(placed.stages))))
-        given = tuple(stage.devices for stage in self.stages)
-        if found != given:
-            raise ValueError(
-                f"placement is {self.placement}, so stages are on {found}, but they have {given}"
-            )
 
-    @property
-    def synchronised_stages(self) -> tuple[int, ...]:
-        """The stages whose replicas wait for each other inside forward and backward."""
-        if not self.sync_batch_norm:
-            return ()
-        return tuple(at for at, stage in enumerate(self.stages) if len(stage.devices) > 1)
-
-    def _check_stages_named(self) -> None:
-        """Raise ValueError where a link or bucket names a stage that is not there."""
-        num_stages = len(self.stages)
-        for name, links in (("links", self.links), ("gradient_links", self.gradient_links)):
-            for position, (early, late) in enumerate(links):
-                if not 0 <= early < late < num_stages:
-                    raise ValueError(
-                        f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
-                        f" one of {num_stages}"
-                    )
-        for position, one in enumerate(self.stage_orders):
-            if one.stage >= num_stages:
-                raise ValueError(
-                    f"stage_orders[{position}] is of stage {one.stage}, but there are only"
-                    f" {num_stages}"
-                )
-        for position, bucket in enumerate(self.buckets):
-            for stage in bucket.stages:
-                if not 0 <= stage < num_stages:
-                    raise ValueError(
-                        f"buckets[{position}] names stage {stage}, but there are only {num_stages}"
-                    )
-
-    def _check_lags(self) -> None:
-        """Raise ValueError for lags that no order of work has."""
-        if not self.lags:
-            return
-        if len(self.lags) != len(self.stages):
-            raise ValueError(f"{len(self.lags)} lags for {len(self.stages)} stages")
-        if self.lags[-1] != 0:
-            raise ValueError(
-                f"lags ends with {self.lags[-1]}, must be 0: the last stage waits for none"
-            )
-        for stage, (lag, later) in enumerate(pairwise(self.lags)):
-            if not 0 <= lag - later <= 1:
-                raise ValueError(
-                    f"lags[{stage}] is {lag}, must be that of the next stage, {later}, or one more"
-                )
+Plan = DevicePlan | RankPlan

@@ -5,8 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
-from bayplan.data.checks import check_figures, check_not_negative
-from bayplan.data.errors import ForeignPlan, UsageError, did_you_mean
+from bayplan.data.errors import ForeignPlan, UsageError, check_numbers, did_you_mean
 from bayplan.data.graph import StepGraph
 
 __all__ = ["Clock", "Origin", "Profile"]
@@ -28,12 +27,6 @@ class Clock(StrEnum):
 
     @classmethod
     def parse(cls, text: "str | Clock") -> "Clock":
-        """Read a clock by its name.
-
-        Example:
-            >>> str(Clock.parse("cpu"))
-            'cpu'
-        """
         names = [str(clock) for clock in cls]
         if text not in names:
             raise UsageError(f"no clock {str(text)!r}; {did_you_mean(str(text), names)}")
@@ -68,27 +61,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_spread_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        columns = (self.seconds, self.spread_seconds, self.workspace_bytes)
-        lengths = [len(column) for column in columns]
+        lengths = [*map(len, (self.seconds, self.spread_seconds, self.workspace_bytes))]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
-        check_figures("seconds", self.seconds)
-        check_figures("spread_seconds", self.spread_seconds)
-        check_figures("workspace_bytes", self.workspace_bytes)
-        check_not_negative(
-            overhead_seconds=self.overhead_seconds,
-            step_spread_seconds=self.step_spread_seconds,
-            repeats=self.repeats,
-            threads=self.threads,
-        )
+        check_numbers(self)
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of one whole step."""
         return math.fsum(self.seconds) + self.overhead_seconds
 
     def check_belongs_to(self, graph: StepGraph) -> None:
-        """Refuse to price a graph with the profile of another one."""
         if self.fingerprint != graph.fingerprint or len(self.seconds) != len(graph.nodes):
             raise ForeignPlan(
                 f"the profile is of {self.model!r} ({len(self.seconds)} nodes, fingerprint"

@@ -22,10 +22,6 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         name: for messages; ops of equal blocks should differ in digits only, so that the planner
             sees that they play the same role.
-        reads: buffers it needs.
-        writes: buffers it makes.
-        seconds: what one execution costs.
-        workspace_bytes: scratch memory while it runs.
         can_repeat: whether a repeat gives the same bits.
         takes_over: buffers among `reads` whose memory the only output may take over, if the copy
             that is read dies here.
@@ -85,19 +81,19 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             >>> new.reads, new.writes, new.repeat_reads, new.repeat_writes
             ((7,), (1, 9), (7, 9), (1,))
         """
-        own = {buffer: writes.get(buffer, buffer) for buffer in self.writes}
-        in_repeats = {**reads, **own}
+        made = {buffer: writes.get(buffer, buffer) for buffer in self.writes}
+        in_repeats = {**reads, **made}
         return msgspec.structs.replace(
             self,
             reads=tuple(reads.get(buffer, buffer) for buffer in self.reads),
-            writes=tuple(own.values()),
+            writes=tuple(made.values()),
             takes_over=tuple(reads.get(buffer, buffer) for buffer in self.takes_over),
             repeat_reads=None
             if self.repeat_reads is None
             else tuple(in_repeats.get(buffer, buffer) for buffer in self.repeat_reads),
             repeat_writes=None
             if self.repeat_writes is None
-            else tuple(own[buffer] for buffer in self.repeat_writes),
+            else tuple(made[buffer] for buffer in self.repeat_writes),
         )
 
 
@@ -106,7 +102,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         buffers: the bytes of each buffer.
-        ops: in plain order.
         first_backward: the first op before which repeats may be inserted.
         inputs: buffers that are there during the whole step (parameters, the batch).
         outputs: buffers that live on to the end once made (gradients, loss, new statistics).
@@ -213,7 +208,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """The ops that read each buffer, in order."""
         users: list[list[int]] = [[] for _ in self.buffers]
         for index, op in enumerate(self.ops):
             for buffer in sorted(set(op.reads)):
@@ -227,5 +221,4 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @cached_property
     def plain_seconds(self) -> float:
-        """The seconds of all ops once."""
         return sum(op.seconds for op in self.ops)

@@ -1,17 +1,26 @@
-"""`RunRecord`: what a step did, or would do; prediction against reality is a diff of two."""
+"""`RunRecord`: what a step did, or would do; `Difference`: two of them side by side."""
 
 import statistics
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import groupby
 
 import msgspec
 
-from bayplan.data.checks import check_figures, check_not_negative
+from bayplan.data.errors import (
+    check_at_least_1,
+    check_figures,
+    check_not_negative,
+    check_numbers,
+)
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
 __all__ = [
     "MESSAGE",
+    "DeviceDifference",
     "DeviceRecord",
+    "Difference",
     "Event",
     "Lane",
     "LiveStorage",
@@ -20,8 +29,10 @@ __all__ = [
     "Prediction",
     "RunRecord",
     "Source",
+    "StepParts",
+    "message_classes",
+    "size_class",
 ]
-
 
 MESSAGE = "message"  # beside the storage kinds: values on their way between ranks
 
@@ -94,12 +105,47 @@ class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seconds: float
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            upper_bytes=self.upper_bytes,
-            count=self.count,
-            total_bytes=self.total_bytes,
-            seconds=self.seconds,
+        check_numbers(self)
+
+
+_KIB, _MIB = 2**10, 2**20
+_FINE_MIB, _COARSE_MIB, _COARSE_FROM_MIB = 10, 50, 100
+
+
+def size_class(size_bytes: int) -> tuple[int, int]:
+    """The bytes that a message's class begins above, and those that it ends with.
+
+    Example:
+        >>> [tuple(limit // 2**20 for limit in size_class(mib << 20)) for mib in (64, 100, 392)]
+        [(60, 70), (90, 100), (350, 400)]
+    """
+    for begin, end in ((0, _KIB), (_KIB, _MIB), (_MIB, _FINE_MIB * _MIB)):
+        if size_bytes <= end:
+            return begin, end
+    width = (_FINE_MIB if size_bytes <= _COARSE_FROM_MIB * _MIB else _COARSE_MIB) * _MIB
+    end = -(-size_bytes // width) * width
+    return end - width, end
+
+
+def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass, ...]:
+    """Messages as a record keeps them: summed up by class.
+
+    Example:
+        >>> (one,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
+        >>> one.upper_bytes, one.count, one.total_bytes, one.seconds
+        (1048576, 2, 1572864, 2.0)
+    """
+    by_class = groupby(sorted(messages), key=lambda message: size_class(message[0]))
+    return tuple(
+        MessageClass(
+            upper_bytes=end,
+            count=len(alike),
+            total_bytes=sum(size_bytes for size_bytes, _ in alike),
+            seconds=sum(seconds for _, seconds in alike),
         )
+        for (_, end), group in by_class
+        for alike in [list(group)]
+    )
 
 
 class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,10 +157,7 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         needed_bytes: the same without any rounding; None if unknown.
         total_bytes: at least so much is taken of the device: its context and `peak_bytes`; what an
             allocator keeps for later comes on top. None if unknown.
-        capacity_bytes: that the device has; None if unknown.
         peak_node: index of the graph node at the peak; None where no graph is known.
-        step_peak_bytes: the peak of each recorded step.
-        largest: the largest storages alive at the peak.
         stages: of the plan that it computes; empty where there is one device alone.
         events: what it did in the last step.
         staleness: for each update, how many updates old the weights were that its gradients are of.
@@ -136,15 +179,14 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staleness: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_figures("staleness", self.staleness)
-        check_not_negative(peak_bytes=self.peak_bytes)
-        check_figures("step_peak_bytes", self.step_peak_bytes)
+        check_numbers(self)
         for kind, size_bytes in self.peak_by_kind.items():
             check_not_negative(**{f"peak_by_kind[{kind!r}]": size_bytes})
-        for name in ("peak_node", "needed_bytes", "total_bytes", "capacity_bytes"):
-            number = getattr(self, name)
-            if number is not None:
-                check_not_negative(**{name: number})
+
+    @property
+    def steady_peak_bytes(self) -> int:
+        """The largest peak, the first step left out where there are others (it warms up)."""
+        return max(self.step_peak_bytes[1:], default=self.peak_bytes)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,9 +203,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     busy: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_not_negative(step_seconds=self.step_seconds)
-        check_figures("peak_bytes", self.peak_bytes)
-        check_figures("busy", self.busy)
+        check_numbers(self)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,7 +214,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             `storages`.
         fingerprint: of the step graph; empty where a loop was recorded without one.
         step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
-        not_counted: what the peak leaves out, in words.
         num_samples: of one step; None if unknown.
         epoch_samples: of an epoch, which is not run: its time follows from the median step.
         losses: one for each step, and those of steps to warm up before; may be empty.
@@ -200,18 +239,12 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
-        for name, number in (
-            ("num_samples", self.num_samples),
-            ("epoch_samples", self.epoch_samples),
-        ):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}, must be at least 1")
+        check_at_least_1(num_samples=self.num_samples, epoch_samples=self.epoch_samples)
         self._check_predicted()
         check_not_negative(step_spread_seconds=self.step_spread_seconds)
-        if self.source is Source.SIMULATED:
-            for at, device in enumerate(self.devices):
-                if device.curve is not None:
-                    _check_simulated(f"devices[{at}].curve", device.curve)
+        for index, device in enumerate(self.devices):
+            if self.source is Source.SIMULATED and device.curve is not None:
+                _check_simulated(f"devices[{index}].curve", device.curve)
 
     def _check_predicted(self) -> None:
         if self.predicted is None:
@@ -233,11 +266,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def steady_peak_bytes(self) -> int:
-        """The largest peak, the first step left out where there are others (it warms up)."""
-        return max(
-            (max(device.step_peak_bytes[1:], default=device.peak_bytes) for device in self.devices),
-            default=0,
-        )
+        return max((device.steady_peak_bytes for device in self.devices), default=0)
 
     @property
     def typical_step_seconds(self) -> float:
@@ -260,16 +289,19 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def busy(self) -> tuple[float | None, ...]:
         """By device, the share of the last step that it computed in; None without events."""
-        whole = max(
-            (event.start_seconds + event.seconds for one in self.devices for event in one.events),
-            default=0.0,
-        )
+        whole = self.events_seconds
         return tuple(
-            sum(event.seconds for event in one.events if event.lane is Lane.COMPUTE) / whole
-            if one.events and whole
+            sum(event.seconds for event in device.events if event.lane is Lane.COMPUTE) / whole
+            if device.events and whole
             else None
-            for one in self.devices
+            for device in self.devices
         )
+
+    @property
+    def events_seconds(self) -> float:
+        """When the last event of any device ends."""
+        events = (event for device in self.devices for event in device.events)
+        return max((event.start_seconds + event.seconds for event in events), default=0.0)
 
 
 def _check_simulated(place: str, curve: MemoryCurve) -> None:
@@ -277,3 +309,66 @@ def _check_simulated(place: str, curve: MemoryCurve) -> None:
     check_figures(f"{place}.total_bytes", curve.total_bytes)
     for kind, column in curve.by_kind.items():
         check_figures(f"{place}.by_kind[{kind!r}]", column)
+
+
+class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the time of a device went; the parts of a device are one step together.
+
+    Attributes:
+        compute: forwards and backwards.
+        update: the optimizer's.
+        messages: values are sent, or waited for.
+        sums: sums of gradients that are waited for; what is hidden behind backward is not here.
+        samples: that are waited for, of the input pipeline.
+        waiting: everything else, such as copies, the loss and other ranks.
+    """
+
+    compute: float
+    update: float
+    messages: float
+    sums: float
+    samples: float
+    waiting: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(msgspec.structs.astuple(self))
+
+
+class DeviceDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device, or the mean of the devices of a stage, in both records.
+
+    Attributes:
+        parts: of each record; None where it has no events.
+        peak_bytes: of each; the highest of a stage's devices.
+    """
+
+    name: str
+    parts: tuple[StepParts | None, StepParts | None]
+    peak_bytes: tuple[int, int]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From the first record to the second.
+
+    Attributes:
+        step_seconds: of each.
+        spread_seconds: of each; of a measured one, that of its steps.
+        is_tie: both are simulated, or both measured, and each lies within the other's interval, so
+            that nothing says which is faster.
+        parts: the mean over all devices of each; None where a record has no events.
+        stages, devices: those that both records have.
+        peak_bytes: of the fullest device of each.
+        peak_by_kind: the same by kind, of those whose kinds are known in both.
+    """
+
+    names: tuple[str, str]
+    sources: tuple[Source, Source]
+    step_seconds: tuple[float, float]
+    spread_seconds: tuple[float, float]
+    is_tie: bool
+    parts: tuple[StepParts | None, StepParts | None]
+    stages: tuple[DeviceDifference, ...] = ()
+    devices: tuple[DeviceDifference, ...] = ()
+    peak_bytes: tuple[int, int]
+    peak_by_kind: dict[str, tuple[int, int]] = {}

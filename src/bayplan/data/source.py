@@ -1,6 +1,6 @@
 """Whose file a line of code stands in, so that a message names the user's and never a stranger's.
 
-Told by the path alone, for that is all that a stack frame or a traceback has.
+Only the path tells, because that is all that a stack frame or a traceback has.
 """
 
 import os
@@ -14,8 +14,6 @@ __all__ = ["Owner", "is_users_file", "owner_of", "short_path"]
 
 
 class Owner(StrEnum):
-    """Who wrote a file."""
-
     USER = "user"  # also the reference models, which stand in for a user's
     LIBRARY = "library"  # installed beside us: transformers, a command line's parser
     BENEATH = "beneath"  # what every step runs on: torch, Python, us
@@ -24,6 +22,7 @@ class Owner(StrEnum):
 # With the separator at the end: torchvision is not torch.
 _OUR_ROOT = str(Path(__file__).parent.parent) + os.sep
 _OUR_MODELS = _OUR_ROOT + "models" + os.sep
+_LOADERS = tuple(_OUR_MODELS + name for name in ("registry.py", "targets.py"))  # call models
 _PYTHON_ROOT = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -31,7 +30,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 @cache
 def owner_of(path: str) -> Owner:
     """Tell who wrote a file; what has no file (`<string>`) is Python's own."""
-    if path.startswith(_OUR_MODELS):
+    if path.startswith(_OUR_MODELS) and path not in _LOADERS:
         return Owner.USER
     if path.startswith(("<", _OUR_ROOT, _torch_root())):
         return Owner.BENEATH
@@ -41,7 +40,6 @@ def owner_of(path: str) -> Owner:
 
 
 def is_users_file(path: str) -> bool:
-    """Whether a file is the user's own, or a reference model's."""
     return owner_of(path) is Owner.USER
 
 
@@ -58,7 +56,7 @@ def short_path(path: str) -> str:
 
 @cache
 def _torch_root() -> str:
-    """Found without importing torch, and wherever it is: those who build it do not install it."""
+    """Found without importing torch; who builds it from source has it outside site-packages."""
     spec = find_spec("torch")
     assert spec is not None, "torch is a dependency"
     assert spec.origin is not None, "torch is a package with a file of its own"

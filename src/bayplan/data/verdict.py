@@ -1,11 +1,11 @@
-"""`Verdict`: the answer of `fit`, and what `fit --json` prints as it is."""
+"""`Verdict`: the answer of `check`; `Finding`: one thing that `doctor` looked at."""
 
 import msgspec
 
 from bayplan.data.profile import Origin
 from bayplan.data.record import LiveStorage
 
-__all__ = ["PlanSummary", "Verdict"]
+__all__ = ["Finding", "PlanSummary", "Verdict"]
 
 
 class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,12 +27,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether a step fits a limit, why, and what would make it fit.
 
     Attributes:
-        batch: the batch size asked for; None where the target has its own.
+        batch: None for the target's own.
         step_spread_seconds: how far the time may be off, by the spread of its inputs.
         time_origin: whether the time was measured, scaled or derived.
         peak_place: the node at the peak, in words.
-        largest: the largest storages alive at the peak.
-        not_counted: what the peak leaves out.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
         planned: a plan with which it fits, where it does not without.
     """
@@ -56,3 +54,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_counted: tuple[str, ...]
     would_fit: tuple[str, ...] = ()
     planned: PlanSummary | None = None
+
+
+class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was looked at, what was found, and what to change where it is not good."""
+
+    subject: str
+    found: str
+    is_good: bool = True
+    change: str = ""

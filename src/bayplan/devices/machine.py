@@ -15,12 +15,12 @@ __all__ = [
     "check_torch_version",
     "describe_machine",
     "device_name",
+    "granularity_of",
     "is_running",
 ]
 
 
 def describe_machine() -> dict[str, str]:
-    """Versions and hardware, for profiles and records."""
     return {
         "bayplan": metadata.version("bayplan"),
         "torch": str(torch.__version__),
@@ -37,6 +37,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def granularity_of(device_type: str) -> int:
+    """The rounding of a device's allocator, in bytes."""
+    return 64 if device_type == "cpu" else 512
+
+
 def check_torch_version(planned: str) -> None:
     """Refuse a plan of another torch, whose operators may be others.
 
@@ -50,10 +55,9 @@ def check_torch_version(planned: str) -> None:
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """What a step could use on this device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil  # here, for it costs half a tenth of a second that most commands do not need
+    import psutil  # here: it takes 0.05 s to import, and most commands do not need it
 
     return psutil.virtual_memory().available
 

@@ -1,12 +1,17 @@
-"""One small interface to the memory of a device: live bytes, and their peak since the last reset.
+"""Meters: live bytes of a device, and their peak since the last reset, behind one small protocol.
 
 - CPU: every malloc of the process, kernels' scratch memory included (`malloc_counter`).
-- CUDA: the caching allocator's own statistics. These lines have never met a GPU.
+- CUDA: the caching allocator's own statistics. Nothing here has been run on a GPU.
 - Anywhere else, or without a C compiler: the storages of tensors, which misses what kernels
-  allocate inside; said once in a warning and in every record made so.
+  allocate inside; one warning and every record made so say it.
+
+Some kernels ask for a tensor and look at nothing but its shape and strides. They get a stand-in
+that takes no memory. Making one takes as long as a small kernel and a step may want a hundred, so
+stand-ins are kept.
 """
 
 import gc
+import mmap
 import sys
 import time
 import warnings
@@ -15,25 +20,52 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as once
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
-from bayplan import torch_private
+from bayplan import torch_compat
 from bayplan.data.source import is_users_file
 from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
-from bayplan.devices.stand_ins import is_stand_in
 
 __all__ = [
     "CudaMeter",
     "MemoryMeter",
     "SharedMeter",
     "StorageMeter",
+    "is_stand_in",
     "open_meter",
     "resident_tensor_bytes",
+    "stand_in",
 ]
+
+_MARK = "_bayplan_is_stand_in"
+
+
+@lru_cache(maxsize=1024)
+def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the CPU that nobody writes to; the same for all who ask for the same.
+
+    Args:
+        shape: with no dimension of size 0.
+        stride: not below 0.
+    """
+    numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    # Private: it takes no memory even if a kernel reads it.
+    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(mapping, dtype=dtype, count=numel)
+    tensor = whole.as_strided(shape, stride)
+    for marked in (whole, tensor):  # a view keeps what it is a view of
+        setattr(marked, _MARK, True)
+    return tensor
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of these, and takes no memory."""
+    return getattr(tensor, _MARK, False)
 
 
 class MemoryMeter(Protocol):
@@ -51,9 +83,7 @@ class MemoryMeter(Protocol):
         """The highest `live_bytes` since the last reset."""
         ...
 
-    def reset_peak(self) -> None:
-        """Start a new peak at the bytes alive now."""
-        ...
+    def reset_peak(self) -> None: ...
 
 
 @contextmanager
@@ -102,7 +132,7 @@ def resident_tensor_bytes(device: torch.device) -> int:
             continue
         # Autograd keeps gradients without a Python object until someone asks for them.
         for tensor in (thing, thing.grad if thing.is_leaf else None):
-            if tensor is None or issubclass(type(tensor), torch_private.FakeTensor):
+            if tensor is None or issubclass(type(tensor), torch_compat.FakeTensor):
                 continue
             if is_stand_in(tensor):
                 continue
@@ -110,7 +140,7 @@ def resident_tensor_bytes(device: torch.device) -> int:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse tensors hold none
                 continue
-            size_of[torch_private.storage_key(storage)] = storage.nbytes()
+            size_of[torch_compat.storage_key(storage)] = storage.nbytes()
     return sum(size_of.values())
 
 
@@ -141,7 +171,6 @@ class SharedMeter:
 
     @property
     def live_bytes(self) -> int:
-        """The counter's live bytes, from the counter's zero."""
         return self._counter.live_bytes
 
     @property
@@ -195,20 +224,17 @@ class CudaMeter:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes allocated over the start."""
         return torch.cuda.memory_allocated(self._device) - self._start_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Highest bytes allocated over the start."""
         return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class StorageMeter(torch_private.TorchDispatchMode):
+class StorageMeter(torch_compat.TorchDispatchMode):
     """Adds up the storages that operators return, until each is released."""
 
     method = "storages"
@@ -220,7 +246,6 @@ class StorageMeter(torch_private.TorchDispatchMode):
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
@@ -231,11 +256,11 @@ class StorageMeter(torch_private.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Inputs made before the meter was opened are known but not counted.
-        for leaf in torch_private.tree_leaves((args, kwargs)):
+        for leaf in torch_compat.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._watch(leaf, counted=False)
         output = func(*args, **(kwargs or {}))
-        for leaf in torch_private.tree_leaves(output):
+        for leaf in torch_compat.tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._watch(leaf, counted=True)
         return output
@@ -245,7 +270,7 @@ class StorageMeter(torch_private.TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors hold none
             return
-        key = torch_private.storage_key(storage)
+        key = torch_compat.storage_key(storage)
         if key in self._watched:
             return
         size_bytes = storage.nbytes()

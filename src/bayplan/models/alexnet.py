@@ -8,8 +8,7 @@ most parameters. Their epoch times must not be compared with each other.
 import torch
 from torch import Tensor, nn
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.images import NUM_CLASSES, with_images
+from bayplan.models.building import NUM_CLASSES, BuiltModel, with_images
 
 __all__ = ["AlexNet", "AlexNetOneFlow", "build_alexnet", "build_alexnet_oneflow"]
 
@@ -53,7 +52,6 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, classes) logits of (batch, 3, height, width) images."""
         return self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
 
 
@@ -85,7 +83,6 @@ class AlexNetOneFlow(nn.Module):
         self.fc3 = nn.Linear(4096, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, classes) logits of (batch, 3, height, width) images."""
         features = torch.flatten(self.features(images), 1)
         features = self.dropout1(self.relu(self.fc1(features)))
         features = self.dropout2(self.relu(self.fc2(features)))
@@ -93,12 +90,10 @@ class AlexNetOneFlow(nn.Module):
 
 
 def build_alexnet(batch_size: int, *, image_size: int = 224) -> BuiltModel:
-    """Build the 61 M parameter AlexNet."""
     return with_images(AlexNet(), batch_size, image_size=image_size)
 
 
 def build_alexnet_oneflow(batch_size: int, *, image_size: int = 224) -> BuiltModel:
-    """Build the 50 M parameter AlexNet of OneFlow's benchmark."""
     if image_size not in ONEFLOW_IMAGE_SIZES:
         raise ValueError(
             f"alexnet-oneflow needs 6400 features (5x5) before fc1, images of {image_size} pixels "

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.language import initialize_transformer, with_tokens
+from bayplan.models.building import BuiltModel, initialize_transformer, with_tokens
 
-__all__ = ["GPT2_SMALL", "Gpt", "GptConfig", "build_gpt"]
+__all__ = ["Gpt", "GptConfig", "build_gpt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,6 @@ class GptConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check that the heads share the width evenly."""
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}.")
 
@@ -47,7 +45,6 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what each position of (batch, sequence, width) reads from those before it."""
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)
         query, key, value = heads.unbind(2)
         mixed = functional.scaled_dot_product_attention(
@@ -66,7 +63,6 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the transformed (batch, sequence, width)."""
         return self.output(self.gelu(self.input(x)))
 
 
@@ -82,7 +78,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after this layer."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -105,7 +100,6 @@ class Gpt(nn.Module):
         initialize_transformer(self, num_layers=self.config.num_layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return (batch, sequence, vocabulary) logits of (batch, sequence) tokens."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
@@ -121,7 +115,7 @@ def build_gpt(
     return with_tokens(
         Gpt(config),
         batch_size,
-        sequence=config.context if sequence is None else sequence,
+        sequence=sequence,
         context=config.context,
         vocabulary=config.vocabulary,
     )

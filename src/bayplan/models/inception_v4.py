@@ -8,21 +8,9 @@ the size. For 299 pixels the sizes are 35 (A), 17 (B) and 8 (C).
 import torch
 from torch import Tensor, nn
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.images import NUM_CLASSES, initialize_convolutions, with_images
+from bayplan.models.building import NUM_CLASSES, BuiltModel, initialize_convolutions, with_images
 
-__all__ = [
-    "ConvolutionNorm",
-    "InceptionA",
-    "InceptionB",
-    "InceptionC",
-    "InceptionV4",
-    "Parallel",
-    "ReductionA",
-    "ReductionB",
-    "Stem",
-    "build_inception_v4",
-]
+__all__ = ["InceptionV4", "build_inception_v4"]
 
 Kernel = int | tuple[int, int]
 
@@ -49,7 +37,6 @@ class ConvolutionNorm(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activated convolution."""
         return self.relu(self.bn(self.conv(x)))
 
 
@@ -61,7 +48,6 @@ class Parallel(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the concatenation of all branches."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
@@ -189,7 +175,6 @@ class InceptionV4(nn.Module):
         initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, classes) logits of (batch, 3, height, width) images."""
         x = self.reduction_a(self.inception_a(self.stem(images)))
         x = self.reduction_b(self.inception_b(x))
         x = self.avgpool(self.inception_c(x))

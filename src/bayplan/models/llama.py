@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.language import initialize_transformer, with_tokens
+from bayplan.models.building import BuiltModel, initialize_transformer, with_tokens
 
-__all__ = ["LLAMA_7B", "Llama", "LlamaConfig", "build_llama_7b"]
+__all__ = ["Llama", "LlamaConfig", "build_llama_7b"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,6 @@ class LlamaConfig:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Check that each head gets a whole number of rotary pairs."""
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of 2 * num_heads ({2 * self.num_heads})."
@@ -40,7 +38,6 @@ class LlamaConfig:
 
     @property
     def head_width(self) -> int:
-        """Return the width of one attention head."""
         return self.width // self.num_heads
 
 
@@ -81,7 +78,6 @@ class Attention(nn.Module):
         self.output = _linear(config.width, config.width, config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return what each position of (batch, sequence, width) reads from those before it."""
         query = _rotate(self._heads(self.query(x)), cos, sin)
         key = _rotate(self._heads(self.key(x)), cos, sin)
         value = self._heads(self.value(x))
@@ -102,7 +98,6 @@ class FeedForward(nn.Module):
         self.output = _linear(config.hidden, config.width, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the transformed (batch, sequence, width)."""
         return self.output(functional.silu(self.gate(x)) * self.input(x))
 
 
@@ -117,7 +112,6 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the residual stream after this layer."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -150,7 +144,6 @@ class Llama(nn.Module):
         initialize_transformer(self, num_layers=self.config.num_layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return (batch, sequence, vocabulary) logits of (batch, sequence) tokens."""
         sequence = tokens.shape[1]
         cos, sin = self.rotary_cos[:sequence], self.rotary_sin[:sequence]
         x = self.token_embedding(tokens)
@@ -166,7 +159,7 @@ def build_llama_7b(
     return with_tokens(
         Llama(config),
         batch_size,
-        sequence=config.context if sequence is None else sequence,
+        sequence=sequence,
         context=config.context,
         vocabulary=config.vocabulary,
     )

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.images import NUM_CLASSES, initialize_convolutions, with_images
+from bayplan.models.building import NUM_CLASSES, BuiltModel, initialize_convolutions, with_images
 
 __all__ = [
     "BasicBlock",
@@ -57,7 +56,6 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, spatially smaller by its stride."""
         identity = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -83,7 +81,6 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, spatially smaller by its stride."""
         identity = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
@@ -138,14 +135,12 @@ class ResNet(nn.Module):
         initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, classes) logits of (batch, 3, height, width) images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 def build_resnet(batch_size: int, *, depth: int, image_size: int = 224) -> BuiltModel:
-    """Build the ResNet of a depth listed in `DEPTHS`."""
     if depth not in DEPTHS:
         raise ValueError(
             f"no ResNet of depth {depth}. Known depths: {', '.join(map(str, DEPTHS))}."

@@ -7,8 +7,7 @@ linear layer (25088 x 4096) holds three quarters of the parameter bytes.
 import torch
 from torch import Tensor, nn
 
-from bayplan.models.building import BuiltModel
-from bayplan.models.images import NUM_CLASSES, initialize_convolutions, with_images
+from bayplan.models.building import NUM_CLASSES, BuiltModel, initialize_convolutions, with_images
 
 __all__ = ["VGG16", "build_vgg16"]
 
@@ -47,7 +46,6 @@ class VGG16(nn.Module):
         initialize_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (batch, classes) logits of (batch, 3, height, width) images."""
         return self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
 
 

@@ -1,13 +1,184 @@
-"""Holding a simulated step against a limit, and finding what would make it fit."""
+"""`check`: will a step fit, how fast is it, and which changes would make it fit."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
 from bayplan.data.graph import StepGraph
-from bayplan.data.profile import Origin
+from bayplan.data.plan import Choice
+from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import RunRecord
+from bayplan.data.units import Limit, Progress, format_bytes, no_progress
 from bayplan.data.verdict import PlanSummary, Verdict
+from bayplan.planning.memory.planner import PlannableStep, Planner
 
-__all__ = ["judge", "largest_batch"]
+__all__ = ["CheckableStep", "check", "judge", "largest_batch"]
+
+_MAX_RETRIES = 4  # of a suggested batch; each may run the step
+
+
+class CheckableStep(PlannableStep, Protocol):
+    """What a verdict needs to know of a step beyond what planners do."""
+
+    autocast: str
+
+    @property
+    def optimizer_name(self) -> str: ...
+    @property
+    def half_precision(self) -> str | None: ...
+    @property
+    def peak_without_workspace(self) -> int: ...
+    @property
+    def profile(self) -> Profile: ...
+    def at(self, batch: int) -> "CheckableStep": ...
+    def changed(self, **changes: Any) -> "CheckableStep": ...
+    def larger_devices(self, memory_bytes: int) -> "Iterator[CheckableStep]": ...
+    def check_profile(self, profile: Profile) -> None: ...
+    def device_memory_bytes(self, profile: Profile) -> int: ...
+    def simulated(self, profile: Profile | None = None) -> RunRecord: ...
+    def estimated_peak_bytes(self, measured: StepGraph, profile: Profile) -> int: ...
+
+
+def check(
+    step: CheckableStep,
+    *,
+    memory_bytes: int | None = None,
+    profile: Profile | None = None,
+    planner: Planner | None = None,
+    on_progress: Progress = no_progress,
+) -> Verdict:
+    """Say whether a step fits, and what would make it fit where it does not.
+
+    Args:
+        step: on the device asked about.
+        memory_bytes: the limit; what the device has free by default.
+        profile: measured before; the step's own by default.
+        planner: of the same step; looks for a plan where the plain step does not fit.
+        on_progress: hears what is being done.
+    """
+    if profile is not None:
+        step.check_profile(profile)
+    costs = step.profile if profile is None else profile
+    record = step.simulated(costs)
+    limit_bytes = memory_bytes or step.device_memory_bytes(costs)
+    changes: list[str] = []
+    planned: PlanSummary | None = None
+    smallest_bytes: int | None = None
+    if record.peak_bytes > limit_bytes and planner is not None:
+        planned, smallest_bytes = _planned(planner, limit_bytes)
+    if record.peak_bytes > limit_bytes and planned is None:
+        search = _Changes(step, costs, limit_bytes, on_progress)
+        changes += search.of_the_step(record.peak_bytes)
+        if smallest_bytes is not None and memory_bytes is not None:
+            changes.append(f"--memory {_rounded_up(smallest_bytes)} and a plan")
+        changes += (
+            [f"--memory {_rounded_up(record.peak_bytes)}"]
+            if memory_bytes is not None
+            else search.of_the_device(record.peak_bytes)
+        )
+    return judge(
+        record,
+        step.graph,
+        limit_bytes=limit_bytes,
+        batch=step.samples,
+        optimizer=step.optimizer_name,
+        time_origin=costs.origin,
+        would_fit=tuple(changes),
+        planned=planned,
+    )
+
+
+def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
+    """A plan within the limit; or None, and the smallest limit found that has one."""
+    try:
+        order = planner.order(Limit(size_bytes=limit_bytes))
+    except DoesNotFit as refusal:
+        return None, refusal.smallest_bytes
+    except CaptureError:  # captured, but not traceable as one graph: then there is no plan
+        return None, None
+    counts = Counter(decision.choice for decision in planner.decisions(order))
+    summary = PlanSummary(
+        peak_bytes=order.peak_bytes,
+        time_ratio=order.time_ratio,
+        num_recomputed=counts[Choice.RECOMPUTE],
+        num_packed=counts[Choice.PACK],
+        num_swapped=counts[Choice.SWAP],
+    )
+    return summary, None
+
+
+class _Changes:
+    """The search for changes that would make a step fit, each tried before it is named."""
+
+    def __init__(
+        self, step: CheckableStep, profile: Profile, limit_bytes: int, on_progress: Progress
+    ) -> None:
+        self._step, self._profile = step, profile
+        self._limit_bytes, self._on_progress = limit_bytes, on_progress
+        self._num_tried = 0
+
+    def of_the_step(self, peak_bytes: int) -> Iterator[str]:
+        """The largest batch, mixed precision, and a lighter optimizer."""
+        step = self._step
+        batch = self._largest_batch(peak_bytes)
+        if batch:
+            yield f"--batch {batch}"
+        half = step.half_precision
+        if half and step.autocast == "none" and self._fits(step.changed(autocast=half)):
+            yield f"--autocast {half}"
+        if step.optimizer_name.startswith("adam") and self._fits(step.changed(optimizer="sgd")):
+            yield "--optimizer sgd"
+
+    def of_the_device(self, peak_bytes: int) -> Iterator[str]:
+        """The smallest device of the catalogue that would hold it."""
+        if self._step.is_here:
+            yield f"a machine with {format_bytes(peak_bytes)} free"
+            return
+        for larger in self._step.larger_devices(peak_bytes):
+            if self._fits(larger, larger.device_memory_bytes(self._profile)):
+                yield f"--device {larger.device_name}"
+                return
+
+    def _largest_batch(self, peak_bytes: int) -> int:
+        """Found by scaling the profile, which is quick, and then held against one of its own."""
+        samples = self._step.samples
+        if samples is None:
+            return 0
+        batch = largest_batch(
+            lambda size: self._estimate(self._step.at(size)),
+            limit_bytes=self._limit_bytes,
+            batch=samples,
+            peak_bytes=peak_bytes,
+        )
+        for _ in range(_MAX_RETRIES):
+            if not batch or self._fits(self._step.at(batch)):
+                return batch
+            batch -= max(1, batch // 16)  # scaled workspace is off by a little, never by much
+        return 0
+
+    def _estimate(self, changed: CheckableStep) -> int | None:
+        if not self._is_captured(changed):
+            return None
+        return changed.estimated_peak_bytes(self._step.graph, self._profile)
+
+    def _fits(self, changed: CheckableStep, limit_bytes: int | None = None) -> bool:
+        """Whether `check` will say so when asked; its profile is kept for then."""
+        limit_bytes = limit_bytes or self._limit_bytes
+        if not self._is_captured(changed) or changed.peak_without_workspace > limit_bytes:
+            return False
+        try:
+            return changed.simulated().peak_bytes <= limit_bytes
+        except BayplanError:  # captured, but a kernel refuses it: a dtype it does not know
+            return False
+
+    def _is_captured(self, changed: CheckableStep) -> bool:
+        self._num_tried += 1
+        self._on_progress("looking for what would fit", self._num_tried, self._num_tried + 1)
+        try:
+            return bool(changed.graph.nodes)
+        except BayplanError:  # some models take only some batch sizes, or no mixed precision
+            return False
 
 
 def judge(
@@ -93,3 +264,8 @@ def largest_batch(
         if high - low > width // 2:
             narrow((low + high) // 2)
     return low
+
+
+def _rounded_up(size_bytes: int) -> str:
+    """A limit to type that is no smaller than the size."""
+    return f"{-(-size_bytes // 2**20)}MiB"

@@ -1,15 +1,18 @@
-"""Clusters as plain text: what is there, what joins it, and where each figure comes from."""
+"""Clusters, and why a plan for one is as it is, as text."""
 
+import re
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from bayplan.data.cluster import Cluster, Host, Joint
-from bayplan.data.joins import join_text, numbers_text
-from bayplan.data.joint import Link, given_figures
-from bayplan.data.units import format_bytes, format_count, format_rate, format_seconds
-from bayplan.data.wiring import Wiring
+import msgspec
 
-__all__ = ["cluster_text", "clusters_text"]
+from bayplan.data.cluster import Cluster, Host, Joint, Link, given_figures, join_text, numbers_text
+from bayplan.data.judgement import Gain, Judgement, Why
+from bayplan.data.units import format_bytes, format_count, format_rate, format_seconds
+from bayplan.reporting.plans import table_text
+from bayplan.simulating.wiring import Wiring
+
+__all__ = ["cluster_text", "clusters_text", "why_text"]
 
 _MOST_DEVICES = 16  # of a matrix that fits into a terminal
 _MOST_JOINS = 4
@@ -18,19 +21,16 @@ _COLUMN = 10
 
 
 def clusters_text(clusters: Sequence[Cluster]) -> str:
-    """A line for each of several."""
     width = max(len(cluster.name) for cluster in clusters)
-    lines = [f"{cluster.name:<{width}}  {cluster.title}" for cluster in clusters]
-    return "\n".join(lines)
+    return "\n".join(f"{cluster.name:<{width}}  {cluster.title}" for cluster in clusters)
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """One of them with all its figures."""
     lines = [f"{cluster.name}: {cluster.title}" if cluster.title else cluster.name]
     lines += _device_lines(cluster)
     lines += _host_lines(cluster)
-    for label, joint in _joints(cluster):
-        lines += ["", f"{label:<{_COLUMN}}{_places(joint)}"]
+    for joint in (*cluster.joints, *cluster.links):
+        lines += ["", f"{joint.kind:<{_COLUMN}}{_places(joint)}"]
         lines += _figure_lines(joint)
     if 1 < len(cluster.devices) <= _MOST_DEVICES and (cluster.links or cluster.joints):
         lines += ["", *_matrix_lines(cluster)]
@@ -52,48 +52,33 @@ def _device_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def _host_lines(cluster: Cluster) -> Iterator[str]:
-    before: Host | None = None
-    for host, devices in zip(cluster.hosts, cluster.devices_of_hosts, strict=True):
-        figures = {name: getattr(host, name) for name in host.__struct_fields__[1:]}
-        if before is not None and all(
-            getattr(before, name) == figure for name, figure in figures.items()
-        ):
+    figures = [msgspec.structs.replace(host, name="") for host in cluster.hosts]
+    for index, (host, devices) in enumerate(
+        zip(cluster.hosts, cluster.devices_of_hosts, strict=True)
+    ):
+        if index and figures[index] == figures[index - 1]:
             continue  # alike: said once, with their number
-        before = host
-        alike = sum(
-            all(getattr(other, name) == figure for name, figure in figures.items())
-            for other in cluster.hosts
-        )
+        alike = figures.count(figures[index])
         several = f", and {alike - 1} more like it" if alike > 1 else ""
         yield ""
         yield f"{'host':<{_COLUMN}}{host.name}: devices {numbers_text(devices)}{several}"
         yield from _figure_lines(host)
 
 
-def _joints(cluster: Cluster) -> Iterator[tuple[str, Joint | Link]]:
-    for joint in (*cluster.joints, *cluster.links):
-        yield str(joint.kind), joint
-
-
 def _places(joint: Joint | Link) -> str:
     if isinstance(joint, Link):
         shared = f", shared with all links of {joint.shared!r}" if joint.shared else ""
         return join_text(((joint.ends[0],), (joint.ends[1],))) + shared
-    shown = [_short(join_text(join)) for join in joint.joins[:_MOST_JOINS]]
-    more = len(joint.joins) - len(shown)
-    if more:
+    texts = map(join_text, joint.joins[:_MOST_JOINS])
+    shown = [text if len(text) <= 40 else f"{text[:28]}…{text[-8:]}" for text in texts]
+    if more := len(joint.joins) - len(shown):
         shown.append(f"and {more} more")
     return "  ".join(shown) + ("" if joint.is_duplex else ", one direction at a time")
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:28]}…{text[-8:]}"
-
-
 def _figure_lines(struct: Host | Joint | Link) -> Iterator[str]:
     for name, figure in given_figures(struct):
-        words = name.removesuffix("_bytes_per_s").removesuffix("_per_s")
-        words = words.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+        words = re.sub("(_bytes)?_per_s$|_bytes$|_seconds$", "", name).replace("_", " ")
         head = f"  {words:<18}{_shown(name, figure.value):>11}  "
         first, *rest = wrap(figure.source, _WIDTH - len(head)) or [""]
         yield head + first
@@ -115,10 +100,123 @@ def _matrix_lines(cluster: Cluster) -> Iterator[str]:
     wiring = Wiring(cluster)
     numbers = range(len(cluster.devices))
     rows = [
-        ["X" if one == other else str(wiring.route(one, other).kind) for other in numbers]
-        for one in numbers
+        ["X" if source == target else str(wiring.route(source, target).kind) for target in numbers]
+        for source in numbers
     ]
     width = 2 + max(len(entry) for row in rows for entry in row)
-    yield "links".ljust(_COLUMN) + "".join(f"{number:>{width}}" for number in numbers)
-    for one, row in zip(numbers, rows, strict=True):
-        yield f"{one:<{_COLUMN}}" + "".join(f"{entry:>{width}}" for entry in row)
+    for head, row in (("links", numbers), *enumerate(rows)):
+        yield f"{head:<{_COLUMN}}" + "".join(f"{entry:>{width}}" for entry in row)
+
+
+_MOST_STAGES = 16  # of which each has a line; of more, the first and the last ones
+_ENDS = 6
+_STAGE_COLUMNS = (
+    "stage",
+    "layers",
+    "devices",
+    "busy %",
+    "computes",
+    "sends",
+    "sums",
+    "needed",
+    "allocated",
+    "device total",
+)
+
+
+def why_text(why: Why) -> str:
+    """A head, what binds, a line for each stage, where the gain comes from, and alternatives."""
+    blocks = [
+        "\n".join([_head(why), f"bound by {why.binding}", *why.findings]),
+        _stages(why.judgement),
+        _gains(why),
+        _alternatives(why),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _head(why: Why) -> str:
+    judgement = why.judgement
+    number = len(judgement.stages)
+    stages = f"{number} stage{'s' * (number > 1)} on {why.shape} devices"
+    count = why.num_micro_batches
+    passing = f"{count} micro-batch{'es' * (count > 1)}, {why.schedule}"
+    if why.staleness:
+        passing += f", weights up to {why.staleness} batch{'es' * (why.staleness > 1)} old"
+    spread = (judgement.high_seconds - judgement.low_seconds) / 2
+    line = f"{why.name}: {stages}, {passing}\n{format_seconds(judgement.seconds)}"
+    if spread:
+        low, high = map(format_seconds, (judgement.low_seconds, judgement.high_seconds))
+        line += f" (between {low} and {high})"
+    return (
+        f"{line} for a batch of {judgement.num_samples},"
+        f" {judgement.samples_per_second:.4g} samples/s, bubble {judgement.bubble:.0%} (simulated)"
+    )
+
+
+def _stages(judgement: Judgement) -> str:
+    rows: list[tuple[str, ...]] = []
+    for index, stage in enumerate(judgement.stages):
+        memory = stage.memory
+        seconds = (stage.compute_seconds, stage.transfer_seconds, stage.sum_seconds)
+        of_device = f" of {format_bytes(memory.device_bytes)}" if memory.device_bytes else ""
+        rows.append(
+            (
+                str(index),
+                f"{stage.first}-{stage.last}" + ("r" if stage.is_recomputed else ""),
+                str(len(stage.devices)),
+                f"{100 * max(stage.busy):.0f}",
+                *map(format_seconds, seconds),
+                *map(format_bytes, (memory.needed_bytes, memory.allocated_bytes)),
+                format_bytes(memory.total_bytes) + of_device,
+            )
+        )
+    if len(rows) > _MOST_STAGES:
+        rows[_ENDS:-_ENDS] = [("...", *[""] * 9)]
+    text = table_text(_STAGE_COLUMNS, rows)
+    if any(stage.is_recomputed for stage in judgement.stages):
+        text += "\nr: keeps only its input and repeats its forward"
+    return text
+
+
+def _gains(why: Why) -> str:
+    if not why.gains:
+        return ""
+    parallel, seconds = why.data_parallel_seconds, why.judgement.seconds
+    if parallel is None:
+        head = "pure data parallel does not fit; if it did, the difference would be"
+    elif abs(parallel - seconds) <= 1e-6 * seconds:
+        return f"pure data parallel takes as long: {format_seconds(parallel)}"
+    else:
+        head = (
+            f"pure data parallel takes {format_seconds(parallel)}, {parallel / seconds:.2f} times"
+            " as long; of the difference"
+        )
+    return "\n".join([head, *(_gain(gain) for gain in why.gains if gain.seconds or gain.note)])
+
+
+def _gain(gain: Gain) -> str:
+    verb = "saves" if gain.seconds >= 0 else "costs"
+    note = f"  ({gain.note})" if gain.note else ""
+    return f"  {gain.name:<14} {verb} {format_seconds(abs(gain.seconds)):>8}{note}"
+
+
+def _alternatives(why: Why) -> str:
+    if not why.alternatives:
+        return ""
+    rows = [
+        (
+            other.name,
+            other.shape,
+            "-" if other.seconds is None else format_seconds(other.seconds),
+            other.reason + (" (a tie within the figures' spread)" if other.is_tie else ""),
+        )
+        for other in why.alternatives
+    ]
+    text = table_text(("alternative", "devices", "batch", "why not"), rows)
+    if why.estimate_factor != 1.0:
+        text += (
+            "\nalternatives are estimated layer by layer; estimates are multiplied by"
+            f" {why.estimate_factor:.3f}, the plan's replayed time over its own estimate"
+        )
+    return text

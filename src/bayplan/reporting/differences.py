@@ -1,4 +1,4 @@
-"""Where the difference of two records comes from: predicted and measured, or two plans.
+"""Two records side by side, and simulations, as text.
 
 A device is always in one part of its step: it computes, updates, moves messages, waits for sums,
 or waits for something else. The parts of a device are its step, so the mean over all devices is
@@ -7,16 +7,24 @@ step; they are scaled to the median step.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.difference import DeviceDifference, Difference, StepParts
-from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
+from bayplan.data.record import (
+    DeviceDifference,
+    DeviceRecord,
+    Difference,
+    Event,
+    Lane,
+    RunRecord,
+    Source,
+    StepParts,
+)
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.reporting.kinds import KIND_WORDS
-from bayplan.reporting.plans import table_text
+from bayplan.reporting.plans import KIND_WORDS, table_text
 
-__all__ = ["difference_of", "difference_text", "step_parts"]
+__all__ = ["difference_of", "difference_text", "simulation_text", "step_parts"]
 
 _WORDS = {
     "compute": "compute",
@@ -30,50 +38,63 @@ _MOST_DEVICES = 16  # that are shown; JSON has all
 _NOTHING = 1e-9  # seconds; what rounding leaves
 _SMALL = 0.005  # of a step: a change that is not worth a word
 
+_X = TypeVar("_X")
+_Y = TypeVar("_Y")
+_Parts = list[StepParts | None]  # by device; None for a device without events
+
+
+def _each(function: Callable[[_X], _Y], pair: tuple[_X, _X]) -> tuple[_Y, _Y]:
+    return function(pair[0]), function(pair[1])
+
 
 def difference_of(
     first: RunRecord, second: RunRecord, *, names: tuple[str, str] = ("first", "second")
 ) -> Difference:
     """Compare two records, simulated or measured, in any mix."""
     both = (first, second)
-    seconds = tuple(record.typical_step_seconds for record in both)
-    spreads = tuple(map(_spread_seconds, both))
-    parts = tuple(map(step_parts, both))
-    fullest = tuple(max(record.devices, key=_peak_bytes, default=None) for record in both)
+    seconds = (first.typical_step_seconds, second.typical_step_seconds)
+    spreads = _each(_spread_seconds, both)
+    parts = _each(step_parts, both)
+    fullest = _each(_fullest, both)
     return Difference(
         names=names,
         sources=(first.source, second.source),
-        step_seconds=(seconds[0], seconds[1]),
-        spread_seconds=(spreads[0], spreads[1]),
+        step_seconds=seconds,
+        spread_seconds=spreads,
         is_tie=first.source is second.source and abs(seconds[0] - seconds[1]) <= min(spreads),
-        parts=(_mean(parts[0]), _mean(parts[1])),
+        parts=_each(_mean, parts),
         stages=_by_stage(both, parts),
         devices=_by_device(both, parts),
-        peak_bytes=(_peak_bytes(fullest[0]), _peak_bytes(fullest[1])),
+        peak_bytes=(first.steady_peak_bytes, second.steady_peak_bytes),
         peak_by_kind=_by_kind(*fullest),
     )
 
 
-def step_parts(record: RunRecord) -> list[StepParts | None]:
-    """By device, where the time of a step went; None for a device without events."""
-    whole = max((_end(event) for one in record.devices for event in one.events), default=0.0)
+def step_parts(record: RunRecord) -> _Parts:
+    """By device, where the time of a step went."""
+    whole = record.events_seconds
     factor = record.typical_step_seconds / whole if whole else 0.0
-    return [_parts(one.events, whole, factor) if one.events else None for one in record.devices]
+    return [
+        _parts(device.events, whole, factor) if device.events else None for device in record.devices
+    ]
 
 
 def _parts(events: Sequence[Event], whole: float, factor: float) -> StepParts:
-    found = dict.fromkeys(_WORDS, 0.0)
+    seconds_of = dict.fromkeys(_WORDS, 0.0)
     for event in events:
         part = _part_of(event)
         if part is not None:
-            found[part] += event.seconds
-    found["waiting"] = max(0.0, whole - sum(found.values()))
-    return StepParts(**{part: factor * seconds for part, seconds in found.items()})
+            seconds_of[part] += event.seconds
+    seconds_of["waiting"] = max(0.0, whole - sum(seconds_of.values()))
+    return StepParts(**{part: factor * seconds for part, seconds in seconds_of.items()})
 
 
 def _part_of(event: Event) -> str | None:
     """What an event counts for; swaps go on beside other things, and waits for them are gaps."""
-    kind = _kind_of(event.name)
+    try:
+        kind = Action.parse(event.name).kind
+    except ValueError:  # the event of another program
+        kind = None
     if event.lane is Lane.COPY:
         return "samples" if kind is ActionKind.FORWARD else None
     if event.lane is Lane.COMPUTE:
@@ -81,75 +102,74 @@ def _part_of(event: Event) -> str | None:
     return "sums" if event.lane is Lane.REDUCE else "messages"
 
 
-def _kind_of(name: str) -> ActionKind | None:
-    try:
-        return Action.parse(name).kind
-    except ValueError:  # an event of somebody else's own
-        return None
-
-
-def _end(event: Event) -> float:
-    return event.start_seconds + event.seconds
-
-
 def _spread_seconds(record: RunRecord) -> float:
-    """How far the step may be off; of a measured one, how its middle half of steps lies."""
+    """How far the step may be off; if measured, half the interquartile range of its steps."""
     if record.source is Source.SIMULATED or len(record.step_seconds) < 3:
         return record.step_spread_seconds
     low, _, high = statistics.quantiles(record.step_seconds[1:] or record.step_seconds, n=4)
     return (high - low) / 2
 
 
-def _peak_bytes(device: DeviceRecord | None) -> int:
-    if device is None:
-        return 0
-    return max(device.step_peak_bytes[1:], default=device.peak_bytes)
+def _fullest(record: RunRecord) -> DeviceRecord | None:
+    return max(record.devices, key=lambda device: device.steady_peak_bytes, default=None)
 
 
-def _mean(found: Sequence[StepParts | None]) -> StepParts | None:
-    known = [one for one in found if one is not None]
+def _mean(parts: Sequence[StepParts | None]) -> StepParts | None:
+    known = [device_parts for device_parts in parts if device_parts is not None]
     if not known:
         return None
     return StepParts(
-        **{part: statistics.fmean(getattr(one, part) for one in known) for part in _WORDS}
+        **{part: statistics.fmean(getattr(each, part) for each in known) for part in _WORDS}
     )
 
 
 def _by_stage(
-    both: tuple[RunRecord, RunRecord], parts: Sequence[Sequence[StepParts | None]]
+    both: tuple[RunRecord, RunRecord], parts: tuple[_Parts, _Parts]
 ) -> tuple[DeviceDifference, ...]:
     """The stages that both records have."""
-    known = [dict.fromkeys(one.stages for one in record.devices if one.stages) for record in both]
 
-    def row(stages: tuple[int, ...]) -> DeviceDifference:
-        ranks = [
-            [rank for rank, one in enumerate(record.devices) if one.stages == stages]
-            for record in both
-        ]
-        means = [_mean([parts[at][rank] for rank in ranks[at]]) for at in (0, 1)]
-        peaks = [max(_peak_bytes(both[at].devices[rank]) for rank in ranks[at]) for at in (0, 1)]
-        return DeviceDifference(
-            name=f"stage {'+'.join(map(str, stages))}",
-            parts=(means[0], means[1]),
-            peak_bytes=(peaks[0], peaks[1]),
-        )
+    def ranks_by_stages(record: RunRecord) -> dict[tuple[int, ...], list[int]]:
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, device in enumerate(record.devices):
+            if device.stages:
+                ranks.setdefault(device.stages, []).append(rank)
+        return ranks
 
-    return tuple(row(stages) for stages in known[0] if stages in known[1])
+    first, second = _each(ranks_by_stages, both)
+    return tuple(
+        _row(f"stage {'+'.join(map(str, stages))}", both, parts, (ranks, second[stages]))
+        for stages, ranks in first.items()
+        if stages in second
+    )
 
 
 def _by_device(
-    both: tuple[RunRecord, RunRecord], parts: Sequence[Sequence[StepParts | None]]
+    both: tuple[RunRecord, RunRecord], parts: tuple[_Parts, _Parts]
 ) -> tuple[DeviceDifference, ...]:
     """Device by device, if both records have as many."""
     if len(both[0].devices) != len(both[1].devices):
         return ()
     return tuple(
-        DeviceDifference(
-            name=f"device {rank}",
-            parts=(parts[0][rank], parts[1][rank]),
-            peak_bytes=(_peak_bytes(first), _peak_bytes(second)),
-        )
-        for rank, (first, second) in enumerate(zip(both[0].devices, both[1].devices, strict=True))
+        _row(f"device {rank}", both, parts, ([rank], [rank]))
+        for rank in range(len(both[0].devices))
+    )
+
+
+def _row(
+    name: str,
+    both: tuple[RunRecord, RunRecord],
+    parts: tuple[_Parts, _Parts],
+    ranks: tuple[list[int], list[int]],
+) -> DeviceDifference:
+    """Some ranks of each record: the mean of their parts and the highest of their peaks."""
+
+    def peak_bytes(side: int) -> int:
+        return max(both[side].devices[rank].steady_peak_bytes for rank in ranks[side])
+
+    return DeviceDifference(
+        name=name,
+        parts=_each(lambda side: _mean([parts[side][rank] for rank in ranks[side]]), (0, 1)),
+        peak_bytes=_each(peak_bytes, (0, 1)),
     )
 
 
@@ -162,90 +182,90 @@ def _by_kind(first: DeviceRecord | None, second: DeviceRecord | None) -> dict[st
     }
 
 
-def difference_text(found: Difference) -> str:
+def difference_text(difference: Difference) -> str:
     """The same in words and tables."""
-    lines = [_step_line(found), ""]
-    first, second = found.parts
+    lines = [_step_line(difference), ""]
+    first, second = difference.parts
     if first is None or second is None:
         lines += ["no events in one of them, so nothing is known of the parts of its step", ""]
     else:
-        lines += [_parts_table(found, first, second), ""]
-    rows = found.stages if len(found.stages) > 1 else ()
-    if not rows or 1 < len(found.devices) <= _MOST_DEVICES:
-        rows = (*rows, *(found.devices if len(found.devices) > 1 else ()))
+        lines += [_parts_table(difference, first, second), ""]
+    rows = difference.stages if len(difference.stages) > 1 else ()
+    if not rows or 1 < len(difference.devices) <= _MOST_DEVICES:
+        rows = (*rows, *(difference.devices if len(difference.devices) > 1 else ()))
     if rows:
         lines += [_rows_table(rows), ""]
-    return "\n".join([*lines, *_memory_lines(found)])
+    return "\n".join([*lines, *_memory_lines(difference)])
 
 
-def _step_line(found: Difference) -> str:
-    first, second = found.step_seconds
+def _step_line(difference: Difference) -> str:
+    first, second = difference.step_seconds
     shown = [
         f"{name} ({source}) {format_seconds(seconds)}"
         + (f" ± {format_seconds(spread)}" if spread else "")
         for name, source, seconds, spread in zip(
-            found.names, found.sources, found.step_seconds, found.spread_seconds, strict=True
+            difference.names,
+            difference.sources,
+            difference.step_seconds,
+            difference.spread_seconds,
+            strict=True,
         )
     ]
-    if found.is_tie:
+    if difference.is_tie:
         verdict = "a tie: each lies within what the other may be off by"
     else:
         verdict = f"{format_seconds(abs(second - first))} {'more' if second > first else 'less'}"
         verdict += f" ({_change(first, second)})"
-        verdict += _judged(found) if found.sources[0] is not found.sources[1] else ""
+        if difference.sources[0] is not difference.sources[1]:
+            spread = difference.spread_seconds[difference.sources.index(Source.SIMULATED)]
+            where = "within" if abs(second - first) <= spread else "outside"
+            verdict += f", {where} the predicted interval"
     return f"step  {shown[0]}, {shown[1]}: {verdict}"
 
 
-def _judged(found: Difference) -> str:
-    """Whether what was measured lies where it was predicted."""
-    at = found.sources.index(Source.SIMULATED)
-    is_within = abs(found.step_seconds[1] - found.step_seconds[0]) <= found.spread_seconds[at]
-    return f", {'within' if is_within else 'outside'} the predicted interval"
-
-
-def _parts_table(found: Difference, first: StepParts, second: StepParts) -> str:
+def _parts_table(difference: Difference, first: StepParts, second: StepParts) -> str:
     change = second.seconds - first.seconds
     is_small = abs(change) < _SMALL * max(first.seconds, second.seconds)
     rows = []
     for part, word in _WORDS.items():
-        one, other = getattr(first, part), getattr(second, part)
-        share = "" if is_small else f"{100 * (other - one) / change:.0f} %"
-        rows.append((word, _ms(one), _ms(other), _signed_ms(other - one), share))
-    columns = ("mean of all devices, ms", *found.names, "change", "of all")
+        before, after = getattr(first, part), getattr(second, part)
+        share = "" if is_small else f"{100 * (after - before) / change:.0f} %"
+        rows.append((word, _ms(before), _ms(after), f"{1e3 * (after - before):+.4g}", share))
+    columns = ("mean of all devices, ms", *difference.names, "change", "of all")
     return table_text(columns, rows)
 
 
 def _rows_table(rows: Sequence[DeviceDifference]) -> str:
-    columns = ("ms, first -> second", *_WORDS.values(), "peak MiB")
+    def cell(row: DeviceDifference, part: str) -> str:
+        return " -> ".join(
+            "?" if known is None else _ms(getattr(known, part)) for known in row.parts
+        )
+
     return table_text(
-        columns,
+        ("ms, first -> second", *_WORDS.values(), "peak MiB"),
         [
             (
                 row.name,
-                *(
-                    " -> ".join(
-                        "?" if one is None else _ms(getattr(one, part)) for one in row.parts
-                    )
-                    for part in _WORDS
-                ),
-                " -> ".join(f"{size / 2**20:.0f}" for size in row.peak_bytes),
+                *(cell(row, part) for part in _WORDS),
+                " -> ".join(map(_mebibytes, row.peak_bytes)),
             )
             for row in rows
         ],
     )
 
 
-def _memory_lines(found: Difference) -> list[str]:
-    first, second = found.peak_bytes
+def _memory_lines(difference: Difference) -> list[str]:
+    first, second = difference.peak_bytes
+    names = difference.names
     lines = [
-        f"peak  {found.names[0]} {format_bytes(first)}, {found.names[1]} {format_bytes(second)}"
+        f"peak  {names[0]} {format_bytes(first)}, {names[1]} {format_bytes(second)}"
         f" ({_change(first, second)}), each on its fullest device"
     ]
-    for kind, (one, other) in found.peak_by_kind.items():
-        if one or other:
-            word = KIND_WORDS.get(kind, kind)
-            lines.append(f"  {word:<30} {format_bytes(one):>10} {format_bytes(other):>10}")
-    return lines
+    return lines + [
+        f"  {KIND_WORDS.get(kind, kind):<30} {format_bytes(before):>10} {format_bytes(after):>10}"
+        for kind, (before, after) in difference.peak_by_kind.items()
+        if before or after
+    ]
 
 
 def _change(first: float, second: float) -> str:
@@ -256,5 +276,43 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}" if seconds >= _NOTHING else "0"
 
 
-def _signed_ms(seconds: float) -> str:
-    return f"{1e3 * seconds:+.4g}"
+def _mebibytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
+
+
+_MOST_SIMULATED = 32  # devices that are shown; the record has all
+
+
+def simulation_text(record: RunRecord, *, cluster: str) -> str:
+    """What a plan would do on a cluster of that name."""
+    seconds, spread = record.typical_step_seconds, record.step_spread_seconds
+    speed = record.samples_per_second
+    lines = [
+        f"{record.model} on {cluster}: simulated, nothing ran",
+        f"step {format_seconds(seconds)}, between {format_seconds(max(0.0, seconds - spread))} and"
+        f" {format_seconds(seconds + spread)} by the spread of the figures"
+        + ("" if speed is None else f"; {speed:,.0f} samples/s"),
+        "",
+        _devices_table(record),
+    ]
+    hidden = len(record.devices) - _MOST_SIMULATED
+    if hidden > 0:
+        lines.append(f"… and {hidden} more; --json has all")
+    lines += [
+        "",
+        "needed: what is alive at once; allocated: as the allocator rounds it; total: with what the"
+        " device takes before the first tensor",
+        "not counted: " + "; ".join(record.not_counted),
+    ]
+    return "\n".join(lines)
+
+
+def _devices_table(record: RunRecord) -> str:
+    rows = []
+    for device, busy in list(zip(record.devices, record.busy, strict=True))[:_MOST_SIMULATED]:
+        total, capacity = device.total_bytes, device.capacity_bytes
+        sizes = (device.needed_bytes, device.peak_bytes, total, capacity)
+        share = f"{100 * total / capacity:.0f}" if total is not None and capacity else ""
+        shown_busy = "" if busy is None else f"{100 * busy:.0f}"
+        rows.append((device.device, shown_busy, *map(_mebibytes, sizes), share))
+    return table_text(("device", "busy %", "needed MiB", "allocated", "total", "of", "%"), rows)

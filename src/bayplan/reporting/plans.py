@@ -1,28 +1,63 @@
-"""Plans as plain text: what they cost, what sets their peak, and what would help."""
+"""Plans as text, and memory by kind."""
 
 from collections import Counter
 from collections.abc import Sequence
+from io import StringIO
 
-from bayplan.data.order import StepOrder
-from bayplan.data.plan import Choice, Decision, Plan
+from rich.console import Console
+from rich.table import Table
+
+from bayplan.data.graph import StorageKind
+from bayplan.data.plan import Choice, Decision, DevicePlan, Plan, StepOrder
+from bayplan.data.record import MESSAGE
 from bayplan.data.units import format_bytes, format_seconds
 
 __all__ = [
+    "KIND_WORDS",
     "choice_counts",
     "choice_lines",
     "curve_text",
     "explanation_text",
+    "kind_lines",
+    "limit_text",
     "order_line",
     "plan_line",
+    "share_text",
     "table_text",
 ]
 
+KIND_WORDS: dict[str, str] = {
+    StorageKind.PARAMETER: "parameters",
+    StorageKind.GRADIENT: "gradients",
+    StorageKind.OPTIMIZER_STATE: "optimizer state",
+    StorageKind.BUFFER: "buffers",
+    StorageKind.INPUT: "batch",
+    StorageKind.ACTIVATION: "activations held for backward",
+    StorageKind.TEMPORARY: "temporaries",
+    "workspace": "workspace inside the kernel",
+    MESSAGE: "messages between ranks",
+}
+
+
+def kind_lines(by_kind: dict[str, int]) -> list[str]:
+    total = sum(by_kind.values())
+    return [
+        f"  {KIND_WORDS.get(kind, kind):<30} {format_bytes(size):>10}  {share_text(size, total)}"
+        for kind, size in by_kind.items()
+        if size
+    ]
+
+
+def share_text(part: float, whole: float) -> str:
+    return f"{100 * part / whole:5.1f} %" if whole else "    -  "
+
+
 _MOST_LISTED = 10
+_TABLE_WIDTH = 10_000  # wider than any table, so that rich never wraps or cuts a cell
 _VERBS = {Choice.RECOMPUTE: "recomputed", Choice.SWAP: "swapped", Choice.PACK: "packed"}
 
 
 def order_line(order: StepOrder) -> str:
-    """A plan's price in one line."""
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
         f"peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), step"
@@ -30,25 +65,20 @@ def order_line(order: StepOrder) -> str:
     )
 
 
-def plan_line(plan: Plan) -> str:
-    """A plan in one line: what it does and what that costs."""
-    assert plan.order is not None, "plans of one device have an order"
+def plan_line(plan: DevicePlan) -> str:
     return f"{order_line(plan.order)}; {choice_counts(plan.decisions)}"
 
 
 def choice_counts(decisions: Sequence[Decision]) -> str:
-    """How much is not simply kept."""
     counts = Counter(decision.choice for decision in decisions)
     done = [f"{count} {_VERBS[choice]}" for choice, count in sorted(counts.items())]
     return ", ".join(done) or "everything kept"
 
 
-def explanation_text(plan: Plan) -> str:
+def explanation_text(plan: DevicePlan) -> str:
     """What sets the peak, what each choice costs, and what would help."""
     order, moment = plan.order, plan.peak_moment
-    assert order is not None, "plans of one device have an order"
-    limit = "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
-    lines = [f"{plan.model}: {plan_line(plan)}", f"strategy {order.strategy}, {limit}"]
+    lines = [f"{plan.model}: {plan_line(plan)}", f"strategy {order.strategy}, {limit_text(plan)}"]
     if order.gap is not None:
         lines.append(f"takes at most {order.gap:.1%} longer than the best schedule")
     if moment is not None:
@@ -57,43 +87,46 @@ def explanation_text(plan: Plan) -> str:
             ("always there (parameters, batch, optimizer state)", moment.always_bytes),
             ("gradients and other results so far", moment.outputs_bytes),
             ("scratch memory of the kernel", moment.workspace_bytes),
-            *((f"{one.value}  {one.place}", one.size_bytes) for one in moment.values),
+            *((f"{live.value}  {live.place}", live.size_bytes) for live in moment.values),
         ]
-        lines += ["", f"the peak is at {where}:", *_rows(rows)]
+        shown = [row for row in rows if row[1]][: _MOST_LISTED + 3]
+        lines += ["", f"the peak is at {where}:"]
+        lines += [f"  {format_bytes(size):>10}  {name.rstrip()}" for name, size in shown]
     lines += ["", *choice_lines(plan.decisions), "", "what would help:"]
     lines += [f"  {hint}" for hint in _hints(plan)]
     return "\n".join(lines)
 
 
-def _rows(rows: Sequence[tuple[str, int]]) -> list[str]:
-    shown = [row for row in rows if row[1]][: _MOST_LISTED + 3]
-    return [f"  {format_bytes(size):>10}  {name.rstrip()}" for name, size in shown]
+def limit_text(plan: Plan) -> str:
+    return "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
 
 
 def choice_lines(decisions: Sequence[Decision]) -> list[str]:
     """What is not simply kept, and what that costs."""
     if not decisions:
         return ["every activation is kept"]
-    dearest = sorted(decisions, key=lambda one: (-one.seconds, -one.size_bytes))
+    dearest = sorted(decisions, key=lambda decision: (-decision.seconds, -decision.size_bytes))
     lines = [f"what is not simply kept ({len(decisions)} in all), the dearest first:"]
-    for one in dearest[:_MOST_LISTED]:
-        size = format_bytes(one.size_bytes) if one.size_bytes else ""
-        cost = f"+{format_seconds(one.seconds)}" if one.seconds else "hidden or tiny"
-        lines.append(
-            f"  {_VERBS[one.choice]:<10}  {size:>10}  {cost:>12}  {one.value}  {one.place}".rstrip()
-        )
+    for decision in dearest[:_MOST_LISTED]:
+        size = format_bytes(decision.size_bytes) if decision.size_bytes else ""
+        cost = f"+{format_seconds(decision.seconds)}" if decision.seconds else "hidden or tiny"
+        line = f"  {_VERBS[decision.choice]:<10}  {size:>10}  {cost:>12}"
+        lines.append(f"{line}  {decision.value}  {decision.place}".rstrip())
     if len(decisions) > _MOST_LISTED:
         lines.append(f"  ... and {len(decisions) - _MOST_LISTED} more")
     return lines
 
 
-def _hints(plan: Plan) -> list[str]:
+def _hints(plan: DevicePlan) -> list[str]:
     order, moment = plan.order, plan.peak_moment
-    assert order is not None, "plans of one device have an order"
     hints: list[str] = []
-    repeats = [one for one in plan.decisions if one.choice is Choice.RECOMPUTE and one.size_bytes]
-    if repeats:
-        best = max(repeats, key=lambda one: one.seconds / one.size_bytes)
+    recomputed = [
+        decision
+        for decision in plan.decisions
+        if decision.choice is Choice.RECOMPUTE and decision.size_bytes
+    ]
+    if recomputed:
+        best = max(recomputed, key=lambda decision: decision.seconds / decision.size_bytes)
         hints.append(
             f"{format_bytes(best.size_bytes)} more memory: {best.value} {best.place} need not be"
             f" recomputed, {format_seconds(best.seconds)} less per step"
@@ -107,10 +140,10 @@ def _hints(plan: Plan) -> list[str]:
                 " --update-in-backward, or --optimizer sgd"
             )
         elif moment.values:
-            first = moment.values[0]
+            largest = moment.values[0]
             hints.append(
-                f"a smaller --batch: {first.value} {first.place} alone takes"
-                f" {format_bytes(first.size_bytes)} at the peak"
+                f"a smaller --batch: {largest.value} {largest.place} alone takes"
+                f" {format_bytes(largest.size_bytes)} at the peak"
             )
     return hints or ["nothing: the step runs as fast as it would without a plan"]
 
@@ -131,9 +164,14 @@ def curve_text(points: Sequence[tuple[int, StepOrder]]) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of words, right-aligned."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in (columns, *rows)
+    """Right-aligned columns, as plain text wherever it is printed: no colour, nothing wrapped."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=_TABLE_WIDTH, color_system=None, markup=False, emoji=False).print(
+        table
     )
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

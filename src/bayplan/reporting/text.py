@@ -1,14 +1,13 @@
 """Verdicts, profiles and records as plain text, one screen each."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-from bayplan.data.finding import Finding
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
-from bayplan.data.verdict import Verdict
-from bayplan.reporting.kinds import kind_lines, share_text
+from bayplan.data.verdict import Finding, Verdict
+from bayplan.reporting.plans import kind_lines, share_text
 from bayplan.reporting.ranks import ranks_text
 
 __all__ = [
@@ -28,7 +27,6 @@ _ORIGIN_WORDS = {
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """The answer in one line."""
     seconds = format_seconds(verdict.step_seconds)
     peak, limit = format_bytes(verdict.peak_bytes), format_bytes(verdict.limit_bytes)
     if verdict.fits:
@@ -54,7 +52,6 @@ def verdict_line(verdict: Verdict) -> str:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """The answer with all that explains it."""
     batch = "" if verdict.batch is None else f", batch {verdict.batch}"
     spread = format_seconds(verdict.step_spread_seconds)
     lines = [
@@ -69,7 +66,7 @@ def verdict_text(verdict: Verdict) -> str:
         *kind_lines(verdict.peak_by_kind),
         "",
         "largest values alive at the peak",
-        *map(_value_line, verdict.largest),
+        *map(_storage_line, verdict.largest),
     ]
     if verdict.would_fit:
         lines += ["", "what would make it fit", *(f"  {change}" for change in verdict.would_fit)]
@@ -81,13 +78,14 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
     """Where the time of a step goes: by phase, by operator, and the slowest nodes."""
     total = profile.step_seconds
     by_phase: dict[str, float] = defaultdict(float)
-    by_op: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    by_op: dict[str, float] = defaultdict(float)
     for node, seconds in zip(graph.nodes, profile.seconds, strict=True):
         by_phase[node.phase] += seconds
-        count, so_far = by_op[node.op]
-        by_op[node.op] = (count + 1, so_far + seconds)
+        by_op[node.op] += seconds
+    by_phase["overhead"] = profile.overhead_seconds
+    calls = Counter(node.op for node in graph.nodes)
     slowest = sorted(range(len(graph.nodes)), key=lambda index: -profile.seconds[index])[:5]
-    top_ops = sorted(by_op.items(), key=lambda item: -item[1][1])[:8]
+    top_ops = sorted(by_op.items(), key=lambda item: -item[1])[:8]
     how = (
         "derived, nothing ran"
         if profile.origin is Origin.DERIVED
@@ -102,13 +100,11 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
             f"  {phase:<10} {format_seconds(seconds):>8}  {share_text(seconds, total)}"
             for phase, seconds in by_phase.items()
         ),
-        f"  {'overhead':<10} {format_seconds(profile.overhead_seconds):>8}"
-        f"  {share_text(profile.overhead_seconds, total)}",
         "",
         "by operator",
         *(
-            f"  {format_seconds(seconds):>8}  {share_text(seconds, total)}  {count:>5} x {op}"
-            for op, (count, seconds) in top_ops
+            f"  {format_seconds(seconds):>8}  {share_text(seconds, total)}  {calls[op]:>5} x {op}"
+            for op, seconds in top_ops
         ),
         "",
         "slowest nodes",
@@ -124,7 +120,6 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
 
 
 def record_text(record: RunRecord) -> str:
-    """What a run did, or would do."""
     num_steps = len(record.step_seconds)
     what = "" if record.source is Source.SIMULATED else f" {_count(num_steps, 'step')},"
     typical = format_seconds(record.typical_step_seconds) if num_steps else "none ended"
@@ -142,29 +137,23 @@ def record_text(record: RunRecord) -> str:
     return "\n".join(lines)
 
 
-def comparison_text(one: RunRecord, other: RunRecord) -> str:
+def comparison_text(first: RunRecord, second: RunRecord) -> str:
     """Prediction next to reality, in that order, with the error of each.
 
     Two predictions, or two runs, stand in the order given, with the change between them.
     """
-    if one.source is Source.MEASURED and other.source is Source.SIMULATED:
-        one, other = other, one
-    peaks = (one.steady_peak_bytes, other.steady_peak_bytes)
-    seconds = (one.typical_step_seconds, other.typical_step_seconds)
-    if one.source is other.source:
-        head = f"{'':<6}{'first':>12}{'second':>12}{'change':>10}"
-        errors = [_error(*pair[::-1]) for pair in (peaks, seconds)]
-    else:
-        head = f"{'':<6}{'predicted':>12}{'measured':>12}{'error':>10}"
-        errors = [_error(*pair) for pair in (peaks, seconds)]
-    return "\n".join(
-        [
-            head,
-            f"{'peak':<6}{format_bytes(peaks[0]):>12}{format_bytes(peaks[1]):>12}{errors[0]:>10}",
-            f"{'step':<6}{format_seconds(seconds[0]):>12}{format_seconds(seconds[1]):>12}"
-            f"{errors[1]:>10}",
-        ]
-    )
+    if first.source is Source.MEASURED and second.source is Source.SIMULATED:
+        first, second = second, first
+    peaks = (first.steady_peak_bytes, second.steady_peak_bytes)
+    seconds = (first.typical_step_seconds, second.typical_step_seconds)
+    is_change = first.source is second.source
+    errors = [_error(*(pair[::-1] if is_change else pair)) for pair in (peaks, seconds)]
+    rows = [
+        ("", "first", "second", "change") if is_change else ("", "predicted", "measured", "error"),
+        ("peak", *map(format_bytes, peaks), errors[0]),
+        ("step", *map(format_seconds, seconds), errors[1]),
+    ]
+    return "\n".join(f"{a:<6}{b:>12}{c:>12}{change:>10}" for a, b, c, change in rows)
 
 
 def findings_text(findings: list[Finding]) -> str:
@@ -177,14 +166,13 @@ def findings_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _value_line(value: LiveStorage) -> str:
-    kind = value.kind.replace("_", " ")
-    line = f"  {format_bytes(value.size_bytes):>10}  {kind:<15}  {value.name}  {value.source}"
-    return line.rstrip()
+def _storage_line(live: LiveStorage) -> str:
+    kind = live.kind.replace("_", " ")
+    return f"  {format_bytes(live.size_bytes):>10}  {kind:<15}  {live.name}  {live.source}".rstrip()
 
 
-def _error(found: float, reference: float) -> str:
-    return f"{100 * (found / reference - 1):+.2f} %" if reference else "-"
+def _error(figure: float, reference: float) -> str:
+    return f"{100 * (figure / reference - 1):+.2f} %" if reference else "-"
 
 
 def _count(number: int, noun: str) -> str:

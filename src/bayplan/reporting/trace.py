@@ -29,7 +29,7 @@ def trace_of(record: RunRecord) -> dict[str, Any]:
     """
     return {
         "traceEvents": [
-            event for at, device in enumerate(record.devices) for event in _events(at, device)
+            event for rank, device in enumerate(record.devices) for event in _events(rank, device)
         ],
         "displayTimeUnit": "ms",
         "otherData": {
@@ -41,29 +41,29 @@ def trace_of(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _events(number: int, device: DeviceRecord) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", number, 0, device.device)
+def _events(rank: int, device: DeviceRecord) -> Iterator[dict[str, Any]]:
+    yield _name("process_name", rank, 0, device.device)
     for lane in dict.fromkeys(event.lane for event in device.events):
-        yield _name("thread_name", number, _LANES[lane], str(lane))
+        yield _name("thread_name", rank, _LANES[lane], str(lane))
     for event in device.events:
         yield {
             "name": event.name,
             "cat": str(event.lane),
             "ph": "X",
-            "pid": number,
+            "pid": rank,
             "tid": _LANES[event.lane],
             "ts": event.start_seconds * _MICROSECONDS,
             "dur": event.seconds * _MICROSECONDS,
         }
     if device.curve is not None:
         kinds = device.curve.by_kind or {"bytes": device.curve.total_bytes}
-        for at, seconds in enumerate(device.curve.seconds):
+        for index, seconds in enumerate(device.curve.seconds):
             yield {
                 "name": "memory",
                 "ph": "C",
-                "pid": number,
+                "pid": rank,
                 "ts": seconds * _MICROSECONDS,
-                "args": {kind: column[at] for kind, column in kinds.items()},
+                "args": {kind: column[index] for kind, column in kinds.items()},
             }
 
 

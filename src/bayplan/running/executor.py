@@ -3,7 +3,7 @@
 The graph is turned into a list of calls once; a run walks the list. Values live in numbered
 slots, and a slot is emptied right after the last call that reads it, inputs included: they arrive
 in a list that is emptied at once, so that nobody else holds them. The parts of a tuple are taken
-out as soon as it is made, for the tuple would keep all of them alive.
+out as soon as it is made, because the tuple would keep all of them alive.
 """
 
 import operator
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from bayplan.operators import in_place_form
-from bayplan.running.partition import OVERWRITES, SWAPPER
+from bayplan import torch_compat
+from bayplan.rewriting.free import in_place_form
+from bayplan.tracing.joint import OVERWRITES, SWAPPER
 
 __all__ = ["compile_graph"]
 
@@ -34,8 +35,6 @@ class _Call(NamedTuple):
         constants: all arguments, with gaps where values go.
         gaps: (position, slot) of each value.
         nested: (position, argument) where values lie inside of lists.
-        options: by keyword.
-        has_values: whether there are values among the options.
         result: the slot of a plain result.
         parts: (position, slot) of each part to take out of a tuple; None for a plain result.
         released: slots to empty afterwards.
@@ -55,8 +54,7 @@ class _Call(NamedTuple):
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """Return a function from a list of inputs, which it empties, to a list of outputs.
 
-    Args:
-        module: the graph; a node's meta may name an argument for its result to overwrite.
+    A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
     calls, inputs, outputs, num_slots = _calls_of(module)
 
@@ -66,7 +64,17 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             slots[slot] = argument
         argument = None
         arguments.clear()
-        for function, constants, gaps, nested, options, has_values, at, parts, released in calls:
+        for (
+            function,
+            constants,
+            gaps,
+            nested,
+            options,
+            has_values,
+            slot_index,
+            parts,
+            released,
+        ) in calls:
             values = constants.copy()
             for position, slot in gaps:
                 values[position] = slots[slot]
@@ -75,7 +83,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             result = function(*values, **(_filled(options, slots) if has_values else options))
             del values
             if parts is None:
-                slots[at] = result
+                slots[slot_index] = result
             else:
                 for position, slot in parts:
                     slots[slot] = result[position]
@@ -84,8 +92,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
                 slots[slot] = None
         return [_filled(output, slots) for output in outputs]
 
-    run._boxed_call = True  # pyrefly: ignore[missing-attribute] - torch's mark for such functions
-    return run
+    return torch_compat.boxed(run)
 
 
 def _filled(thing: Any, slots: list[Any]) -> Any:
@@ -106,9 +113,7 @@ def _has_slot(thing: Any) -> bool:
     return isinstance(thing, _Slot)
 
 
-def _calls_of(
-    module: fx.GraphModule,
-) -> tuple[list[_Call], list[int], list[Any], int]:
+def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], int]:
     nodes = list(module.graph.nodes)
     slot_of = {node: index for index, node in enumerate(nodes)}
     released = _releases(nodes)
@@ -119,7 +124,9 @@ def _calls_of(
             outputs = _with_slots(list(node.args[0]), slot_of)
         elif node.op == "get_attr":
             constant = getattr(module, str(node.target))
-            calls.append(_constant(slot_of[node], constant, released[node], slot_of))
+            gone = tuple(slot_of[other] for other in released[node])
+            get = partial(_identity, constant)
+            calls.append(_Call(get, [], (), (), {}, False, slot_of[node], None, gone))
         elif node.op == "call_function" and node not in unpacked:
             takers = [user for user in node.users if user.target is operator.getitem]
             parts = None
@@ -146,32 +153,22 @@ def _call(
         function = partial(function, node.meta[SWAPPER])
     arguments = _with_slots(list(node.args), slot_of)
     options = _with_slots(dict(node.kwargs), slot_of)
-    holding = [(at, one) for at, one in enumerate(arguments) if _has_slot(one)]
+    holding = [(index, value) for index, value in enumerate(arguments) if _has_slot(value)]
     return _Call(
         function=function,
-        constants=[None if _has_slot(one) else one for one in arguments],
-        gaps=tuple((at, one.index) for at, one in holding if isinstance(one, _Slot)),
-        nested=tuple((at, one) for at, one in holding if not isinstance(one, _Slot)),
+        constants=[None if _has_slot(value) else value for value in arguments],
+        gaps=tuple((index, slot.index) for index, slot in holding if isinstance(slot, _Slot)),
+        nested=tuple((index, value) for index, value in holding if not isinstance(value, _Slot)),
         options=options,
         has_values=_has_slot(options),
         result=slot_of[node],
         parts=parts,
-        released=tuple(slot_of[one] for one in gone),
+        released=tuple(slot_of[other] for other in gone),
     )
 
 
-def _constant(slot: int, value: Any, gone: list[fx.Node], slot_of: dict[fx.Node, int]) -> _Call:
-    return _Call(
-        function=lambda: value,
-        constants=[],
-        gaps=(),
-        nested=(),
-        options={},
-        has_values=False,
-        result=slot,
-        parts=None,
-        released=tuple(slot_of[one] for one in gone),
-    )
+def _identity(value: Any) -> Any:
+    return value
 
 
 def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from bayplan import torch_private
-from bayplan.running.joint import JointStep, positions_to_overwrite
-from bayplan.running.normalising import partial_repeat
-from bayplan.running.repeats import repeat_form
-from bayplan.running.swapping import (
+from bayplan import torch_compat as torch_compat
+from bayplan.rewriting.repeats import partial_repeat, repeat_form
+from bayplan.running.swaps.swapping import (
     SwapKind,
     Swapper,
     SwapStep,
@@ -28,11 +26,9 @@ from bayplan.running.swapping import (
     swap_here,
     swap_out,
 )
+from bayplan.tracing.joint import OVERWRITES, SWAPPER, JointStep, positions_to_overwrite
 
-__all__ = ["OVERWRITES", "SWAPPER", "Step", "cut"]
-
-# In a node's meta: the argument it overwrites; the object that its function is called with first.
-OVERWRITES, SWAPPER = "bayplan_overwrites", "bayplan_swapper"
+__all__ = ["Step", "cut"]
 
 # torch keeps tensors that carry this mark without checking their version, behind all others.
 _UNCHECKED = "saved_tensor_with_no_vc_check"
@@ -40,12 +36,7 @@ _UNCHECKED = "saved_tensor_with_no_vc_check"
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do.
-
-    Attributes:
-        what: an operator's index, or a part of a swap.
-        taken_over: the buffer that an operator's result overwrites, or None.
-    """
+    """An operator's index or a part of a swap; and the buffer that an operator overwrites."""
 
     what: int | SwapStep
     taken_over: int | None = None
@@ -62,9 +53,7 @@ def cut(
     """Return the forward and the backward module.
 
     Args:
-        joint: the step.
-        steps: all that is to be done, in order.
-        num_forward: how many of them are the forward's.
+        num_forward: how many of the steps are the forward's.
         owner: the module of the joint graph, for its constants.
         swapper: where swaps go; needed if there are any.
     """
@@ -72,7 +61,7 @@ def cut(
     tokens = _Tokens(joint, swapper)
     backward = _Builder(joint, joint.backward_outputs, tokens, is_forward=False)
     for node in inputs:
-        if torch_private.is_tangent(node):
+        if torch_compat.is_tangent(node):
             backward.take(node)
     for step in steps[num_forward:]:
         backward.do(step)
@@ -82,7 +71,7 @@ def cut(
 
     forward = _Builder(joint, [*joint.forward_outputs, *saved], tokens, is_forward=True)
     for node in inputs:
-        if not torch_private.is_tangent(node):
+        if not torch_compat.is_tangent(node):
             forward.take(node)
     for step in steps[:num_forward]:
         forward.do(step)
@@ -109,16 +98,14 @@ class _Tokens:
         return self._bases[buffer]
 
     def token(self, buffer: int) -> fx.Node:
-        """The name of a buffer's token."""
         if buffer not in self._nodes:
             node = self._graph.placeholder(f"token_{buffer}")
-            with torch_private.fake_mode_of([self.base(buffer).meta["val"]]):
+            with torch_compat.fake_mode_of([self.base(buffer).meta["val"]]):
                 node.meta = {"val": torch.empty(1, dtype=torch.int64)}
             self._nodes[buffer] = node
         return self._nodes[buffer]
 
     def is_token(self, node: fx.Node) -> bool:
-        """Whether a node is one of these."""
         return node.graph is self._graph
 
 
@@ -143,18 +130,15 @@ class _Builder:
                 self._aliases[buffer].append(node)
 
     def take(self, node: fx.Node) -> None:
-        """Make an input of the joint graph an input of this one."""
         self._latest[node] = self.graph.node_copy(node)
 
     def do(self, step: Step) -> None:
-        """Whatever the step is."""
         if isinstance(step.what, SwapStep):
             self.swap(step.what)
         else:
             self.run(step.what, step.taken_over)
 
     def swap(self, step: SwapStep) -> None:
-        """One part of a swap."""
         base, token = self._tokens.base(step.buffer), self._tokens.token(step.buffer)
         match step.kind:
             case SwapKind.OUT:
@@ -205,7 +189,6 @@ class _Builder:
                 self._give(output)
 
     def finish(self) -> None:
-        """End the graph with its outputs."""
         for output in self._outputs:
             if isinstance(output, fx.Node) and output not in self._given:
                 self._give(output)

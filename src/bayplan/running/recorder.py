@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -115,12 +114,7 @@ class Recorder:
         self._earlier_peak_bytes = 0
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
         # Also after Ctrl-C or an error in the loop: the steps so far are worth keeping.
         assert self._meter is not None, "left before it was entered"
         if self._meter.method == "storages":

@@ -1,17 +1,69 @@
-"""`ClusterNetwork`: the `Network` of a described cluster."""
+"""`ClusterNetwork`: the `Network` of a described cluster.
+
+A level's groups are the devices that reach each other by links of its bandwidth or better; networks
+come after everything within hosts: a card is fast alone and slow for a host full of devices.
+The groups of a level are made of whole groups of the level before, so that a planner may place what
+talks most into the smallest group that holds it.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
-from bayplan.data.cluster import Cluster
-from bayplan.data.wiring import Route, Wire, Wiring
-from bayplan.simulating.closeness import Level, levels_of
+from bayplan.data.cluster import Cluster, LinkKind, Union
 from bayplan.simulating.network import Transfer
 from bayplan.simulating.rings import find_rings, ring_flows, ring_rate
+from bayplan.simulating.wiring import Route, Wire, Wiring
 
-__all__ = ["ClusterNetwork"]
+__all__ = ["ClusterNetwork", "Level", "levels_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Devices by what joins them at least this fast.
+
+    Attributes:
+        kind: of the links that are new here; the farthest if there are several.
+        bandwidth_bytes_per_s, latency_seconds: of the slowest of these.
+        groups: every device once; those alone are groups of one.
+    """
+
+    kind: LinkKind
+    bandwidth_bytes_per_s: float
+    latency_seconds: float
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_together(self) -> int:
+        """Devices of its largest group."""
+        return max(len(group) for group in self.groups)
+
+
+def levels_of(wiring: Wiring, num_devices: int) -> tuple[Level, ...]:
+    """All levels, the nearest first; the last one has all devices in one group."""
+    together = Union(num_devices)
+    levels: list[Level] = []
+    order = list(LinkKind)
+    joins = sorted(wiring.joins, key=lambda join: (join[0] is LinkKind.NET, -join[2]))
+    for (_, bandwidth), same in groupby(joins, key=lambda join: (join[0] is LinkKind.NET, join[2])):
+        added = [
+            (kind, latency)
+            for kind, latency, _, join in same
+            if together.unite(device for side in join for device in side)
+        ]
+        if added:
+            levels.append(
+                Level(
+                    kind=max((kind for kind, _ in added), key=order.index),
+                    bandwidth_bytes_per_s=bandwidth,
+                    latency_seconds=max(latency for _, latency in added),
+                    groups=together.groups(),
+                )
+            )
+    return tuple(levels)
+
 
 # A wire that is less than half busy slows nothing down that goes on at once: two still fit.
 _BUSY = 0.5
@@ -20,11 +72,7 @@ _MOST_KEPT = 2**20  # devices over all groups whose sums are kept
 
 @dataclass(frozen=True)
 class _Way:
-    """How some devices may sum up.
-
-    Attributes:
-        busy: seconds of each wire for a byte of the sum.
-    """
+    """How some devices may sum up; `busy` is the seconds of each wire for a byte of the sum."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -62,7 +110,6 @@ class ClusterNetwork:
         self._num_kept = 0
 
     def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
-        """From one device to another; nothing at all to itself."""
         if sender == receiver:
             return Transfer(latency_seconds=0.0, seconds=0.0)
         route = self._wiring.route(sender, receiver)
@@ -74,7 +121,6 @@ class ClusterNetwork:
         )
 
     def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
-        """A sum that all of some devices get."""
         ways = self._ways_of(tuple(devices))
         return min(ways, key=lambda way: way.seconds(size_bytes)).transfer(size_bytes)
 
@@ -97,12 +143,6 @@ class ClusterNetwork:
             seconds=size_bytes / rate,
             wires=_busy_wires(wires, rate),
         )
-
-    def bandwidth_between(self, sender: int, receiver: int) -> float:
-        """Bytes/s of a large message that is alone; endless to itself."""
-        if sender == receiver:
-            return math.inf
-        return self._wiring.route(sender, receiver).bandwidth_bytes_per_s
 
     def route(self, sender: int, receiver: int) -> Route:
         """The way a message takes, to say why it takes so long."""
@@ -127,9 +167,8 @@ class ClusterNetwork:
         return [tuple(place) for place in places]
 
     def _ways_of(self, devices: tuple[int, ...]) -> tuple[_Way, ...]:
-        found = self._ways.get(devices)
-        if found is not None:
-            return found
+        if devices in self._ways:
+            return self._ways[devices]
         if len(set(devices)) < len(devices):
             raise ValueError(f"a sum over {devices} counts a device twice")
         ordered = sorted(devices, key=lambda device: (self._places[device], device))
@@ -142,7 +181,6 @@ class ClusterNetwork:
         return ways
 
     def _ring(self, devices: Sequence[int]) -> _Way:
-        """Around rings of all devices."""
         number = len(devices)
         if number < 2:
             return _Way(0.0, 0.0)
@@ -201,10 +239,8 @@ class ClusterNetwork:
 
     def _step_seconds(self, order: Sequence[int]) -> float:
         """All devices of a ring take a step at once, so the slowest hop decides."""
-        return max(
-            self._wiring.route(one, other).step_seconds
-            for one, other in zip(order, [*order[1:], order[0]], strict=True)
-        )
+        hops = zip(order, [*order[1:], order[0]], strict=True)
+        return max(self._wiring.route(*hop).step_seconds for hop in hops)
 
 
 def _busy_wires(wires: Sequence[Wire], rate: float) -> tuple[str, ...]:

@@ -1,87 +1,86 @@
-"""Live bytes over a step: exact liveness of storages, op by op.
+"""The simulated record of a plain step on one device: its memory replayed, its seconds added up."""
 
-At each node its new storages and its workspace are added before anything is released, as a kernel
-has its inputs, outputs and scratch memory at once:
+from itertools import accumulate
 
-    before node i      during node i (a candidate for the peak)        after node i
-    live               live + born at i + workspace of i               live + born - released at i
-"""
+from bayplan.data.graph import Node, StepGraph, Storage
+from bayplan.data.live_memory import replay_memory
+from bayplan.data.profile import Origin, Profile
+from bayplan.data.record import DeviceRecord, LiveStorage, MemoryCurve, RunRecord, Source
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+__all__ = ["CPU_GRANULARITY_BYTES", "simulate_step"]
 
-from bayplan.data.graph import StepGraph, Storage
-from bayplan.data.units import round_up
-
-__all__ = ["WORKSPACE", "LiveMemory", "replay_memory"]
-
-WORKSPACE = "workspace"  # beside the storage kinds: memory inside a running kernel
+# glibc rounds a block to 16 bytes and torch aligns it to 64; measured, see docs/how-it-predicts.md.
+CPU_GRANULARITY_BYTES = 64
+_NUM_LARGEST = 5
 
 
-@dataclass(frozen=True)
-class LiveMemory:
-    """What a replay found.
-
-    Attributes:
-        total_bytes: live bytes during each node.
-        by_kind: the same, split by storage kind and workspace.
-        peak_node: the first node of the highest total.
-    """
-
-    total_bytes: tuple[int, ...]
-    by_kind: dict[str, tuple[int, ...]]
-    peak_node: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest total."""
-        return self.total_bytes[self.peak_node]
-
-    @property
-    def peak_by_kind(self) -> dict[str, int]:
-        """The kinds alive at the peak, the largest first."""
-        kinds = {kind: curve[self.peak_node] for kind, curve in self.by_kind.items()}
-        return dict(sorted(kinds.items(), key=lambda item: -item[1]))
-
-
-def replay_memory(
-    graph: StepGraph, workspace_bytes: Sequence[int], *, granularity_bytes: int = 1
-) -> LiveMemory:
-    """Walk the step and add up what is alive.
+def simulate_step(
+    graph: StepGraph,
+    profile: Profile,
+    *,
+    granularity_bytes: int = CPU_GRANULARITY_BYTES,
+    not_counted: tuple[str, ...] = (),
+) -> RunRecord:
+    """Replay a step with the costs of a profile.
 
     Args:
-        graph: the step; must have at least one node.
-        workspace_bytes: scratch memory of each node.
-        granularity_bytes: the allocator's rounding of each storage.
+        graph: the step.
+        profile: its costs; refused if it is of another step.
+        granularity_bytes: the rounding of the device's allocator.
+        not_counted: what the reader should know is left out.
     """
-    num_nodes = len(graph.nodes)
-    assert num_nodes, "an empty step has no peak"
-    born: list[list[Storage]] = [[] for _ in range(num_nodes)]
-    released: list[list[Storage]] = [[] for _ in range(num_nodes)]
-    live: Counter[str] = Counter()
-    for storage in graph.storages:
-        if storage.born is None:
-            live[storage.kind] += round_up(storage.size_bytes, granularity_bytes)
-        else:
-            born[storage.born].append(storage)
-        if storage.released is not None:
-            released[max(storage.released, storage.born or 0)].append(storage)
-
-    totals: list[int] = []
-    kinds = dict.fromkeys([*(storage.kind for storage in graph.storages), WORKSPACE])
-    curves: dict[str, list[int]] = {str(kind): [] for kind in kinds}
-    for index in range(num_nodes):
-        for storage in born[index]:
-            live[storage.kind] += round_up(storage.size_bytes, granularity_bytes)
-        live[WORKSPACE] = workspace_bytes[index]
-        totals.append(sum(live.values()))
-        for kind, curve in curves.items():
-            curve.append(live[kind])
-        for storage in released[index]:
-            live[storage.kind] -= round_up(storage.size_bytes, granularity_bytes)
-    return LiveMemory(
-        total_bytes=tuple(totals),
-        by_kind={kind: tuple(curve) for kind, curve in curves.items()},
-        peak_node=max(range(num_nodes), key=totals.__getitem__),
+    profile.check_belongs_to(graph)
+    memory = replay_memory(graph, profile.workspace_bytes, granularity_bytes=granularity_bytes)
+    starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]
+    device = DeviceRecord(
+        device=profile.device,
+        peak_bytes=memory.peak_bytes,
+        peak_by_kind=memory.peak_by_kind,
+        peak_node=memory.peak_node,
+        largest=_largest_alive(graph, memory.peak_node),
+        curve=MemoryCurve(seconds=starts, total_bytes=memory.total_bytes, by_kind=memory.by_kind),
     )
+    return RunRecord(
+        source=Source.SIMULATED,
+        method="liveness",
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        clock=profile.clock,
+        step_seconds=(profile.step_seconds,),
+        step_spread_seconds=_spread_seconds(profile),
+        devices=(device,),
+        not_counted=not_counted,
+        versions=profile.versions,
+    )
+
+
+def _spread_seconds(profile: Profile) -> float:
+    """Uncertainty of the step: derived figures err together, measured ones as a whole step does."""
+    if profile.origin is Origin.DERIVED:
+        return sum(profile.spread_seconds)
+    return profile.step_spread_seconds
+
+
+def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:
+    alive = [
+        storage
+        for storage in graph.storages
+        if (storage.born is None or storage.born <= node)
+        and (storage.released is None or storage.released >= node)
+    ]
+    alive.sort(key=lambda storage: -storage.size_bytes)
+    return tuple(_described(graph, storage) for storage in alive[:_NUM_LARGEST])
+
+
+def _described(graph: StepGraph, storage: Storage) -> LiveStorage:
+    if storage.born is None:
+        name, source = storage.name, ""
+    else:
+        producer = graph.nodes[storage.born]
+        name, source = _node_name(producer), producer.source
+    return LiveStorage(size_bytes=storage.size_bytes, kind=storage.kind, name=name, source=source)
+
+
+def _node_name(node: Node) -> str:
+    operator = node.op.split(".")[1]
+    return f"{node.module} ({operator})" if node.module else operator

@@ -10,14 +10,14 @@ have left, in both directions, as NCCL does.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise, permutations
 
-from bayplan.data.wiring import Route, Wire, Wiring
+from bayplan.simulating.wiring import Route, Wire, Wiring
 
 __all__ = ["Ring", "find_rings", "ring_flows", "ring_rate"]
 
 _MOST_SEARCHED = 16  # devices: those of one host
-_MOST_STEPS = 20_000  # of one search for a ring
+_MOST_STEPS = 10_000  # of one search for a ring
 _MOST_RINGS = 12
 _WORTH = 0.05  # of what the rings before carry; less is not worth a ring of its own
 
@@ -88,48 +88,39 @@ def _candidates(
 ) -> list[tuple[int, ...]]:
     """The plain order, and the first ring of links that are as wide as can be."""
     rates = {
-        (one, other): min(_left(left, wire) for wire in wiring.route(one, other).wires)
-        for one in devices
-        for other in devices
-        if one != other
+        pair: min(_left(left, wire) for wire in wiring.route(*pair).wires)
+        for pair in permutations(devices, 2)
     }
-    found = [devices]
     for least in sorted({rate for rate in rates.values() if rate > 0}, reverse=True):
         order = _cycle(devices, {pair for pair, rate in rates.items() if rate >= least})
         if order is not None:
-            found.append(order)
-            break
-    return found
+            return [devices, order]
+    return [devices]
 
 
 def _cycle(devices: tuple[int, ...], joined: set[tuple[int, int]]) -> tuple[int, ...] | None:
     """A ring along pairs that are joined; None if there is none, or it is not found in time."""
-    after = {one: [other for other in devices if (one, other) in joined] for one in devices}
+    after = {
+        device: [other for other in devices if (device, other) in joined] for device in devices
+    }
     if not all(after.values()):
         return None
-    steps = 0
-    order, seen = [devices[0]], {devices[0]}
-    ways = [iter(after[devices[0]])]
-    while ways:
-        steps += 1
-        if steps > _MOST_STEPS:
-            return None
-        device = next((other for other in ways[-1] if other not in seen), None)
-        if device is None:
-            ways.pop()
-            seen.discard(order.pop())
-            continue
-        order.append(device)
-        seen.add(device)
-        ways.append(iter(after[device]))
+    steps = count(1)
+
+    def extended(order: tuple[int, ...]) -> tuple[int, ...] | None:
         if len(order) == len(devices):
-            if devices[0] in after[device]:
-                return tuple(order)
-            ways.pop()
-            seen.discard(order.pop())
-    return None
+            return order if devices[0] in after[order[-1]] else None
+        for device in after[order[-1]]:
+            if device not in order:
+                if next(steps) > _MOST_STEPS:
+                    return None
+                ring = extended((*order, device))
+                if ring is not None:
+                    return ring
+        return None
+
+    return extended(devices[:1])
 
 
 def _routes(wiring: Wiring, order: Sequence[int]) -> Iterable[Route]:
-    around = chain(pairwise(order), [(order[-1], order[0])])
-    return (wiring.route(one, other) for one, other in around)
+    return (wiring.route(*hop) for hop in chain(pairwise(order), [(order[-1], order[0])]))

@@ -14,6 +14,7 @@ from bayplan.simulating.network import Transfer
 @dataclass(frozen=True)
 class Level:
     groups: tuple[tuple[int, ...], ...]
+    bandwidth_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class Hosts:
             tuple(range(begin, min(self.num_devices, begin + self.per_host)))
             for begin in range(0, self.num_devices, self.per_host)
         )
-        return (Level(hosts), Level((tuple(range(self.num_devices)),)))
+        return (
+            Level(hosts, self.inner),
+            Level((tuple(range(self.num_devices)),), self.outer),
+        )
 
 
 @pytest.fixture(scope="session")

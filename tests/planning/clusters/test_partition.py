@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bayplan.data.chain import Chain, Layer
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.partition import Partitioner
+from bayplan.planning.clusters.split import DeviceMemory, Training
 from bayplan.planning.clusters.stage_tables import Passing, Run, StageTables
-from bayplan.planning.clusters.training import DeviceMemory, Training
 
 TRAINING = Training(bucket_bytes=10_000, allocator_slack=0.0, update_seconds_per_byte=1e-9)
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.errors import DoesNotFit, ExitCode, UsageError
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.candidates import Search
@@ -13,9 +14,7 @@ from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
 from bayplan.planning.clusters.planner import plan_cluster, plan_on
-from bayplan.planning.clusters.split import Split
-from bayplan.planning.clusters.training import DeviceMemory, Training
-from bayplan.profiling.cluster_catalogue import read_cluster
+from bayplan.planning.clusters.split import DeviceMemory, Split, Training
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ import pytest
 
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.memory import StageSizes, needed_parts
+from bayplan.planning.clusters.split import DeviceMemory, Training
 from bayplan.planning.clusters.stage_tables import Passing, Run, StageTables
-from bayplan.planning.clusters.training import DeviceMemory, Training
 from bayplan.simulating.network import Transfer
 
 TRAINING = Training(bucket_bytes=2**20)

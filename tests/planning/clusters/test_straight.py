@@ -2,10 +2,9 @@
 
 import pytest
 
-from bayplan.planning.clusters.folding import FoldedPipeline
-from bayplan.planning.clusters.straight import is_straight, straight_lists
-from bayplan.planning.pipelines.routing import resplit
+from bayplan.planning.clusters.split_costs import FoldedPipeline, is_straight, straight_lists
 from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.simulating.routing import resplit
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "one-by-one"])

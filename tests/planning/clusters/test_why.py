@@ -5,13 +5,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.chain import Chain, Layer
-from bayplan.data.why import Why
+from bayplan.data.judgement import Why
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.planner import plan_cluster
-from bayplan.planning.clusters.training import DeviceMemory, Training
+from bayplan.planning.clusters.split import DeviceMemory, Training
 from bayplan.planning.clusters.why import explain
-from bayplan.profiling.cluster_catalogue import read_cluster
 from bayplan.simulating.cluster_network import ClusterNetwork
 
 NUM_SAMPLES = 2016  # of the report's batch, on 8 or on 7 devices

@@ -8,15 +8,9 @@ from hypothesis import strategies as st
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.errors import UsageError
-from bayplan.planning.partitioners import (
-    PARTITIONERS,
-    Machines,
-    Optimum,
-    StageRange,
-    machines_of,
-    pipedream_split,
-)
-from bayplan.planning.partitioners.even import even_time, oneflow_count, oneflow_load
+from bayplan.planning.partitioners.machines import Machines, machines_of
+from bayplan.planning.partitioners.pipedream import Optimum, StageRange, pipedream_split
+from bayplan.planning.partitioners.registry import PARTITIONERS, cut_by
 
 
 def chain_of(seconds, *, parameters=None, held=None, sent=None):
@@ -85,20 +79,20 @@ def test_pipedream_looks_at_transfers_only_if_told_to():
 
 def test_replicas_and_ratios_are_as_they_are_given():
     chain, machines = chain_of([1.0] * 16), Machines.of((8,), (1e9,))
-    split = oneflow_count(chain, machines, num_samples=8, replicas=(7, 1), shares=(15, 1))
+    split = cut_by("oneflow-count", chain, machines, num_samples=8, replicas=(7, 1), ratios=(15, 1))
     assert [(stage.last, len(stage.devices)) for stage in split.stages] == [(14, 7), (15, 1)]
-    split = oneflow_load(chain, machines, num_samples=8, replicas=(7, 1), loads=(11, 7))
+    split = cut_by("oneflow-load", chain, machines, num_samples=8, replicas=(7, 1), ratios=(11, 7))
     assert split.stages[0].last == 16 * 11 // 18 - 1
-    split = even_time(chain, machines, num_samples=8, replicas=(6, 2))
+    split = cut_by("even-time", chain, machines, num_samples=8, replicas=(6, 2))
     assert [(stage.last, len(stage.devices)) for stage in split.stages] == [(11, 6), (15, 2)]
 
 
 def test_more_replicas_than_devices_and_loads_that_fill_no_layer_are_refused():
     chain, machines = chain_of([1.0] * 4), Machines.of((4,), (1e9,))
     with pytest.raises(UsageError, match="5 replicas over all stages, but there are 4 devices"):
-        even_time(chain, machines, num_samples=8, replicas=(4, 1))
+        cut_by("even-time", chain, machines, num_samples=8, replicas=(4, 1))
     with pytest.raises(UsageError, match="stage 0 has a load of 1 of 10"):
-        oneflow_load(chain, machines, num_samples=8, loads=(1, 9), replicas=(3, 1))
+        cut_by("oneflow-load", chain, machines, num_samples=8, ratios=(1, 9), replicas=(3, 1))
 
 
 def test_stages_of_groups_have_devices_in_each_group():

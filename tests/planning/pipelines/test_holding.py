@@ -7,11 +7,12 @@ from msgspec import structs
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
-from bayplan.planning.pipelines.holding import cap_held, handing_on, with_op_between
-from bayplan.planning.pipelines.rank_memory import StageMemory, stage_memory
-from bayplan.planning.schedule import check_schedule, plain_schedule, replay_schedule
-from bayplan.planning.search import plan_schedule
-from bayplan.planning.swaps import Arrangement, Swap, Tier, choose_swaps
+from bayplan.planning.memory.search import plan_schedule
+from bayplan.planning.memory.swaps import choose_swaps
+from bayplan.planning.pipelines.stage_orders import cap_held, handing_on, with_op_between
+from bayplan.simulating.rank_memory import StageMemory, stage_memory
+from bayplan.simulating.schedule import check_schedule, plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Arrangement, Swap, Tier
 
 # Repeatable: stopped by a number of evaluations, never by the clock.
 STEADY_PLAN = partial(plan_schedule, num_evaluations=3000)

@@ -1,9 +1,9 @@
 """What an action waits for on its own rank; `test_any_pipeline` shows that any choice ends."""
 
 from bayplan.data.actions import Action
-from bayplan.planning.pipelines.checking import check_actions
 from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.scheduling import schedule
+from bayplan.simulating.checking import check_actions
 
 
 def loosened(pipeline, rank, name="1f1b", *, lags=(0, 0), **more):

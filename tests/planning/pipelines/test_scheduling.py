@@ -4,10 +4,9 @@ import pytest
 
 from bayplan.data.actions import ActionKind
 from bayplan.data.errors import UsageError
-from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.policies import SCHEDULES
-from bayplan.planning.pipelines.routing import resplit, round_robin
-from bayplan.planning.pipelines.scheduling import schedule, timeline_of
+from bayplan.planning.pipelines.scheduling import SCHEDULES, schedule, timeline_of
+from bayplan.simulating.pipeline import Pipeline
+from bayplan.simulating.routing import resplit, round_robin
 
 CHAIN = [[0], [1], [2], [3]]
 COMPUTE = ("F", "B", "I", "W")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bayplan.running.ranks.batch_marks import BatchMark, are_alike
+from bayplan.running.ranks.starting import BatchMark, are_alike
 
 
 def batch(*, first=0.0, last=0.0, size=4, dtype=torch.float32):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bayplan.running.ranks.figures import SharedFigures
-from bayplan.running.ranks.telling import StepLine
+from bayplan.running.ranks.local_run import SharedFigures, StepLine
 
 
 @pytest.fixture
@@ -11,8 +10,7 @@ def two(tmp_path):
     """Two ranks' views of the same page."""
     path = tmp_path / "figures"
     SharedFigures.create(path, num_ranks=2)
-    with SharedFigures(path) as one, SharedFigures(path) as other:
-        yield one, other
+    return SharedFigures(path), SharedFigures(path)
 
 
 def test_what_one_writes_the_other_reads(two):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bayplan.data.errors import CaptureError
-from bayplan.running.ranks.forms import Form, Parcel
-from bayplan.running.stages.sampling import Samples, layout_of
+from bayplan.running.ranks.transfers import Form, Parcel
+from bayplan.tracing.stages.whole import Samples, layout_of
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from bayplan.running.exchange.bucket_sums import GradientBucket
-from bayplan.running.exchange.sums import SocketSums
+from bayplan.running.collectives.bucket_sums import GradientBucket
+from bayplan.running.collectives.sums import SocketSums
 from bayplan.running.ranks.gradients import Gradients
 
 

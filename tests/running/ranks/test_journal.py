@@ -26,11 +26,9 @@ def test_journal_tells_step_stage_and_action():
     journal.began_step()
     journal.began(0)
     assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
-    assert journal.is_waiting(journal.now)
     journal.ended(0)
     journal.began(1)
     assert journal.text(journal.now) == "step 1, stage 1, 1F0"
-    assert not journal.is_waiting(journal.now)
 
 
 def test_events_are_those_of_the_last_step_in_order():
@@ -62,10 +60,10 @@ def test_an_update_is_a_wait_and_then_computes():
     assert compute.start_seconds == pytest.approx(wait.start_seconds + wait.seconds)
 
 
-def test_a_follower_hears_of_every_action():
+def test_a_listener_hears_of_every_action():
     heard = []
 
-    class Follower:
+    class ActionListener:
         def began(self, position):
             heard.append(("began", position))
 
@@ -73,7 +71,7 @@ def test_a_follower_hears_of_every_action():
             heard.append(("ended", position))
 
     journal = journal_of("0F0", "0B0")
-    journal.follower = Follower()
+    journal.listener = ActionListener()
     do(journal, [0, 1])
     assert heard == [("began", 0), ("ended", 0), ("began", 1), ("ended", 1)]
 

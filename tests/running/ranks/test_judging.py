@@ -1,11 +1,10 @@
 import pytest
 
-from bayplan.running.ranks.board import Entry, Failure
-from bayplan.running.ranks.judging import Judge
+from bayplan.running.ranks.judging import Entry, Failure, Judge
 
 
 def judge_of(rank=0, world_size=3, **limits):
-    limits = {"silence_seconds": 8.0, "stall_seconds": None, "longest_round_seconds": 2.0} | limits
+    limits = {"silence_seconds": 8.0, "longest_round_seconds": 2.0} | limits
     return Judge(rank=rank, world_size=world_size, **limits)
 
 
@@ -107,31 +106,6 @@ def test_a_store_that_goes_with_a_host_that_is_done_is_no_failure():
 def test_a_store_outside_the_ranks_blames_no_other_rank():
     judge = judge_of(rank=1, world_size=2)
     assert "kept outside the ranks" in judge.host_gone(None, "Connection reset by peer").text
-
-
-def test_a_stall_blames_the_rank_that_does_not_wait():
-    judge = judge_of(stall_seconds=5.0)
-    for beat in range(7):
-        entries = {rank: entry(beat, doing="wait 1F0", is_waiting=True) for rank in (0, 2)}
-        judge.hear(entries | {1: entry(beat, doing="step 4, 1F0")}, elapsed_seconds=1.0)
-    verdict = judge.verdict()
-    assert verdict.rank == 1
-    assert "rank 1 (pid 7 on here) is stuck at [step 4, 1F0]" in verdict.text
-    assert "rank 0 [wait 1F0]" in verdict.text
-
-
-def test_ranks_that_all_wait_are_told_as_such():
-    judge = judge_of(stall_seconds=5.0)
-    hear_rounds(judge, 7, is_waiting=True)
-    assert judge.verdict().text.startswith("every rank waits for another for 5.0 s: rank 0 [stage")
-
-
-def test_one_rank_that_moves_is_enough_for_no_stall():
-    judge = judge_of(stall_seconds=5.0)
-    for beat in range(20):
-        moving = {0: entry(beat, doing=f"step {beat}")}
-        judge.hear({1: entry(beat), 2: entry(beat)} | moving, elapsed_seconds=1.0)
-    assert judge.verdict() is None
 
 
 def test_a_signal_to_all_ranks_is_no_ranks_fault():

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from bayplan.data.errors import UsageError
-from bayplan.running.ranks import launching, supervising
-from bayplan.running.ranks.reports import REPORT_MARK
+from bayplan.running.ranks import launching
+from bayplan.running.ranks import launching as supervising
+from bayplan.running.ranks.failures import REPORT_MARK
 
 SLEEP = "time.sleep(100)\n"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bayplan.data.link_speeds import LinkSpeed
+from bayplan.data.links import LinkSpeed
 from bayplan.running.ranks import link_speeds
 
 

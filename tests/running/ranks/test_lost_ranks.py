@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from bayplan.running.ranks import supervising
-from bayplan.running.ranks.reports import REPORT_MARK
+from bayplan.running.ranks import launching as supervising
+from bayplan.running.ranks.failures import REPORT_MARK
+
+pytestmark = pytest.mark.alone  # ranks that are too busy to say that they live count as lost
 
 SCRIPT = """
 import torch
@@ -69,10 +71,10 @@ def run_losing(job, way, *, victim, num_ranks, **options):
 @pytest.mark.parametrize(
     ("way", "victim", "num_ranks", "words"),
     [
-        ("kill", 1, 3, "fell silent"),
+        pytest.param("kill", 1, 3, "fell silent", marks=pytest.mark.slow),
         ("kill", 0, 3, "the host of the store, is gone"),
         ("stop", 1, 2, "fell silent"),
-        ("stop", 0, 3, "the host of the store, is gone"),
+        pytest.param("stop", 0, 3, "the host of the store, is gone", marks=pytest.mark.slow),
         ("raise", 1, 2, "ValueError: bad number"),
     ],
 )
@@ -110,7 +112,7 @@ def test_ctrl_c_ends_all_ranks(job):
     assert job.is_gone(1)
 
 
-@pytest.mark.parametrize("way", ["kill", "raise"])
+@pytest.mark.parametrize("way", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_torchrun_shows_the_message_and_names_the_same_rank(job, way):
     # torchrun sends SIGTERM to the others a tenth of a second after a rank has died.
     path = job.write(SCRIPT)

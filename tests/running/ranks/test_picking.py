@@ -1,6 +1,7 @@
 """A walk over a list in the order in which things become ready."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def walk(order_of_coming, *, num_ahead=2, due=range(9)):
     receives = [{at: messages[at] for at in own if at in due} for own in ((0, 4), (2, 6))]
     listener = Waits(*(messages[at] for at in order_of_coming))
     picker = Picker(NEEDS, TAKERS, num_ahead)
-    return list(picker.walk(due, receives, listener)), listener.at
+    return list(picker.walk(due, receives, listener.began)), listener.at
 
 
 def test_messages_that_come_in_order_leave_the_order():
@@ -75,7 +76,7 @@ def test_what_is_not_due_is_not_waited_for():
 def test_messages_may_come_before_anyone_waits():
     messages = {at: Message(comes=True) for at in TAKERS}
     receives = [{at: messages[at] for at in own} for own in ((0, 4), (2, 6))]
-    found = list(Picker(NEEDS, TAKERS, 2).walk(range(9), receives, Waits()))
+    found = list(Picker(NEEDS, TAKERS, 2).walk(range(9), receives, Waits().began))
     assert sorted(found) == list(range(9))
     where = {position: at for at, position in enumerate(found)}
     assert all(where[one] < where[at] for at, needs in enumerate(NEEDS) for one in needs)
@@ -86,7 +87,9 @@ def test_no_more_receives_are_posted_than_said():
     messages = {at: Message(comes=True) for at in range(0, 8, 2)}
     needs = [(), (0,), (), (2,), (), (4,), (), (6,)]
     most = 0
-    for _ in Picker(needs, {at: at + 1 for at in messages}, 1).walk(range(8), [messages], Waits()):
+    for _ in Picker(needs, {at: at + 1 for at in messages}, 1).walk(
+        range(8), [messages], Waits().began
+    ):
         most = max(most, sum(one.is_posted for one in messages.values()))
         if sum(one.is_posted for one in messages.values()) == 1:
             assert not messages[2].is_posted
@@ -96,11 +99,11 @@ def test_no_more_receives_are_posted_than_said():
 def test_a_picker_walks_again():
     picker = Picker([(), (0,)], {0: 1}, 2)
     for _ in range(3):
-        message = Message()
-        assert list(picker.walk(range(2), [{0: message}], Waits(message))) == [0, 1]
+        message: Any = Message()
+        assert list(picker.walk(range(2), [{0: message}], Waits(message).began)) == [0, 1]
 
 
 def test_a_message_that_fails_fails_the_rank():
-    message = Message(fault=RuntimeError("connection closed by peer"))
+    message: Any = Message(fault=RuntimeError("connection closed by peer"))
     with pytest.raises(RuntimeError, match="connection closed by peer"):
-        list(Picker([(), (0,)], {0: 1}, 2).walk(range(2), [{0: message}], Waits(message)))
+        list(Picker([(), (0,)], {0: 1}, 2).walk(range(2), [{0: message}], Waits(message).began))

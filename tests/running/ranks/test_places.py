@@ -3,7 +3,7 @@ import socket
 import subprocess
 import sys
 
-from bayplan.running.ranks.places import is_seen_running, own_place
+from bayplan.running.ranks.judging import is_seen_running, own_place
 
 
 def test_a_process_of_this_host_is_seen_until_it_ends():

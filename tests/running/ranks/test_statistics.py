@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from bayplan.running.ranks.holding import Holdings
-from bayplan.running.ranks.statistics import SharedBuffers
+from bayplan.running.ranks.gradients import SharedBuffers
+from bayplan.running.ranks.starting import Holdings
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import signal
 import threading
 
-from bayplan.running.ranks.terminating import heard_sigterm
+from bayplan.running.ranks.watching import heard_sigterm
 
 
 def test_sigterm_is_told_to_a_thread_and_does_not_kill():

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from bayplan.running.exchange import transports
-from bayplan.running.ranks.forms import Form, Parcel
-from bayplan.running.ranks.transfers import Arrival, Departure, Route
-from bayplan.running.stages.sampling import Samples
+from bayplan.running.collectives import transports
+from bayplan.running.ranks.transfers import Arrival, Departure, Form, Parcel, Route
+from bayplan.tracing.stages.whole import Samples
 
 CPU = torch.device("cpu")
 SOURCE = (0, 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayplan.running.ranks.versions import Versions
+from bayplan.running.ranks.gradients import Versions
 
 
 def weights_seen(lags, stage, *, is_vertical, num_batches):

@@ -1,21 +1,28 @@
-"""Which ways to split a model are worth a simulation: the best of each kind in the cost model."""
+"""Which ways to split a model are worth a simulation: the best of each kind in the cost model.
 
+A long chain on few devices is searched with fewer places to cut it at: of neighbouring cuts whose
+times hardly differ, the one that sends least. In a residual block that is its end, where no skip
+connection passes. Small changes to the best split move its cuts layer by layer afterwards.
+"""
+
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from math import gcd
 from typing import Any
 
-from bayplan.data.chain import Chain
+import msgspec
+
+from bayplan.data.chain import Chain, Layer
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
-from bayplan.planning.clusters.speeds import shares_by_speed
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import DeviceMemory, Split, Training, shares_by_speed
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
-from bayplan.planning.clusters.training import DeviceMemory, Training
 
-__all__ = ["Estimate", "Search", "counts_up_to", "in_columns"]
+__all__ = ["Estimate", "Search", "counts_up_to", "cut_places", "in_columns", "merged"]
 
 # Numbers that one solution of the dynamic programme may look at: some tenths of a second.
 _MOST_WORK = 5e7
@@ -27,8 +34,6 @@ _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A split and its time in the cost model."""
-
     split: Split
     seconds: float
 
@@ -44,6 +49,8 @@ class Search:
         staleness: batches that backward may be behind.
         passings: ways to pass that may be chosen, beside stale ones.
         micro_batches: numbers of them that may be chosen; empty for any.
+        lasts: by layer of these chains, its last layer in the whole model, where several of that
+            were merged into one; empty where none were.
     """
 
     chains: Mapping[str, Chain]
@@ -57,11 +64,11 @@ class Search:
     micro_batches: Sequence[int] = ()
     may_recompute: bool = True
     tolerance: float = 0.005
+    lasts: Sequence[int] = ()
     _known: dict[object, Any] = field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:
-        """Of the row."""
         return len(self.layout.order)
 
     def estimates(self) -> list[Estimate]:
@@ -177,7 +184,6 @@ class Search:
     def partitioner(
         self, unit: int, count: int, passing: Passing, *, num_units: int | None = None
     ) -> Partitioner:
-        """For some replicas at a time, micro-batches, and way to pass."""
         most_layers = None if num_units == 1 else self._width
         row = [self.kinds[device] for device in self.layout.order] if self.kinds else []
         tables = StageTables(
@@ -207,13 +213,13 @@ class Search:
         )
 
     def _split(self, one: Partition, passing: Passing, count: int) -> Split:
-        number = len(one.parts)
-        lags = tuple(range(number - 1, -1, -1)) if passing.is_stale else ()
+        lags = tuple(range(len(one.parts) - 1, -1, -1)) if passing.is_stale else ()
+        lasts = self.lasts or range(len(next(iter(self.chains.values())).layers))
         return Split(
             stages=tuple(
                 Stage(
-                    first=part.first,
-                    last=part.last,
+                    first=lasts[part.first - 1] + 1 if part.first else 0,
+                    last=lasts[part.last],
                     devices=self.layout.run(part.begin, part.number),
                     shares=self.shares(self.layout.run(part.begin, part.number)),
                 )
@@ -228,7 +234,6 @@ class Search:
         )
 
     def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Parts of a batch, in proportion to how fast each device is."""
         if not self.kinds:
             return (1,) * len(devices)
         return shares_by_speed(devices, lambda device: self.chains[self.kinds[device]])
@@ -272,18 +277,64 @@ def in_columns(split: Split) -> Split | None:
             for column in range(num_columns)
             for at in range(width)
         )
-        stages.append(
-            Stage(first=stage.first, last=stage.last, devices=devices, shares=stage.shares)
-        )
+        stages.append(msgspec.structs.replace(stage, devices=devices))
         before += width
     return replace(split, stages=tuple(stages))
 
 
 def _shape(split: Split) -> tuple[object, ...]:
-    """What tells splits apart."""
     return (
         tuple((stage.first, stage.last, len(stage.devices)) for stage in split.stages),
         split.num_micro_batches,
         split.schedule if len(split.stages) > 1 else "",
         split.recomputed,
+    )
+
+
+def cut_places(chain: Chain, *, most: int) -> tuple[int, ...]:
+    """The layers behind which a chain may be cut into so many at most, the last layer included.
+
+    Example:
+        >>> layers = tuple(Layer(name=str(sent), forward_seconds=1.0, backward_seconds=0.0,
+        ...     sent_bytes=sent) for sent in (9, 5, 8, 2, 7, 0))
+        >>> cut_places(Chain(name="six", num_samples=1, layers=layers, source="guess"), most=3)
+        (1, 3, 5)
+    """
+    last = len(chain.layers) - 1
+    if last < most:
+        return tuple(range(last + 1))
+    ends = list(
+        accumulate(layer.forward_seconds + layer.backward_seconds for layer in chain.layers)
+    )
+    total = ends[-1] or 1.0
+    bounds = [total * (place + 1) / (most - 1) for place in range(most - 2)]
+    groups = groupby(range(last), key=lambda cut: bisect_right(bounds, ends[cut]))
+    return (
+        *(min(cuts, key=lambda cut: chain.layers[cut].sent_bytes) for _, cuts in groups),
+        last,
+    )
+
+
+def merged(chain: Chain, lasts: Sequence[int]) -> Chain:
+    """A chain whose layers end with these of the given one."""
+    layers = tuple(
+        _merged_layer(chain.layers[before + 1 : last + 1])
+        for before, last in pairwise((-1, *lasts))
+    )
+    return msgspec.structs.replace(chain, layers=layers)
+
+
+def _merged_layer(layers: tuple[Layer, ...]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+    sums = {
+        name: sum(getattr(layer, name) for layer in layers)
+        for name in Layer.__struct_fields__
+        if name not in ("name", "passing_bytes", "sent_bytes")
+    }
+    return Layer(
+        name=f"{layers[0].name} to {layers[-1].name}",
+        passing_bytes=max(layer.passing_bytes for layer in layers),
+        sent_bytes=layers[-1].sent_bytes,
+        **sums,
     )

@@ -43,8 +43,6 @@ class Layout:
     """Devices in a row.
 
     Attributes:
-        network: between them.
-        order: the devices.
         period: runs that begin so many places apart are alike; 0 if none are.
     """
 
@@ -55,11 +53,9 @@ class Layout:
     _messages: dict[tuple[int, int], MessageCost] = field(default_factory=dict)
 
     def run(self, begin: int, number: int) -> tuple[int, ...]:
-        """The devices of a run."""
         return self.order[begin : begin + number]
 
     def sum_seconds(self, begin: int, number: int, size_bytes: Any) -> Any:
-        """What a sum of so many bytes takes over a run."""
         if number < 2:
             return 0.0 * size_bytes
         key = self._key(begin, number)
@@ -90,13 +86,13 @@ class Layout:
     def _message_cost(self, border: int, width: int) -> MessageCost:
         size = float(2**20)
         pairs = zip(self.run(border - width, width), self.run(border, width), strict=True)
-        at_once = [self.network.message(one, other, size) for one, other in pairs]
-        users = Counter(wire for one in at_once for wire in one.wires)
+        at_once = [self.network.message(sender, receiver, size) for sender, receiver in pairs]
+        users = Counter(wire for message in at_once for wire in message.wires)
         return MessageCost(
-            latency_seconds=max(one.latency_seconds for one in at_once),
+            latency_seconds=max(message.latency_seconds for message in at_once),
             seconds_per_byte=max(
-                one.seconds * max((users[wire] for wire in one.wires), default=1) / size
-                for one in at_once
+                message.seconds * max((users[wire] for wire in message.wires), default=1) / size
+                for message in at_once
             ),
         )
 
@@ -104,16 +100,13 @@ class Layout:
         return (begin % self.period if self.period else begin, number)
 
 
-def layout_of(
-    network: Network, num_devices: int, *, kinds: Sequence[str] = (), num_used: int | None = None
-) -> Layout:
+def layout_of(network: Network, num_devices: int, *, kinds: Sequence[str] = ()) -> Layout:
     """Put devices in a row by the network's levels, if it has any, else by their numbers.
 
     Args:
         network: between them.
         num_devices: that there are, from 0.
         kinds: of devices; those of one kind come together within each group.
-        num_used: at most, from the begin of the row.
     """
     named = kinds or ("",) * num_devices
     places: list[list[int]] = [[] for _ in range(num_devices)]
@@ -127,7 +120,7 @@ def layout_of(
         # The largest groups below the whole are alike if they have one size.
         if not period and len(level.groups) > 1 and len(sizes) == 1:
             (period,) = sizes
-    order = sorted(range(num_devices), key=lambda one: (places[one], named[one], one))
+    order = sorted(range(num_devices), key=lambda device: (places[device], named[device], device))
     if len(set(named)) > 1:
         period = 0
-    return Layout(network, tuple(order)[:num_used], period)
+    return Layout(network, tuple(order), period)

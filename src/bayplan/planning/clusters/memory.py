@@ -18,8 +18,7 @@ import numpy as np
 
 from bayplan.data.chain import Chain
 from bayplan.data.judgement import MemoryNeed
-from bayplan.planning.clusters.split import Split
-from bayplan.planning.clusters.training import DeviceMemory, Training
+from bayplan.planning.clusters.split import DeviceMemory, Split, Training
 
 __all__ = ["BACKWARD_FIRST", "Parts", "StageSizes", "in_flight_of", "memory_need", "needed_parts"]
 
@@ -44,7 +43,6 @@ class Parts(NamedTuple):
 
     @property
     def total(self) -> Figures:
-        """All of them."""
         return sum(self[1:], self[0])
 
 
@@ -66,7 +64,6 @@ class StageSizes:
 
     @classmethod
     def of(cls, chain: Chain, first: int, last: int, num_samples: float) -> "StageSizes":
-        """Of some layers, the last included."""
         share = num_samples / chain.num_samples
         is_last = last == len(chain.layers) - 1
         return cls(
@@ -90,8 +87,6 @@ def needed_parts(
     """What a device of a stage holds at its highest moment.
 
     Args:
-        sizes: of the stage.
-        training: how weights are trained.
         in_flight: micro-batches that are past their forward.
         lag: batches that backward is behind forward.
         is_recomputed: whether it keeps only its input and repeats its forward.
@@ -124,15 +119,10 @@ def needed_parts(
 
 def memory_need(parts: Parts, training: Training, memory: DeviceMemory | None = None) -> MemoryNeed:
     """The same as whole bytes, with what is beside it on a device."""
+    names = ("weight", "version", "gradient", "state", "activation", "transfer", "bucket")
     whole = [int(np.ceil(part)) for part in parts]
     return MemoryNeed(
-        weight_bytes=whole[0],
-        version_bytes=whole[1],
-        gradient_bytes=whole[2],
-        state_bytes=whole[3],
-        activation_bytes=whole[4],
-        transfer_bytes=whole[5],
-        bucket_bytes=whole[6],
+        **{f"{name}_bytes": size for name, size in zip(names, whole, strict=True)},
         allocated_bytes=int(np.ceil(sum(whole) * (1 + training.allocator_slack))),
         context_bytes=0 if memory is None else memory.context_bytes,
         device_bytes=0 if memory is None else memory.total_bytes,
@@ -151,4 +141,4 @@ def in_flight_of(split: Split) -> tuple[int, ...]:
         return (1,) * num_stages
     if split.schedule == _FILLS_FIRST and num_stages > 1:
         return (count,) * num_stages
-    return tuple(min(count, num_stages - at) for at in range(num_stages))
+    return tuple(min(count, num_stages - stage) for stage in range(num_stages))

@@ -15,7 +15,7 @@ fits anyway, it is the best; if not, the number of stages becomes a part of what
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,12 +30,7 @@ _Choice = Callable[[int, int, int], tuple[int, int]]  # r and w for d, i and k
 
 @dataclass(frozen=True)
 class Part:
-    """A stage.
-
-    Attributes:
-        first, last: layers, inclusive.
-        begin, number: of its devices in the row.
-    """
+    """A stage: its layers, the last included, and its run of devices in the row."""
 
     first: int
     last: int
@@ -46,12 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages from the first to the last.
-
-    Attributes:
-        passing_seconds: the sum over stages.
-        staying_seconds: the largest.
-    """
+    """Stages from the first to the last; the sum of what passes, and the largest that stays."""
 
     parts: tuple[Part, ...]
     passing_seconds: float
@@ -59,7 +49,6 @@ class Partition:
 
     @property
     def seconds(self) -> float:
-        """Of a batch, in the cost model."""
         return self.passing_seconds + self.staying_seconds
 
 
@@ -68,10 +57,8 @@ class Partitioner:
     """All ways to cut a chain over the devices of a row.
 
     Attributes:
-        tables: what every stage costs.
         unit: devices that replicas are counted in.
         num_units: of the row.
-        most_stages: at most.
         tolerance: by what part the result may be worse than the best; 0 for the best.
     """
 
@@ -89,7 +76,6 @@ class Partitioner:
         return sorted(self._swept(), key=lambda one: one.seconds) if self.width else []
 
     def has_any(self) -> bool:
-        """Whether anything fits."""
         return bool(self.width) and self._narrowest() is not None
 
     def best_by_stages(self) -> dict[int, Partition]:
@@ -124,7 +110,8 @@ class Partitioner:
     @cached_property
     def width(self) -> int:
         """The most layers of a stage that fits anywhere."""
-        fits = [table.room.max(axis=0).any(axis=0) for table in _set_of(self.runs.values())]
+        tables = {id(table): table for table in self.runs.values()}.values()
+        fits = [table.room.max(axis=0).any(axis=0) for table in tables]
         return int(max((np.flatnonzero(one).max() + 1 for one in fits if one.any()), default=0))
 
     def _swept(self) -> Iterator[Partition]:
@@ -282,8 +269,3 @@ def _chosen(
             found = np.where(fits, seconds[mode, :, :width], found)
         costs.append(found)
     return costs[0], costs[1]
-
-
-def _set_of(tables: Iterable[StageTable]) -> list[StageTable]:
-    """Each table once."""
-    return list({id(table): table for table in tables}.values())

@@ -1,38 +1,159 @@
-"""The planner of clusters: candidates from the cost model, the verdict from the simulation."""
+"""The planner of clusters: candidates from the cost model, the verdict from the simulation.
+
+Candidates are the best splits of an exact dynamic programme. On up to 32 devices the splits of
+PipeDream's optimizer, passed in every way, are simulated beside them, and the fastest of all is
+changed a little for as long as that helps; on more devices that would take too long.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import msgspec
 
 from bayplan.data.chain import Chain
 from bayplan.data.cluster import Cluster
-from bayplan.data.errors import UsageError, did_you_mean
-from bayplan.data.judgement import Judgement, MemoryNeed
-from bayplan.planning.clusters.candidates import Estimate, Search, in_columns
-from bayplan.planning.clusters.judging import Chains, Memory, chain_finder, judge, split_memory
+from bayplan.data.errors import BayplanError, DoesNotFit, UsageError, did_you_mean
+from bayplan.data.judgement import Judgement
+from bayplan.data.units import format_bytes, format_seconds
+from bayplan.planning.clusters.candidates import (
+    Estimate,
+    Search,
+    cut_places,
+    in_columns,
+    merged,
+)
+from bayplan.planning.clusters.judging import (
+    Chains,
+    Memory,
+    chain_finder,
+    judge,
+    simulated_work,
+    split_memory,
+)
 from bayplan.planning.clusters.layout import layout_of
-from bayplan.planning.clusters.references import (
+from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.refining import (
     DATA_PARALLEL,
     EVEN_PIPELINE,
     data_parallel,
     even_pipeline,
+    neighbours,
+    passings,
     smallest_that_fits,
 )
-from bayplan.planning.clusters.refusing import refusal
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import DeviceMemory, Split, Training
 from bayplan.planning.clusters.stage_tables import Passing
-from bayplan.planning.clusters.timing import simulated_work
-from bayplan.planning.clusters.training import DeviceMemory, Training
+from bayplan.planning.partitioners.machines import MachineLevel, Machines, machines_of
+from bayplan.planning.partitioners.registry import find_partitioner
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network
 
-__all__ = ["Candidate", "ClusterPlan", "memory_of", "plan_cluster", "plan_on"]
+__all__ = [
+    "AUTO",
+    "Candidate",
+    "ClusterPlan",
+    "memory_of",
+    "plan_cluster",
+    "plan_on",
+]
 
+AUTO = "auto"  # our own search
 PLAN = "plan"
+_CLOSE_ENOUGH = 1.01  # of the smallest memory that is looked for
+_MIB = 2**20
+
+# Work is counted in micro-batches on devices, of which about ten are simulated in a millisecond.
 _MOST_MICRO_BATCHES = 32  # that are simulated; the time of more follows from these
-_MOST_WORK = 25_000  # micro-batches on devices that candidates may have simulated together
+_MOST_WORK = 25_000  # of all candidates of the dynamic programme together
 _LEAST_JUDGED = 2
 _AS_FAST = 0.001  # by which part of its time one may be slower and still be chosen
 _MOST_BY_STAGES = 6  # numbers of stages that get an alternative of their own
+
+# Up to so many devices reference partitioners' splits and small changes are simulated as well, and
+# long chains are searched with fewer places to cut: layers times devices.
+_MOST_COMPARED = 32
+_MOST_SEARCHED = 384
+_LEAST_LAYERS = 16
+_REFERENCES = ("pipedream", "pipedream-no-transfer")
+_QUICK_WORK = 600
+_LEAST_WAYS = 3
+_FAR = 1.5  # more micro-batches were seen to make a pipeline a third faster, not more
+_MOST_CHANGES = 16
+_LEAST_CHANGES = 4
+_CHANGE_WORK = 5000
+_PARTITIONED_COUNTS = (1, 2, 4, 8, 16, 32)  # micro-batches that a named partitioner's split gets
+
+
+def _refusal(search: Search) -> DoesNotFit:
+    """Why nothing was found, and the smallest change that helps."""
+    kind, chain = next(iter(search.chains.items()))
+    has = search.memory[kind]
+    training = search.training
+    needs = [
+        needed_parts(
+            StageSizes.of(chain, layer, layer, 1),
+            training,
+            in_flight=1,
+            is_recomputed=search.may_recompute,
+        )
+        for layer in range(len(chain.layers))
+    ]
+    largest = max(range(len(needs)), key=lambda layer: needs[layer].total)
+    alone_bytes = int(needs[largest].total * (1 + training.allocator_slack)) + 1
+    whole_bytes = sum(int(parts.weights + parts.gradients + parts.state) for parts in needs)
+    room = f"{format_bytes(has.usable_bytes)} are usable of {format_bytes(has.total_bytes)}"
+    if alone_bytes > has.usable_bytes:
+        parts = needs[largest]
+        kept = parts.weights + parts.gradients + parts.state
+        return DoesNotFit(
+            f"nothing fits: layer {chain.layers[largest].name} alone needs"
+            f" {format_bytes(alone_bytes)} with one sample ({format_bytes(kept)} of it weights,"
+            f" gradients and optimizer state), {room}. Fits with devices of"
+            f" {format_bytes(alone_bytes + has.context_bytes)}, or with the layer cut in two",
+            smallest_bytes=alone_bytes + has.context_bytes,
+        )
+    smallest = _smallest_memory(search, alone_bytes)
+    number = search.num_devices
+    text = (
+        f"nothing fits on {number} device{'s' * (number > 1)}: weights, gradients and optimizer"
+        f" state take {format_bytes(whole_bytes)} in all, and {room} on each."
+    )
+    if smallest is None:
+        return DoesNotFit(f"{text} Try a smaller batch than {search.num_samples}")
+    more = -(-number * (smallest - has.context_bytes) // max(1, has.usable_bytes))
+    return DoesNotFit(
+        f"{text} Fits with devices of {format_bytes(smallest)}, or with about"
+        f" {max(number + 1, int(more))} of these",
+        smallest_bytes=smallest,
+    )
+
+
+def _smallest_memory(search: Search, least_bytes: int) -> int | None:
+    """About the smallest device memory with which something is found; None if none is."""
+    kind = next(iter(search.memory))
+    context = search.memory[kind].context_bytes
+
+    def is_found(usable: int) -> bool:
+        memory = dict.fromkeys(
+            search.memory, DeviceMemory(total_bytes=usable + context, context_bytes=context)
+        )
+        trial = replace(search, memory=memory)
+        return any(
+            trial.partitioner(unit, trial.counts[0], Passing.ONE_F_ONE_B).has_any()
+            for unit in trial.units
+            if trial.num_samples // trial.counts[0] >= unit
+        )
+
+    low, high = least_bytes, max(2 * least_bytes, _MIB)
+    while not is_found(high):
+        low, high = high, 2 * high
+        if high > 2**50:
+            return None
+    while high > low * _CLOSE_ENOUGH:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_found(middle) else (middle, high)
+    return high + context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +162,6 @@ class Candidate:
 
     Attributes:
         name: what it is, in a few words.
-        judgement: None if nothing of the kind fits.
         estimate_seconds: its time in the cost model of the dynamic programme; None if that did
             not make it.
         refusal: why it is no choice; empty if it is one.
@@ -55,7 +175,6 @@ class Candidate:
 
     @property
     def is_possible(self) -> bool:
-        """Whether it could be chosen."""
         return not self.refusal
 
 
@@ -64,7 +183,8 @@ class ClusterPlan:
     """The best split, and what else there is.
 
     Attributes:
-        best: of all that fits, the one whose simulated batches are the fastest.
+        best: of all that fits, the one whose simulated batches are the fastest; or the split of
+            the partitioner that was asked for.
         alternatives: others, the fastest first; then those that do not fit.
     """
 
@@ -72,8 +192,8 @@ class ClusterPlan:
     alternatives: tuple[Candidate, ...]
 
     def named(self, name: str) -> Candidate | None:
-        """An alternative by its name; the best itself if that is what it is."""
-        return next((one for one in (self.best, *self.alternatives) if one.name == name), None)
+        everyone = (self.best, *self.alternatives)
+        return next((candidate for candidate in everyone if candidate.name == name), None)
 
 
 def plan_cluster(
@@ -91,6 +211,7 @@ def plan_cluster(
     may_recompute: bool = True,
     num_judged: int = 8,
     tolerance: float = 0.005,
+    partitioner: str = AUTO,
 ) -> ClusterPlan:
     """Find the fastest split that fits.
 
@@ -108,12 +229,18 @@ def plan_cluster(
         may_recompute: whether a stage may keep only its input and repeat its forward.
         num_judged: candidates of the cost model that are simulated.
         tolerance: by what part the cost model's best may be missed.
+        partitioner: whose split is planned: `auto` for ours, or a name of `PARTITIONERS`. Then
+            ours is the first alternative.
 
     Raises:
-        DoesNotFit: if nothing fits; tells what binds, and what would help.
-        UsageError: for figures that make no sense.
+        DoesNotFit: if nothing fits, or not the split that was asked for; tells what binds, and
+            what would help.
+        UsageError: for figures that make no sense, and a partitioner that is not known or cannot
+            be told of this cluster.
     """
     _check(num_samples, num_devices, kinds, staleness, schedules, micro_batches)
+    if partitioner != AUTO:
+        find_partitioner(partitioner)  # an unknown name is refused before anything is searched
     by_kind, used_kinds, memory_by_kind = _by_kind(chains, kinds, memory)
     search = Search(
         chains=by_kind,
@@ -128,21 +255,13 @@ def plan_cluster(
         may_recompute=may_recompute,
         tolerance=tolerance,
     )
-    return _Planning(search, network, num_judged).plan()
+    return _Planning(search, network, num_judged).plan(partitioner)
 
 
 def plan_on(
     chains: Chains, cluster: Cluster, num_samples: int, *, memory: Memory = None, **wishes: object
 ) -> ClusterPlan:
-    """The same for a described cluster.
-
-    Args:
-        chains: by the names of the cluster's kinds, or one for all.
-        cluster: whose devices may be used.
-        num_samples: of a batch.
-        memory: if not the devices' own.
-        wishes: as for `plan_cluster`.
-    """
+    """`plan_cluster` with a cluster's network, kinds and, unless it is given, memory."""
     return plan_cluster(
         chains,
         ClusterNetwork(cluster),
@@ -155,7 +274,6 @@ def plan_on(
 
 
 def memory_of(cluster: Cluster) -> dict[str, DeviceMemory]:
-    """The memory of each kind of device."""
     return {
         name: DeviceMemory(
             total_bytes=int(kind.memory_bytes.value), context_bytes=int(kind.context_bytes.value)
@@ -169,121 +287,244 @@ class _Planning:
     search: Search
     network: Network
     num_judged: int
+    _judged: dict[Split, Judgement] = field(default_factory=dict)
 
-    def plan(self) -> ClusterPlan:
-        estimates = self.search.estimates()
-        if not estimates:
-            raise refusal(self.search)
-        judged = list(self._afforded(self._chosen(estimates), _LEAST_JUDGED, _MOST_WORK))
-        judged += [one for each in judged[:2] for one in self._columns(each)]
-        known = {_devices(one.split) for one in judged}
-        others = (one for one in self._by_stages(estimates) if _devices(one.split) not in known)
-        judged += self._afforded(others, 0, _MOST_WORK / 2)
+    def plan(self, partitioner: str) -> ClusterPlan:
+        possible = self._searched()
         references = list(self._references())
-        possible = [one for one in (*judged, *references) if one.is_possible]
+        if self._is_small:
+            references += self._of_partitioners(min(map(_seconds, possible)))
+        possible += [one for one in references if one.is_possible]
+        if self._is_small:
+            possible += self._changed(_best(possible))
         best = _best(possible)
         ranked = sorted((one for one in possible if one is not best), key=_seconds)
         refused = [one for one in references if not one.is_possible]
+        others = (*map(_named, _distinct(ranked, best)), *refused)
+        if partitioner == AUTO:
+            return ClusterPlan(best=self._with_interval(best, PLAN), alternatives=others)
+        asked = self._asked(partitioner, best)
         return ClusterPlan(
-            best=self._with_interval(best),
-            alternatives=(*map(_named, _distinct(ranked, best)), *refused),
+            best=self._with_interval(asked, partitioner),
+            alternatives=(replace(best, name=AUTO), *others),
         )
+
+    @property
+    def _is_small(self) -> bool:
+        return self.search.num_devices <= _MOST_COMPARED
+
+    @property
+    def _chain(self) -> Chain:
+        """Of any kind of device: all have the same layers."""
+        return next(iter(self.search.chains.values()))
+
+    def _searched(self) -> list[Candidate]:
+        """What the dynamic programme finds, simulated."""
+        search = self._coarse() or self.search
+        estimates = search.estimates()
+        if not estimates and search is not self.search:
+            search = self.search  # merged layers may be too large where single ones fit
+            estimates = search.estimates()
+        if not estimates:
+            raise _refusal(self.search)
+        judged = list(self._afforded(self._chosen(estimates), _LEAST_JUDGED, _MOST_WORK))
+        judged += [moved for candidate in judged[:2] for moved in self._columns(candidate)]
+        known = {_devices(candidate.split) for candidate in judged}
+        others = (
+            estimate
+            for estimate in _by_stages(search, estimates)
+            if _devices(estimate.split) not in known
+        )
+        judged += self._afforded(others, 0, _MOST_WORK / 2)
+        return [candidate for candidate in judged if candidate.is_possible]
+
+    def _coarse(self) -> Search | None:
+        """The search with fewer places to cut, where there are few devices and many layers."""
+        most = max(_LEAST_LAYERS, _MOST_SEARCHED // self.search.num_devices)
+        if not self._is_small or len(self._chain.layers) <= most:
+            return None
+        lasts = cut_places(self._chain, most=most)
+        chains = {kind: merged(chain, lasts) for kind, chain in self.search.chains.items()}
+        return replace(self.search, chains=chains, lasts=lasts, _known={})
 
     def _chosen(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
         """The fastest in the cost model, not too many of one kind."""
         seen: dict[object, int] = {}
         number = 0
-        for one in estimates:
-            kind = (len(one.split.stages), one.split.schedule)
+        for estimate in estimates:
+            kind = (len(estimate.split.stages), estimate.split.schedule)
             if number < self.num_judged and seen.get(kind, 0) < max(1, self.num_judged // 3):
                 seen[kind] = seen.get(kind, 0) + 1
                 number += 1
-                yield one
+                yield estimate
 
     def _afforded(
         self, estimates: Iterable[Estimate], least: int, most_work: float
     ) -> Iterator[Candidate]:
         """Simulations of as many as can be had for some work, but of some in any case."""
         work = 0.0
-        for number, one in enumerate(estimates):
-            work += simulated_work(one.split, _MOST_MICRO_BATCHES)
+        for number, estimate in enumerate(estimates):
+            work += _work(estimate.split)
             if number >= least and work > most_work:
                 return
-            yield self._judged(one, "")
+            yield self._candidate(estimate.split, estimate_seconds=estimate.seconds)
 
-    def _columns(self, one: Candidate) -> Iterator[Candidate]:
+    def _columns(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same with stages close together, where devices are alike."""
-        moved = None if self.search.kinds else in_columns(one.split)
-        is_cheap = simulated_work(one.split, _MOST_MICRO_BATCHES) < _MOST_WORK / 4
-        if moved is not None and is_cheap:
-            yield self._judged(Estimate(moved, one.judgement.seconds), "stages close together")
-
-    def _by_stages(self, estimates: Sequence[Estimate]) -> list[Estimate]:
-        """The best of some numbers of stages, as the best pipeline passes its batch."""
-        like = next((one.split for one in estimates if len(one.split.stages) > 1), None)
-        if like is None:
-            return []
-        found = self.search.by_stages(like)
-        for one in estimates:
-            number = len(one.split.stages)
-            if number not in found or one.seconds < found[number].seconds:
-                found[number] = one
-        return sorted(found.values(), key=lambda one: one.seconds)[:_MOST_BY_STAGES]
+        moved = None if self.search.kinds else in_columns(candidate.split)
+        if moved is not None and _work(candidate.split) < _MOST_WORK / 4:
+            seconds = candidate.judgement.seconds
+            yield self._candidate(moved, "stages close together", estimate_seconds=seconds)
 
     def _references(self) -> Iterator[Candidate]:
-        """What a plan is compared with; maybe it does not fit."""
-        search = self.search
-        chain, row = next(iter(search.chains.values())), search.layout.order
-        plain = (
-            (
-                DATA_PARALLEL,
-                data_parallel(chain, row, search.num_samples, shares=search.shares(row)),
-            ),
-            (EVEN_PIPELINE, even_pipeline(chain, row, search.num_samples)),
-        )
-        for name, split in plain:
-            if split is not None:
-                if search.micro_batches:
-                    split = replace(split, num_micro_batches=min(search.micro_batches))
-                least = smallest_that_fits(
-                    split,
-                    search.counts,
-                    lambda one: all(need.fits for need in self._memory(one)),
-                    may_recompute=search.may_recompute,
-                )
-                yield self._judged(Estimate(least, 0.0), name, is_estimate=False)
+        """What every plan is compared with; maybe it does not fit."""
+        search, row = self.search, self.search.layout.order
+        shares = search.shares(row)
+        for name, split in (
+            (DATA_PARALLEL, data_parallel(self._chain, row, search.num_samples, shares=shares)),
+            (EVEN_PIPELINE, even_pipeline(self._chain, row, search.num_samples)),
+        ):
+            if split is None:
+                continue
+            if search.micro_batches:
+                split = replace(split, num_micro_batches=min(search.micro_batches))
+            least = smallest_that_fits(
+                split, search.counts, self._fits, may_recompute=search.may_recompute
+            )
+            yield self._candidate(least, name)
 
-    def _memory(self, split: Split) -> tuple[MemoryNeed, ...]:
-        return split_memory(
-            self._chains,
+    def _fits(self, split: Split) -> bool:
+        needs = split_memory(
+            self.search.chains,
             split,
             kinds=self.search.kinds,
             memory=self.search.memory or None,
             training=self.search.training,
         )
+        return all(need.fits for need in needs)
 
-    @property
-    def _chains(self) -> Mapping[str, Chain]:
-        return self.search.chains
+    def _of_partitioners(self, to_beat: float) -> Iterator[Candidate]:
+        """The splits of others, passed in the fastest way that fits, if any does.
 
-    def _judged(self, one: Estimate, name: str, *, is_estimate: bool = True) -> Candidate:
-        judgement = self._judge(one.split, has_interval=False)
+        Ways that take long to simulate are left out where the quick ones are far from `to_beat`.
+        """
+        search = self.search
+        for name in _REFERENCES:
+            try:
+                split = self._partitioned(name)
+            except BayplanError:
+                continue  # it knows no way, which is no reason against ours
+            ways = passings(split, staleness=search.staleness, micro_batches=search.micro_batches)
+            tried: list[Candidate] = []
+            for way in sorted(ways, key=_work):
+                is_long = _work(way) > _QUICK_WORK and len(tried) >= _LEAST_WAYS
+                fastest = min((one.judgement.seconds for one in tried), default=inf)
+                if is_long and fastest > _FAR * to_beat:
+                    break
+                tried.append(self._candidate(way, name))
+            yield from [_best(fitting)] if (fitting := [x for x in tried if x.is_possible]) else ()
+
+    def _partitioned(self, name: str) -> Split:
+        """What a partitioner finds; shares of the batch by the speed of devices."""
+        search = self.search
+        split = find_partitioner(name)(
+            self._chain, self._machines(name), num_samples=search.num_samples
+        )
+        return replace(
+            split,
+            stages=tuple(
+                msgspec.structs.replace(stage, shares=search.shares(stage.devices))
+                for stage in split.stages
+            ),
+        )
+
+    def _machines(self, name: str) -> Machines:
+        """The cluster as partitioners see it.
+
+        Only PipeDream looks at more than the order of devices, and refuses uneven groups.
+        """
+        row = self.search.layout.order
+        levels = getattr(self.network, "levels", tuple)()
+        try:
+            if levels:
+                return machines_of(levels)
+        except UsageError:
+            if name == "straight" or name.startswith("pipedream"):
+                raise
+        seconds = self.network.message(row[0], row[-1], _MIB).alone_seconds
+        level = MachineLevel(
+            count=len(row), bandwidth_bytes_per_s=_MIB / seconds if seconds else float(_MIB)
+        )
+        return Machines((level,), row)
+
+    def _asked(self, name: str, ours: Candidate) -> Candidate:
+        """The split of a partitioner that was asked for, passed in the fastest way that fits."""
+        search, split = self.search, self._partitioned(name)
+        counts = search.micro_batches or _PARTITIONED_COUNTS
+        # Ranks cannot run an old batch's backward first.
+        ways = [
+            way
+            for way in passings(split, staleness=search.staleness, micro_batches=counts)
+            if way.schedule != BACKWARD_FIRST
+        ]
+        if not ways:
+            raise UsageError(
+                f"{name} has a stage on {max(split.replicas)} devices, more than the samples of a"
+                f" micro-batch of {search.num_samples}; give a larger batch, or fewer micro-batches"
+            )
+        if search.may_recompute and not any(map(self._fits, ways)):
+            ways = [replace(way, recomputed=(True,) * len(way.stages)) for way in ways]
+        ways = [way for way in ways if self._fits(way)] or ways[-1:]
+        estimates = (Estimate(way, 0.0) for way in sorted(ways, key=_work))
+        tried = list(self._afforded(estimates, _LEAST_JUDGED, _MOST_WORK))
+        best = replace(min(tried, key=_seconds), estimate_seconds=None)
+        if not best.is_possible:
+            index = best.judgement.binding_stage
+            need = best.judgement.stages[index].memory
+            raise DoesNotFit(
+                f"the split of {name} does not fit: stage {index} needs"
+                f" {format_bytes(need.total_bytes)}, a device has"
+                f" {format_bytes(need.device_bytes)}. Partitioner auto fits and takes"
+                f" {format_seconds(ours.judgement.seconds)} for a batch",
+                smallest_bytes=need.total_bytes,
+            )
+        return best
+
+    def _changed(self, best: Candidate) -> list[Candidate]:
+        """Neighbours of the best split that are faster than all before them."""
+        faster: list[Candidate] = []
+        left = min(_MOST_CHANGES, max(_LEAST_CHANGES, _CHANGE_WORK // max(1, _work(best.split))))
+        while True:
+            splits = list(neighbours(best.split, micro_batches=self.search.micro_batches))[:left]
+            left -= len(splits)
+            possible = [one for one in map(self._candidate, splits) if one.is_possible]
+            if not possible or min(map(_seconds, possible)) >= _seconds(best):
+                return faster
+            best = min(possible, key=_seconds)
+            faster.append(best)
+
+    def _candidate(
+        self, split: Split, name: str = "", *, estimate_seconds: float | None = None
+    ) -> Candidate:
+        key = replace(split, partitioner="")
+        if key not in self._judged:
+            self._judged[key] = self._judge(split, has_interval=False)
+        judgement = self._judged[key]
         return Candidate(
             name=name,
-            split=one.split,
+            split=split,
             judgement=judgement,
-            estimate_seconds=one.seconds if is_estimate else None,
+            estimate_seconds=estimate_seconds,
             refusal="" if judgement.fits else "does not fit",
         )
 
-    def _with_interval(self, one: Candidate) -> Candidate:
-        return replace(
-            one, name=one.name or PLAN, judgement=self._judge(one.split, has_interval=True)
-        )
+    def _with_interval(self, candidate: Candidate, name: str) -> Candidate:
+        judgement = self._judge(candidate.split, has_interval=True)
+        return replace(candidate, name=candidate.name or name, judgement=judgement)
 
     def _judge(self, split: Split, *, has_interval: bool) -> Judgement:
         return judge(
-            self._chains,
+            self.search.chains,
             split,
             self.network,
             kinds=self.search.kinds,
@@ -294,8 +535,25 @@ class _Planning:
         )
 
 
-def _seconds(one: Candidate) -> float:
-    return one.judgement.seconds if one.is_possible else float("inf")
+def _by_stages(search: Search, estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The best of some numbers of stages, as the best pipeline passes its batch."""
+    like = next((one.split for one in estimates if len(one.split.stages) > 1), None)
+    if like is None:
+        return []
+    best = search.by_stages(like)
+    for estimate in estimates:
+        number = len(estimate.split.stages)
+        if number not in best or estimate.seconds < best[number].seconds:
+            best[number] = estimate
+    return sorted(best.values(), key=lambda estimate: estimate.seconds)[:_MOST_BY_STAGES]
+
+
+def _work(split: Split) -> int:
+    return simulated_work(split, _MOST_MICRO_BATCHES)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.judgement.seconds if candidate.is_possible else inf
 
 
 def _best(possible: Sequence[Candidate]) -> Candidate:
@@ -303,9 +561,10 @@ def _best(possible: Sequence[Candidate]) -> Candidate:
     least = min(map(_seconds, possible))
     fast = [one for one in possible if _seconds(one) <= least * (1 + _AS_FAST)]
 
-    def taste(one: Candidate) -> tuple[float, ...]:
-        memory = max(stage.memory.total_bytes for stage in one.judgement.stages)
-        return (max(one.split.lags, default=0), len(one.split.stages), memory, bool(one.name))
+    def taste(candidate: Candidate) -> tuple[float, ...]:
+        split = candidate.split
+        memory = max(stage.memory.total_bytes for stage in candidate.judgement.stages)
+        return (max(split.lags, default=0), len(split.stages), memory, bool(candidate.name))
 
     return min(fast, key=taste)
 
@@ -322,19 +581,18 @@ def _devices(split: Split) -> object:
 def _distinct(ranked: Sequence[Candidate], best: Candidate) -> Iterator[Candidate]:
     """Each split once, but always what has a name."""
     seen = {_devices(best.split)}
-    for one in ranked:
-        key = _devices(one.split)
-        if one.name in (DATA_PARALLEL, EVEN_PIPELINE) or key not in seen:
+    for candidate in ranked:
+        key = _devices(candidate.split)
+        if candidate.name in (DATA_PARALLEL, EVEN_PIPELINE) or key not in seen:
             seen.add(key)
-            yield one
+            yield candidate
 
 
-def _named(one: Candidate) -> Candidate:
-    """With a name, if it has none."""
-    if one.name:
-        return one
-    number = len(one.split.stages)
-    return replace(one, name=f"{number} stage{'s' * (number > 1)}, {one.split.schedule}")
+def _named(candidate: Candidate) -> Candidate:
+    if candidate.name:
+        return candidate
+    split, number = candidate.split, len(candidate.split.stages)
+    return replace(candidate, name=f"{number} stage{'s' * (number > 1)}, {split.schedule}")
 
 
 def _by_kind(

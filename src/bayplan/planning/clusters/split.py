@@ -1,10 +1,79 @@
-"""`Split`: which layers of a chain are on which devices, and how a batch passes them."""
+"""`Split`: which layers are on which devices; `Training`: what a step keeps beside them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bayplan.data.chain import Chain
+from bayplan.data.errors import check_not_negative
 from bayplan.data.plan import Stage
 
-__all__ = ["Split"]
+__all__ = [
+    "DeviceMemory",
+    "Split",
+    "Training",
+    "shares_by_speed",
+    "speed_of",
+    "state_per_parameter",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """The memory of a device; `context_bytes` of it are taken before the first tensor."""
+
+    total_bytes: int
+    context_bytes: int = 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """For tensors, and what their allocator cannot use."""
+        return max(0, self.total_bytes - self.context_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How weights are trained.
+
+    Attributes:
+        state_per_parameter: bytes of optimizer state for each byte of weights; adamw has 2.
+        gradient_per_parameter: bytes of summed gradients for each byte of weights.
+        update_seconds_per_byte: of weights; an update is bound by memory.
+        bucket_bytes: of gradients that are summed up together.
+        most_buckets: of a stage; more of them hide no more.
+        allocator_slack: what an allocator takes beyond what is needed, as a share. Liveness was
+            seen to be up to 2.2 % below the allocator's own peak.
+        link_spread: by what part latencies and bandwidths may be off, either way.
+    """
+
+    state_per_parameter: float = 2.0
+    gradient_per_parameter: float = 1.0
+    update_seconds_per_byte: float = 0.0
+    bucket_bytes: int = 25 * 2**20
+    most_buckets: int = 16
+    allocator_slack: float = 0.022
+    link_spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            state_per_parameter=self.state_per_parameter,
+            gradient_per_parameter=self.gradient_per_parameter,
+            update_seconds_per_byte=self.update_seconds_per_byte,
+            allocator_slack=self.allocator_slack,
+            link_spread=self.link_spread,
+        )
+        for name in ("bucket_bytes", "most_buckets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+
+    def num_buckets(self, parameter_bytes: float) -> int:
+        """Of a stage that has so many weights.
+
+        Example:
+            >>> Training(bucket_bytes=100).num_buckets(250), Training().num_buckets(0)
+            (3, 0)
+        """
+        gradient_bytes = parameter_bytes * self.gradient_per_parameter
+        return min(self.most_buckets, int(-(-gradient_bytes // self.bucket_bytes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +115,45 @@ class Split:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each stage, how many devices compute it.
-
-        Example:
-            >>> stage = Stage(first=0, last=3, devices=(0, 1), shares=(1, 1))
-            >>> Split(stages=(stage,), num_samples=8).replicas
-            (2,)
-        """
+        """Of each stage, how many devices compute it."""
         return tuple(len(stage.devices) for stage in self.stages)
+
+
+_SHARES = 1000  # that the fastest device has
+
+
+def speed_of(chain: Chain) -> float:
+    """Samples in a second, of the whole chain on one device."""
+    seconds = sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
+    return chain.num_samples / max(1e-12, seconds)
+
+
+def shares_by_speed(devices: Sequence[int], chain_of: Callable[[int], Chain]) -> tuple[int, ...]:
+    """In proportion to how fast each device is with the whole chain; ones if all are alike.
+
+    Example:
+        >>> from bayplan.data.chain import Layer
+        >>> slow, fast = (Chain(name="c", num_samples=1, source="guess", layers=(
+        ...     Layer(name="x", forward_seconds=s, backward_seconds=s),)) for s in (2.0, 1.0))
+        >>> shares_by_speed([0, 1], [slow, fast].__getitem__)
+        (500, 1000)
+    """
+    speeds = [speed_of(chain_of(device)) for device in devices]
+    fastest = max(speeds)
+    if min(speeds) == fastest:
+        return (1,) * len(devices)
+    return tuple(max(1, round(_SHARES * speed / fastest)) for speed in speeds)
+
+
+_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+_MOST = 2.0
+
+
+def state_per_parameter(optimizer: str) -> float:
+    """Bytes of state for a byte of parameters, by the optimizer's name; of an unknown one, most.
+
+    Example:
+        >>> state_per_parameter("sgd"), state_per_parameter("adamw")
+        (1.0, 2.0)
+    """
+    return _PER_PARAMETER.get(optimizer, _MOST)

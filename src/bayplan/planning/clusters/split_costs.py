@@ -1,41 +1,213 @@
-"""A split as the event clock wants it: a pipeline, every rank's list, what each part costs."""
+"""A split as the event clock wants it: a pipeline, every rank's list, what each part costs.
+
+Where every stage's replicas have equal shares, a pipeline of 512, 512 and 1024 devices is 512
+columns of 1, 1 and 2 devices that never speak to each other until their gradients are summed up:
+
+    stage 0    0  1  2  3          four columns, of which the first stands for all; a message of it
+    stage 1    4  5  6  7          takes as long as all four columns' messages take at once
+
+They are those that `schedule` finds, for schedules whose order is known beforehand; with a hundred
+stages and as many micro-batches this is where time would go.
+
+    1f1b, 3 stages    0F0 0F1 0F2 0B0 0F3 0B1 ...    as many forwards as stages from here on,
+                      1F0 1F1 1B0 1F2 1B1 ...        then by turns
+                      2F0 2B0 2F1 2B1 ...
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
+
+import msgspec
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.chain import Chain
-from bayplan.planning.clusters.folding import Folded, FoldedNetwork, FoldedPipeline
+from bayplan.data.plan import Stage
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
-from bayplan.planning.clusters.split import Split
-from bayplan.planning.clusters.straight import is_straight, straight_lists
-from bayplan.planning.clusters.training import Training
-from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.routing import Message, resplit
+from bayplan.planning.clusters.split import Split, Training
 from bayplan.planning.pipelines.scheduling import schedule
-from bayplan.planning.pipelines.step_costs import StepCosts
-from bayplan.simulating.network import Network
+from bayplan.simulating.network import Network, Transfer
+from bayplan.simulating.pipeline import Pipeline
+from bayplan.simulating.routing import Message, resplit
+from bayplan.simulating.sharing import StepCosts
 
-__all__ = ["SplitCosts"]
+__all__ = [
+    "Folded",
+    "FoldedNetwork",
+    "FoldedPipeline",
+    "SplitCosts",
+    "fold",
+    "is_straight",
+    "straight_lists",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A pipeline's devices, numbered from 0 without a gap.
+
+    Attributes:
+        stages: of these numbers.
+        devices: by number, the devices that it stands for; the first of them is itself.
+        num_columns: that the first one stands for.
+    """
+
+    stages: tuple[Stage, ...]
+    devices: tuple[tuple[int, ...], ...]
+    num_columns: int = 1
+
+
+def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
+    """Number the devices of stages, and leave out those that others stand for.
+
+    Args:
+        stages: of a split.
+        is_alike: whether the replicas of each stage are of one kind and have equal shares.
+
+    Example:
+        >>> stages = [Stage(first=0, last=0, devices=(4, 5, 6, 7), shares=(1, 1, 1, 1)),
+        ...     Stage(first=1, last=1, devices=(0, 1), shares=(1, 1))]
+        >>> fold(stages, is_alike=True).devices
+        ((4, 6), (5, 7), (0, 1))
+    """
+    num_columns = gcd(*(len(stage.devices) for stage in stages)) if is_alike else 1
+    found: list[Stage] = []
+    devices: list[tuple[int, ...]] = []
+    for stage in stages:
+        width = len(stage.devices) // num_columns
+        own = tuple(range(len(devices), len(devices) + width))
+        devices += [stage.devices[column::width] for column in range(width)]
+        found.append(msgspec.structs.replace(stage, devices=own, shares=stage.shares[:width]))
+    return Folded(stages=tuple(found), devices=tuple(devices), num_columns=num_columns)
+
+
+@dataclass(frozen=True)
+class FoldedPipeline(Pipeline):
+    """A pipeline where a rank may stand for several, and so has somebody to sum up with."""
+
+    @cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that reduce each bucket together; also one alone."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for stage, buckets in zip(self.stages, self.buckets, strict=True):
+            for bucket in buckets:
+                found[bucket].update(stage.devices)
+        return {bucket: tuple(sorted(ranks)) for bucket, ranks in found.items()}
+
+
+@dataclass(frozen=True)
+class FoldedNetwork:
+    """A network where a message takes as long as the slowest of those that it stands for."""
+
+    network: Network
+    folded: Folded
+    _known: dict[object, Transfer] = field(default_factory=dict)
+
+    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
+        key = (sender, receiver, size_bytes)
+        if key not in self._known:
+            self._known[key] = self._message(sender, receiver, size_bytes)
+        return self._known[key]
+
+    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
+        key = (tuple(devices), size_bytes)
+        if key not in self._known:
+            everyone = sorted(real for one in devices for real in self.folded.devices[one])
+            self._known[key] = self.network.reduce(everyone, size_bytes)
+        return self._known[key]
+
+    def _message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
+        at_once = [
+            self.network.message(one, other, size_bytes)
+            for one, other in zip(
+                self.folded.devices[sender], self.folded.devices[receiver], strict=True
+            )
+        ]
+        if len(at_once) == 1:
+            return at_once[0]
+        users = Counter(wire for one in at_once for wire in one.wires)
+
+        def seconds(one: Transfer) -> float:
+            return one.seconds * max((users[wire] for wire in one.wires), default=1)
+
+        slowest = max(at_once, key=lambda one: one.latency_seconds + seconds(one))
+        # That other columns use its wires is in the seconds; other messages of this one share them.
+        return Transfer(
+            latency_seconds=slowest.latency_seconds,
+            seconds=seconds(slowest),
+            wires=slowest.wires,
+        )
+
 
 _K = ActionKind
+_WARM_UP = {
+    "1f1b": lambda count, left: min(count, left),
+    "gpipe": lambda count, left: count,
+    "one-by-one": lambda count, left: 1,
+}
+
+
+def is_straight(pipeline: Pipeline, name: str) -> bool:
+    """Whether the lists can be written down."""
+    return (
+        name in _WARM_UP
+        and len(pipeline.stages) > 1
+        and all(len(stage.devices) == 1 for stage in pipeline.stages)
+        and len(pipeline.ranks) == len(pipeline.stages)
+        and len(pipeline.links) == len(pipeline.stages) - 1
+        and pipeline.gradient_links is None
+    )
+
+
+def straight_lists(pipeline: Pipeline, name: str) -> tuple[tuple[Action, ...], ...]:
+    lists: dict[int, tuple[Action, ...]] = {}
+    for stage_index, stage in enumerate(pipeline.stages):
+        (rank,) = stage.devices
+        lists[rank] = tuple(_list(pipeline, stage_index, name))
+    return tuple(lists[rank] for rank in pipeline.ranks)
+
+
+def _list(pipeline: Pipeline, stage_index: int, name: str) -> Iterator[Action]:
+    count, last = pipeline.num_micro_batches, len(pipeline.stages) - 1
+    num_ahead = _WARM_UP[name](count, last + 1 - stage_index)
+    for index in range(num_ahead):
+        yield from _forward(stage_index, index, last)
+    for index in range(count):
+        yield from _backward(stage_index, index, last)
+        if index == count - 1:
+            for bucket in pipeline.buckets[stage_index]:
+                yield Action(stage_index, _K.REDUCE, bucket)
+        if index + num_ahead < count:
+            yield from _forward(stage_index, index + num_ahead, last)
+    yield Action(stage_index, _K.UPDATE, 0)
+
+
+def _forward(stage_index: int, index: int, last: int) -> Iterator[Action]:
+    if stage_index:
+        yield Action(stage_index, _K.RECEIVE_FORWARD, index)
+    yield Action(stage_index, _K.FORWARD, index)
+    if stage_index < last:
+        yield Action(stage_index, _K.SEND_FORWARD, index)
+
+
+def _backward(stage_index: int, index: int, last: int) -> Iterator[Action]:
+    if stage_index < last:
+        yield Action(stage_index, _K.RECEIVE_BACKWARD, index)
+    yield Action(stage_index, _K.BACKWARD, index)
+    if stage_index:
+        yield Action(stage_index, _K.SEND_BACKWARD, index)
+
+
 _ONE_BY_ONE = "one-by-one"
 _OF_BACKWARD = (_K.RECEIVE_BACKWARD, _K.BACKWARD, _K.SEND_BACKWARD, _K.REDUCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCosts:
-    """What a split does and costs, of those devices that are simulated.
-
-    Attributes:
-        split: to be judged.
-        folded: its devices, some of which may stand for others.
-        chain_of: of a device of the cluster.
-        network: of the cluster.
-        training: how weights are trained.
-    """
+    """What a split does and costs, of those devices that are simulated."""
 
     split: Split
     folded: Folded
@@ -55,7 +227,6 @@ class SplitCosts:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Of the devices that are simulated."""
         buckets: list[tuple[int, ...]] = []
         for number in self.num_buckets:
             begin = sum(map(len, buckets))
@@ -71,12 +242,13 @@ class SplitCosts:
     def num_buckets(self) -> tuple[int, ...]:
         """By stage; none where there are no replicas."""
         return tuple(
-            self.training.num_buckets(self.parameter_bytes(at)) if len(stage.devices) > 1 else 0
-            for at, stage in enumerate(self.split.stages)
+            self.training.num_buckets(self.parameter_bytes(stage_index))
+            if len(stage.devices) > 1
+            else 0
+            for stage_index, stage in enumerate(self.split.stages)
         )
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Every rank's list."""
         if not any(self.split.lags):
             return self._lists(self.split.schedule)
         lists = self._lists(_ONE_BY_ONE)
@@ -90,18 +262,17 @@ class SplitCosts:
         return schedule(self.pipeline, name)
 
     def costs(self) -> StepCosts:
-        """On the devices of the split."""
         return StepCosts(
             seconds=self.seconds,
             update_seconds=[
-                self.training.update_seconds_per_byte * self.parameter_bytes(at)
-                for at, stage in enumerate(self.folded.stages)
+                self.training.update_seconds_per_byte * self.parameter_bytes(stage_index)
+                for stage_index, stage in enumerate(self.folded.stages)
                 for _ in stage.devices
             ],
             message_bytes=self.message_bytes,
             bucket_bytes=[
-                round(self.gradient_bytes(at) / number)
-                for at, number in enumerate(self.num_buckets)
+                round(self.gradient_bytes(stage_index) / number)
+                for stage_index, number in enumerate(self.num_buckets)
                 for _ in range(number)
             ],
             network=FoldedNetwork(self.network, self.folded),
@@ -109,12 +280,10 @@ class SplitCosts:
         )
 
     def parameter_bytes(self, stage: int) -> int:
-        """Of a stage's weights."""
         own = self.folded.stages[stage]
         return self.chain(stage).parameter_bytes(own.first, own.last)
 
     def gradient_bytes(self, stage: int) -> float:
-        """Of the sum of a stage's gradients."""
         return self.training.gradient_per_parameter * self.parameter_bytes(stage)
 
     def chain(self, stage: int, rank: int | None = None) -> Chain:
@@ -123,11 +292,9 @@ class SplitCosts:
         return self.chain_of(self.folded.devices[rank][0])
 
     def is_recomputed(self, stage: int) -> bool:
-        """Whether it repeats its forward."""
         return bool(self.split.recomputed) and self.split.recomputed[stage]
 
     def samples(self, rank: int, stage: int, micro_batch: int) -> int:
-        """That a rank has of a micro-batch."""
         return self._samples.get((rank, stage, micro_batch), 0)
 
     @cached_property
@@ -140,7 +307,6 @@ class SplitCosts:
         }
 
     def seconds(self, rank: int, action: Action) -> float:
-        """Of a rank's forward, backward or half of one."""
         forward, backward = self._both(
             rank, action.stage, self.samples(rank, action.stage, action.index)
         )
@@ -178,8 +344,8 @@ class SplitCosts:
             chain.parameter_bytes(layer, own.last) for layer in range(own.last, own.first - 1, -1)
         ]
         found: dict[int, float] = {}
-        for at, bucket in enumerate(self.pipeline.buckets[stage]):
-            layer = own.last - bisect_left(weights, size * (at + 1) // number)
+        for place, bucket in enumerate(self.pipeline.buckets[stage]):
+            layer = own.last - bisect_left(weights, size * (place + 1) // number)
             is_first = layer <= own.first
             found[bucket] = 0.0 if is_first else chain.seconds(own.first, layer - 1, samples)[1]
         return found

@@ -13,22 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bayplan.data.chain import Chain
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
-from bayplan.planning.clusters.speeds import speed_of
-from bayplan.planning.clusters.training import DeviceMemory, Training
+from bayplan.planning.clusters.split import DeviceMemory, Training, speed_of
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
 
 
 class Passing(StrEnum):
-    """How a batch passes the stages."""
-
     ONE_F_ONE_B = "1f1b"
     GPIPE = "gpipe"
     # With weights that are some batches old; batches follow each other without a gap.
@@ -38,18 +35,11 @@ class Passing(StrEnum):
 
     @property
     def is_stale(self) -> bool:
-        """Whether backward lags."""
         return self in (Passing.STALE, Passing.STALE_SUM)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of devices.
-
-    Attributes:
-        begin: where it begins in the row.
-        number: of devices.
-    """
+class Run(NamedTuple):
+    """Neighbours in the row of devices."""
 
     begin: int
     number: int
@@ -78,10 +68,6 @@ class StageTables:
         chains: by kind; one under an empty name where kinds do not matter.
         kinds: by place in the row; empty where they do not matter.
         memory: by kind; empty if it is no concern.
-        layout: the row of devices.
-        passing: how a batch passes.
-        num_samples, num_micro_batches: of a batch.
-        may_recompute: whether a stage may repeat its forward.
         most_layers: of a stage; None for any number.
         known: sums over layers and of gradients, which other tables of the same chains may share.
     """
@@ -100,7 +86,6 @@ class StageTables:
     _tables: dict[object, StageTable] = field(default_factory=dict)
 
     def table(self, run: Run) -> StageTable:
-        """Of all stages on a run."""
         period = self.layout.period
         # No message comes into the row at its begin or leaves it at its end.
         is_at_end = run.begin + run.number == len(self.layout.order)
@@ -112,7 +97,6 @@ class StageTables:
 
     @cached_property
     def num_layers(self) -> int:
-        """The same of all chains."""
         return len(next(iter(self.chains.values())).layers)
 
     @property

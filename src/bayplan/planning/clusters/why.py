@@ -13,21 +13,26 @@ computed is computed anyway, and stages wait for each other. Staleness saves sum
 go on during the next batch, and waits between stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from bayplan.data.errors import UsageError
-from bayplan.data.judgement import Binding, Judgement
+import msgspec
+
+from bayplan.data.judgement import Alternative, Binding, Gain, Judgement, StageJudgement, Why
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.data.why import Alternative, Gain, Why
 from bayplan.planning.clusters.candidates import counts_up_to
-from bayplan.planning.clusters.judging import Chains, Memory, chain_finder, judge, split_memory
+from bayplan.planning.clusters.judging import (
+    Chains,
+    Memory,
+    ScaledNetwork,
+    chain_finder,
+    judge,
+    split_memory,
+)
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan
-from bayplan.planning.clusters.references import data_parallel, smallest_that_fits
-from bayplan.planning.clusters.speeds import shares_by_speed
-from bayplan.planning.clusters.split import Split
-from bayplan.planning.clusters.training import Training
-from bayplan.simulating.network import Network, Transfer
+from bayplan.planning.clusters.refining import data_parallel, smallest_that_fits
+from bayplan.planning.clusters.split import Split, Training, shares_by_speed
+from bayplan.simulating.network import Network
 
 __all__ = ["explain", "shape_of"]
 
@@ -36,19 +41,6 @@ _HIDDEN = 0.5  # of a sum's wait that must be gone for it to be called hidden
 _ALL = 0.9  # of a gain that is called all of it
 _MOST_MICRO_BATCHES = 32
 _MOST_ALTERNATIVES = 12
-
-
-@dataclass(frozen=True)
-class _FreeSums:
-    """A network on which sums take no time."""
-
-    network: Network
-
-    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
-        return self.network.message(sender, receiver, size_bytes)
-
-    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
-        return Transfer(latency_seconds=0.0, seconds=0.0)
 
 
 def explain(
@@ -61,28 +53,30 @@ def explain(
     memory: Memory = None,
     training: Training | None = None,
     plan: ClusterPlan | None = None,
+    replayed_seconds: float | None = None,
     name: str = "plan",
 ) -> Why:
-    """Take a split apart.
+    """Take a split apart, any partitioner's.
 
     Args:
-        chains: the model on the one kind of device there is, or by kind.
-        split: to be explained; any partitioner's.
+        chains, kinds, memory, training: as for `judge`.
+        split: to be explained.
         network: between devices.
         num_devices: that data parallel would use; None for those of the split.
-        kinds: by device, the name of its kind; needed where there are several.
-        memory: of a device, or by kind; None if it is no concern.
-        training: how weights are trained.
         plan: whose alternatives are told as well.
+        replayed_seconds: the split's own time, where it was replayed operator by operator. All
+            estimates by layers are scaled by the same factor, so that the split has one time and
+            others compare with it.
         name: of the split.
     """
-    if not split.stages:
-        raise UsageError("a split without stages cannot be explained")
-    own = _Explaining(chains, network, kinds, memory, training or Training())
-    judged = own.judged(split, memory=memory, has_interval=True)
+    explaining = _Explaining(chains, network, kinds, memory, training or Training())
+    judged = explaining.judged(split, memory=memory, has_interval=True)
+    if replayed_seconds and judged.seconds:
+        explaining = replace(explaining, factor=replayed_seconds / judged.seconds)
+        judged = _scaled(judged, explaining.factor)
     used = sorted(device for stage in split.stages for device in stage.devices)
     everyone = used if num_devices is None else list(range(num_devices))
-    gains, parallel = own.gains(split, judged.seconds, everyone)
+    gains, parallel = explaining.gains(split, judged.seconds, everyone)
     return Why(
         name=name,
         shape=shape_of(split),
@@ -94,7 +88,8 @@ def explain(
         findings=tuple(_findings(split, judged, gains)),
         data_parallel_seconds=parallel,
         gains=gains,
-        alternatives=() if plan is None else tuple(_alternatives(plan, judged)),
+        alternatives=() if plan is None else tuple(_alternatives(plan, judged, explaining.factor)),
+        estimate_factor=explaining.factor,
     )
 
 
@@ -121,6 +116,7 @@ class _Explaining:
     kinds: Sequence[str]
     memory: Memory
     training: Training
+    factor: float = 1.0
 
     def judged(
         self,
@@ -130,7 +126,7 @@ class _Explaining:
         memory: Memory = None,
         has_interval: bool = False,
     ) -> Judgement:
-        return judge(
+        judgement = judge(
             self.chains,
             split,
             network or self.network,
@@ -140,9 +136,10 @@ class _Explaining:
             has_interval=has_interval,
             most_micro_batches=_MOST_MICRO_BATCHES,
         )
+        return _scaled(judgement, self.factor)
 
     def seconds(self, split: Split, *, has_sums: bool = True) -> float:
-        network = self.network if has_sums else _FreeSums(self.network)
+        network = self.network if has_sums else ScaledNetwork(self.network, sums=0.0)
         return self.judged(split, network=network).seconds
 
     def gains(
@@ -160,7 +157,7 @@ class _Explaining:
         real_fits = self._fits(real)
         bare = self.seconds(ideal)
         parallel = self.seconds(real) if real_fits else None
-        fresh = _fresh(split)
+        fresh = replace(split, lags=(), schedule="1f1b") if any(split.lags) else split
         free, own = self.seconds(ideal, has_sums=False), self.seconds(fresh, has_sums=False)
         with_sums = self.seconds(fresh) if fresh != split else seconds
         gains = [
@@ -205,20 +202,18 @@ class _Explaining:
         return all(need.fits for need in needs)
 
 
-def _fresh(split: Split) -> Split:
-    """The same split where no backward lags."""
-    if not any(split.lags):
-        return split
-    return replace(split, lags=(), schedule="1f1b")
+def _scaled(judgement: Judgement, factor: float) -> Judgement:
+    """All times of a judgement, times a factor."""
+
+    def times(struct: Judgement | StageJudgement) -> dict[str, float]:
+        names = (name for name in struct.__struct_fields__ if name.endswith("seconds"))
+        return {name: factor * getattr(struct, name) for name in names}
+
+    stages = (msgspec.structs.replace(stage, **times(stage)) for stage in judgement.stages)
+    return msgspec.structs.replace(judgement, **times(judgement), stages=tuple(stages))
 
 
 def _batches_old(number: int) -> str:
-    """An age in words.
-
-    Example:
-        >>> _batches_old(1), _batches_old(2)
-        ('1 batch old', '2 batches old')
-    """
     return f"{number} batch{'es' * (number > 1)} old"
 
 
@@ -263,7 +258,6 @@ def _binding(chains: Chains, judged: Judgement, kinds: Sequence[str]) -> str:
 
 
 def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> list[str]:
-    """What it comes down to."""
     idle = [at for at, stage in enumerate(judged.stages) if max(stage.busy) < _IDLE]
     working = [at for at in range(len(judged.stages)) if at not in idle]
     found: list[str] = []
@@ -305,33 +299,27 @@ def _hides_sums(split: Split, judged: Judgement, gains: Sequence[Gain]) -> bool:
     return gained > 0 and stage.sum_wait_seconds < _HIDDEN * stage.sum_seconds
 
 
-def _alternatives(plan: ClusterPlan, judged: Judgement) -> list[Alternative]:
-    return [_alternative(one, judged) for one in plan.alternatives[:_MOST_ALTERNATIVES]] + [
-        _alternative(one, judged)
-        for one in plan.alternatives[_MOST_ALTERNATIVES:]
-        if not one.is_possible
-    ]
+def _alternatives(plan: ClusterPlan, judged: Judgement, factor: float) -> Iterator[Alternative]:
+    for rank, candidate in enumerate(plan.alternatives):
+        if rank < _MOST_ALTERNATIVES or not candidate.is_possible:
+            scaled = replace(candidate, judgement=_scaled(candidate.judgement, factor))
+            seconds = scaled.judgement.seconds if candidate.is_possible else None
+            yield Alternative(
+                name=candidate.name,
+                shape=shape_of(candidate.split),
+                seconds=seconds,
+                reason=_reason(scaled, judged),
+                is_tie=seconds is not None and judged.low_seconds <= seconds <= judged.high_seconds,
+            )
 
 
-def _alternative(one: Candidate, judged: Judgement) -> Alternative:
-    other = one.judgement
-    is_tie = one.is_possible and judged.low_seconds <= other.seconds <= judged.high_seconds
-    return Alternative(
-        name=one.name,
-        shape=shape_of(one.split),
-        seconds=other.seconds if one.is_possible else None,
-        reason=_reason(one, judged),
-        is_tie=is_tie,
-    )
-
-
-def _reason(one: Candidate, judged: Judgement) -> str:
-    other = one.judgement
-    at, stage = other.binding_stage, other.stages[other.binding_stage]
-    if not one.is_possible:
+def _reason(candidate: Candidate, judged: Judgement) -> str:
+    other = candidate.judgement
+    index, stage = other.binding_stage, other.stages[other.binding_stage]
+    if not candidate.is_possible:
         memory = stage.memory
         return (
-            f"does not fit: stage {at} needs {format_bytes(memory.total_bytes)}, a device has"
+            f"does not fit: stage {index} needs {format_bytes(memory.total_bytes)}, a device has"
             f" {format_bytes(memory.device_bytes)}"
         )
     over = other.seconds / judged.seconds - 1 if judged.seconds else 0.0
@@ -341,9 +329,9 @@ def _reason(one: Candidate, judged: Judgement) -> str:
     elif other.bubble > 0.1:
         cause = f"{other.bubble:.0%} bubble"
     elif other.binding is Binding.TRANSFER:
-        cause = f"bound by the link behind stage {at}"
-    elif any(one.split.recomputed):
+        cause = f"bound by the link behind stage {index}"
+    elif any(candidate.split.recomputed):
         cause = "repeats its forward"
     else:
-        cause = f"stage {at} is the slowest"
+        cause = f"stage {index} is the slowest"
     return f"{over:+.1%}: {cause}"

@@ -32,12 +32,7 @@ class MachineLevel:
 
 @dataclass(frozen=True)
 class Machines:
-    """Levels from the nearest on, and the devices that are counted through them.
-
-    Attributes:
-        levels: at least one.
-        devices: by place; those of a group follow each other.
-    """
+    """Levels, the nearest first, and the devices counted through them: a group's are neighbours."""
 
     levels: tuple[MachineLevel, ...]
     devices: tuple[int, ...]
@@ -68,29 +63,23 @@ class Machines:
 
 
 class Grouping(Protocol):
-    """Which devices reach each other by links of at least a bandwidth."""
+    """Groups of devices that reach each other by links of at least a bandwidth."""
 
     @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Of the slowest of these links."""
-        ...
-
+    def bandwidth_bytes_per_s(self) -> float: ...
     @property
-    def groups(self) -> Sequence[Sequence[int]]:
-        """Every device once."""
-        ...
+    def groups(self) -> Sequence[Sequence[int]]: ...
 
 
 def machines_of(groupings: Iterable[Grouping]) -> Machines:
     """Devices by the levels of a network, the nearest first.
 
-    Groups have to be of equal size, which is all that PipeDream's optimizer can be told.
-
     Raises:
-        UsageError: if groups are of several sizes, or the last level is more than one group.
+        UsageError: if groups are of several sizes, which PipeDream's optimizer cannot be told, or
+            the last level is more than one group.
     """
     levels: list[MachineLevel] = []
-    before: tuple[tuple[int, ...], ...] = ()
+    inner_groups: tuple[tuple[int, ...], ...] = ()
     for grouping in groupings:
         groups = [tuple(group) for group in grouping.groups]
         sizes = {len(group) for group in groups}
@@ -99,17 +88,19 @@ def machines_of(groupings: Iterable[Grouping]) -> Machines:
                 f"groups of {min(sizes)} and of {max(sizes)} devices; this partitioner knows only"
                 " groups of one size"
             )
-        if before:  # a group names its devices by the groups of the level before
-            inner = [[own for own in before if own[0] in group] for group in map(set, groups)]
-            groups = [tuple(device for own in group for device in own) for group in inner]
-        size = len(before[0]) if before else 1
+        if inner_groups:  # a group names its devices by the groups of the level before
+            groups = [
+                tuple(device for inner in inner_groups if inner[0] in group for device in inner)
+                for group in map(set, groups)
+            ]
+        size = len(inner_groups[0]) if inner_groups else 1
         levels.append(
             MachineLevel(
                 count=len(groups[0]) // size,
                 bandwidth_bytes_per_s=grouping.bandwidth_bytes_per_s,
             )
         )
-        before = tuple(groups)
-    if len(before) > 1:
-        raise UsageError(f"{len(before)} groups of devices that no level joins")
-    return Machines(tuple(levels), before[0] if before else ())
+        inner_groups = tuple(groups)
+    if len(inner_groups) > 1:
+        raise UsageError(f"{len(inner_groups)} groups of devices that no level joins")
+    return Machines(tuple(levels), inner_groups[0] if inner_groups else ())

@@ -1,4 +1,4 @@
-"""PipeDream's optimizer: the stages, and replicas of each, whose slowest stage is fastest.
+"""PipeDream's optimizer, made again, and its answer as a `Split`.
 
 From its paper (SOSP 2019) and the behaviour of its program, which this gives the same answers as.
 `best(i, j, m)` is the time per minibatch of what lies between state i and state j on m machines:
@@ -16,24 +16,80 @@ shared by the machines of a group, those of other stages are not.
 Among cuts of equal cost its program takes the one that a Python set of objects gives first, so its
 choice depends on memory addresses, and on nothing that is written in a profile. Here it is the
 first cut with the fewest machines, unless the caller prefers another of the same cost.
+
+Its stages of groups that have stages of devices become one row of stages; a stage on several groups
+has its devices in each of them. Its pipeline never drains: while a batch is forward in one stage,
+older ones are backward, with the weights they went forward with. In a `Split` that is a lag of one
+batch in all stages but the last, if a batch has as many micro-batches as there are devices: as many
+as PipeDream has under way.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil, inf
+from dataclasses import dataclass, replace
+from math import ceil, inf, prod
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bayplan.data.chain import Chain
 from bayplan.data.errors import DoesNotFit, UsageError
+from bayplan.data.plan import Stage
 from bayplan.data.units import format_bytes
-from bayplan.planning.partitioners.machines import MachineLevel
-from bayplan.planning.partitioners.states import States
+from bayplan.planning.clusters.split import Split
+from bayplan.planning.partitioners.machines import MachineLevel, Machines
 
-__all__ = ["Optimum", "PipeDreamOptions", "StageRange", "optimize"]
+__all__ = [
+    "Optimum",
+    "PipeDreamOptions",
+    "StageRange",
+    "States",
+    "chain_states",
+    "optimize",
+    "pipedream",
+    "pipedream_split",
+    "straight",
+]
 
 _SAME = 1e-12  # costs this close are equal: sums in another order differ by as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Sets of layers, each after its parts; the last one has all of them.
+
+    Attributes:
+        seconds, held_bytes, parameter_bytes: of all layers of each.
+        sent_bytes: by a cut behind each.
+        is_before: whether one (column) is a part of another (row).
+        layers: of each, as bits, where they come from a graph that branches; None for a chain's.
+    """
+
+    seconds: NDArray[np.float64]
+    held_bytes: NDArray[np.float64]
+    parameter_bytes: NDArray[np.float64]
+    sent_bytes: NDArray[np.float64]
+    is_before: NDArray[np.bool_]
+    layers: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+def chain_states(chain: Chain) -> States:
+    """Of layers in a row: one behind each."""
+    number = len(chain.layers)
+
+    def before(name: str) -> NDArray[np.float64]:
+        return np.cumsum([getattr(layer, name) for layer in chain.layers], dtype=float)
+
+    return States(
+        seconds=before("forward_seconds") + before("backward_seconds"),
+        held_bytes=before("held_bytes"),
+        parameter_bytes=before("parameter_bytes"),
+        sent_bytes=np.array([layer.sent_bytes for layer in chain.layers], dtype=float),
+        is_before=np.tri(number, k=-1, dtype=bool),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +119,7 @@ class StageRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """What was found.
+    """PipeDream's answer.
 
     Attributes:
         levels: stages of each level, the farthest level first; those of a level lie within the
@@ -115,8 +171,8 @@ def optimize(
     found: list[tuple[StageRange, ...]] = []
     num_ties = 0
     spans = [(0, len(states))]
-    for at, table in enumerate(reversed(tables)):
-        wanted = frozenset(preferred[at]) if preferred else frozenset()
+    for index, table in enumerate(reversed(tables)):
+        wanted = frozenset(preferred[index]) if preferred else frozenset()
         stages: list[StageRange] = []
         for first, end in spans:
             own, ties = table.stages(first, end, wanted)
@@ -285,3 +341,97 @@ class _Table:
 
 def _finite(figures: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(np.isfinite(figures), figures, 0.0)
+
+
+def pipedream(
+    chain: Chain,
+    machines: Machines,
+    *,
+    num_samples: int,
+    num_micro_batches: int = 1,
+    options: PipeDreamOptions | None = None,
+    partitioner: str = "pipedream",
+) -> Split:
+    """PipeDream's stages of a chain; without options, with transfers, as its manual has it."""
+    found = optimize(
+        chain_states(chain),
+        machines.levels,
+        options or PipeDreamOptions(compression=1.0),
+    )
+    return pipedream_split(
+        found,
+        machines,
+        cuts=tuple(range(len(chain.layers))),
+        num_samples=num_samples,
+        num_micro_batches=num_micro_batches,
+        partitioner=partitioner,
+    )
+
+
+def straight(
+    chain: Chain, machines: Machines, *, num_samples: int, num_micro_batches: int = 1
+) -> Split:
+    """One device for each stage, the slowest of which is as fast as can be; drains every batch."""
+    found = pipedream(
+        chain,
+        machines,
+        num_samples=num_samples,
+        num_micro_batches=num_micro_batches,
+        options=PipeDreamOptions(compression=1.0, is_straight=True, may_use_fewer=True),
+        partitioner="straight",
+    )
+    return replace(found, lags=())
+
+
+def pipedream_split(
+    found: Optimum,
+    machines: Machines,
+    *,
+    cuts: Sequence[int],
+    num_samples: int,
+    num_micro_batches: int,
+    partitioner: str = "pipedream",
+) -> Split:
+    """Put what was found on devices; `cuts` has, by state, the last layer before a cut there."""
+    stages = tuple(
+        Stage(
+            first=cuts[first - 1] + 1 if first else 0,
+            last=cuts[end - 1],
+            devices=devices,
+            shares=(1,) * len(devices),
+        )
+        for first, end, devices in _placed(found, machines, 0, (0, len(cuts)), (0,))
+    )
+    widths = [len(stage.devices) for stage in stages]
+    after = [sum(widths[index + 1 :]) for index in range(len(stages))]
+    return Split(
+        stages=stages,
+        num_samples=num_samples,
+        num_micro_batches=num_micro_batches,
+        lags=tuple(-(-number // num_micro_batches) for number in after) if after[0] else (),
+        partitioner=partitioner,
+    )
+
+
+def _placed(
+    found: Optimum,
+    machines: Machines,
+    level: int,
+    span: tuple[int, int],
+    begins: tuple[int, ...],
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """The stages within a span of states, on each of the groups that begin there.
+
+    Levels of `found` are the farthest first, those of `machines` the nearest.
+    """
+    if level == len(machines.levels):
+        yield (*span, tuple(machines.devices[begin] for begin in begins))
+        return
+    inner = machines.levels[: len(machines.levels) - 1 - level]
+    size = prod(each.count for each in inner)
+    used = 0
+    for first, end, replicas in found.levels[level]:
+        if span[0] <= first < span[1]:
+            own = tuple(begin + (used + at) * size for begin in begins for at in range(replicas))
+            used += replicas
+            yield from _placed(found, machines, level + 1, (first, end), own)

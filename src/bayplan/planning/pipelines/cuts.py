@@ -1,10 +1,10 @@
 """Where to cut a step into stages whose weights are as the shares say.
 
 A weight is whatever shares are of: seconds, operators, or bytes of parameters. The place that a
-share asks for is often inside a block, where much would have to be sent; a little off it there is
-mostly one where little is. So cuts by a measured weight may move by a small part of the whole to
-where least is sent. Cuts by operator count, and by load, are where OneFlow's staged pipeline makes
-them: it counted operators at first, and depths of them later.
+share asks for is often inside a block, where much would have to be sent, and close to one where
+little is. So cuts by a measured weight may move by a small part of the whole to where least is
+sent. Cuts by operator count and by load are those of OneFlow's staged pipeline, which first counted
+operators and later their depths.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ def cuts_by_share(
     before = list(accumulate(weights, initial=0.0))
     total = before[-1] or 1.0
     firsts = [0]
-    for at, share_before in enumerate(accumulate(shares[:-1]), start=1):
+    for stage, share_before in enumerate(accumulate(shares[:-1]), start=1):
         wanted = total * share_before / sum(shares)
-        possible = _possible(firsts[-1], at, len(weights), len(shares))
+        possible = _possible(firsts[-1], stage, len(weights), len(shares))
         nearest = min(possible, key=lambda cut: abs(before[cut] - wanted))
         if sent_bytes is not None:
             near = [cut for cut in possible if abs(before[cut] - wanted) <= slack * total]
@@ -49,7 +49,7 @@ def cuts_by_share(
     return tuple(firsts)
 
 
-def cuts_by_count(counts: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
+def cuts_by_count(counts: Sequence[float], shares: Sequence[int]) -> tuple[int, ...]:
     """The first operator of each stage, found as OneFlow does.
 
     It deals the whole count out to as many buckets as all shares together, the first ones getting
@@ -65,12 +65,12 @@ def cuts_by_count(counts: Sequence[int], shares: Sequence[int]) -> tuple[int, ..
         (0, 5)
     """
     _check(shares, len(counts))
-    before = list(accumulate(counts, initial=0))
+    before = list(accumulate(counts, initial=0.0))
     size, num_larger = divmod(before[-1], sum(shares))
     firsts = [0]
-    for at, num_buckets in enumerate(accumulate(shares[:-1]), start=1):
+    for stage, num_buckets in enumerate(accumulate(shares[:-1]), start=1):
         held = size * num_buckets + min(num_buckets, num_larger)
-        possible = _possible(firsts[-1], at, len(counts), len(shares))
+        possible = _possible(firsts[-1], stage, len(counts), len(shares))
         firsts.append(next((cut for cut in possible if before[cut] > held), possible[-1]))
     return tuple(firsts)
 
@@ -92,10 +92,10 @@ def cuts_by_load(num_depths: int, loads: Sequence[int]) -> tuple[int, ...]:
     firsts = tuple(
         num_depths * before // sum(loads) for before in accumulate(loads[:-1], initial=0)
     )
-    for at, (first, end) in enumerate(zip(firsts, (*firsts[1:], num_depths), strict=True)):
+    for stage, (first, end) in enumerate(zip(firsts, (*firsts[1:], num_depths), strict=True)):
         if first == end:
             raise UsageError(
-                f"stage {at} has a load of {loads[at]} of {sum(loads)}, less than one of"
+                f"stage {stage} has a load of {loads[stage]} of {sum(loads)}, less than one of"
                 f" {num_depths} layers; works with a load of {-(-sum(loads) // num_depths)}"
             )
     return firsts
@@ -111,6 +111,6 @@ def _check(shares: Sequence[int], num_ops: int) -> None:
         )
 
 
-def _possible(last: int, at: int, num_ops: int, num_stages: int) -> range:
-    """Where stage `at` may begin: every stage has an operator, those that follow too."""
-    return range(last + 1, num_ops - (num_stages - at) + 1)
+def _possible(last: int, stage: int, num_ops: int, num_stages: int) -> range:
+    """Where a stage may begin so that it and those that follow have an operator each."""
+    return range(last + 1, num_ops - (num_stages - stage) + 1)

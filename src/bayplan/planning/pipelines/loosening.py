@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.planning.pipelines.checking import BACKWARDS, orders
-from bayplan.planning.pipelines.pipeline import Pipeline
+from bayplan.simulating.checking import BACKWARDS, orders
+from bayplan.simulating.pipeline import Pipeline
 
 __all__ = ["Loose", "loosen"]
 

@@ -1,4 +1,4 @@
-"""In which order every rank does its part of a step.
+"""Action lists for every rank, by a schedule's policy.
 
 One simulation serves all schedules. Whenever a rank is free it takes what its policy likes best of
 what is ready; the order in which it took things is its list. Three rules make any list free of
@@ -16,16 +16,358 @@ waits for what comes next although something else is ready; and keeping to the q
 takes from each sender what was sent first.
 """
 
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
+from math import ceil
 
-from bayplan.data.actions import Action
+from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import UsageError, did_you_mean
-from bayplan.planning.pipelines.pipeline import Pipeline
-from bayplan.planning.pipelines.policies import SCHEDULES
-from bayplan.planning.pipelines.timeline import Timeline, simulate
-from bayplan.planning.pipelines.weaving import weave
+from bayplan.simulating.pipeline import Pipeline
+from bayplan.simulating.routing import Message
 
-__all__ = ["schedule", "timeline_of"]
+__all__ = [
+    "SCHEDULES",
+    "Policy",
+    "Timeline",
+    "bounds_of",
+    "schedule",
+    "simulate",
+    "timeline_of",
+    "weave",
+]
+
+_INPUT, _WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one schedule differs from the others.
+
+    Attributes:
+        fills_first: all of a rank's forwards come before its first backward.
+        splits_backward: the gradient of the weights is an action of its own, which fills gaps.
+        takes_turns: a rank's stages take turns, each with as many micro-batches as there are
+            ranks in a row, so that the first is back for its next stage when the last has left.
+        waits_for_each: a micro-batch's backward comes before the next one's forward. Without stale
+            weights nothing overlaps then; with them, batches do.
+    """
+
+    fills_first: bool = False
+    splits_backward: bool = False
+    takes_turns: bool = False
+    waits_for_each: bool = False
+
+    @property
+    def kinds(self) -> tuple[ActionKind, ...]:
+        """What is done for each piece, in this order."""
+        if self.splits_backward:
+            return (ActionKind.FORWARD, _INPUT, _WEIGHT)
+        return (ActionKind.FORWARD, ActionKind.BACKWARD)
+
+    def wish(self, action: Action, turn_length: int) -> tuple[int, ...]:
+        """The smallest is taken: backwards before forwards, gradients of weights last."""
+        is_forward = action.kind is ActionKind.FORWARD
+        urgency = 1 if is_forward else 2 if action.kind is _WEIGHT else 0
+        # What is nearest to the end of its way goes first.
+        nearness = action.stage if is_forward else -action.stage
+        if self.takes_turns:
+            return (urgency, action.index // turn_length, nearness, action.index)
+        return (urgency, action.index, nearness)
+
+
+# GPipe (Huang et al. 2019); 1F1B (PipeDream, Narayanan et al. 2019, with a flush); interleaved
+# 1F1B (Megatron-LM, Narayanan et al. 2021); ZB-H1 (Qi et al. 2024).
+SCHEDULES: dict[str, Policy] = {
+    "gpipe": Policy(fills_first=True),
+    "1f1b": Policy(),
+    "interleaved": Policy(takes_turns=True),
+    "zero-bubble": Policy(splits_backward=True),
+    "one-by-one": Policy(waits_for_each=True),
+}
+
+
+def bounds_of(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, ...]:
+    """By stage, the most micro-batches that a rank may have in flight.
+
+    A stage that gives micro-batches to its replicas in turn works on several at a time: its width.
+    To keep all later stages busy, those from here on must have one micro-batch for each, which
+    the stage's own replicas share. For a chain of single ranks, or if every micro-batch is cut
+    over all replicas, that is the number of stages from here on; for round robin it is PipeDream's
+    number, the ranks from here on over the ranks here.
+    """
+    if policy.waits_for_each:
+        return (1,) * len(pipeline.stages)
+    if policy.fills_first:
+        return (pipeline.num_micro_batches,) * len(pipeline.stages)
+    widths = [
+        Fraction(len(stage.devices) * pipeline.num_micro_batches, sum(map(len, pieces)))
+        for stage, pieces in zip(pipeline.stages, pipeline.routing.pieces, strict=True)
+    ]
+    usual = (ceil(sum(widths[at:]) / widths[at]) for at in range(len(widths)))
+    return tuple(depth * (bound - 1) + 1 for bound in usual)
+
+
+_COSTS = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 1,
+}
+_Task = tuple[int, Action]  # a rank does something
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The compute actions of every rank, in order, with the unit of time each one ends at.
+
+    Attributes:
+        keeps_queues: between any two ranks, messages are received in the order they are sent.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+    keeps_queues: bool
+
+    @property
+    def makespan(self) -> int:
+        """Units until the last rank is done."""
+        return max((end for ends in self.ends for end in ends), default=0)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """By rank, the units in which it computes nothing, of the whole makespan."""
+        return tuple(
+            self.makespan - sum(_COSTS[action.kind] for action in actions)
+            for actions in self.actions
+        )
+
+
+def simulate(
+    pipeline: Pipeline, policy: Policy, *, depth: int, is_strict: bool, keeps_queues: bool
+) -> Timeline | None:
+    """Let time pass until all is computed; None if ranks that are strict or queue get stuck."""
+    return _Simulation(pipeline, policy, depth, is_strict, keeps_queues).run()
+
+
+@dataclass
+class _Simulation:
+    pipeline: Pipeline
+    policy: Policy
+    depth: int
+    is_strict: bool  # a rank fills up, then does backward and forward by turns, ready or not
+    keeps_queues: bool  # a rank may take only what came first from each sender
+    num_waited: dict[_Task, int] = field(default_factory=dict)
+    waiters: dict[_Task, list[_Task]] = field(default_factory=lambda: defaultdict(list))
+    # By rank, stage and kind, what is left to do, in order.
+    left: dict[tuple[int, int, ActionKind], deque[Action]] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    queues: dict[tuple[int, int], deque[tuple[Message, bool]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    has_overtaken: bool = False
+
+    def __post_init__(self) -> None:
+        pipeline = self.pipeline
+        self.bounds = bounds_of(pipeline, self.policy, depth=self.depth)
+        most_stages = max(len(pipeline.stages_of(rank)) for rank in pipeline.ranks)
+        self.turn_length = max(1, len(pipeline.stages) // most_stages)
+        for rank in pipeline.ranks:
+            for stage in pipeline.stages_of(rank):
+                micro_batches = [at for at, _ in pipeline.routing.pieces_of(stage, rank)]
+                for kind in self.policy.kinds:
+                    actions = [Action(stage, kind, at) for at in micro_batches]
+                    self.left[rank, stage, kind] = deque(actions)
+                    for action in actions:
+                        waits = list(self._waits_for(rank, action))
+                        self.num_waited[rank, action] = len(waits)
+                        for other in waits:
+                            self.waiters[other].append((rank, action))
+
+    def _waits_for(self, rank: int, action: Action) -> Iterator[_Task]:
+        """What must be computed before, here and elsewhere."""
+        at = action.index
+        if action.kind is ActionKind.FORWARD:
+            for message in self.pipeline.inputs(rank, action.stage, at):
+                yield message.sender, Action(message.source_stage, action.kind, at)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            yield rank, Action(action.stage, ActionKind.BACKWARD_INPUT, at)
+        else:
+            yield rank, Action(action.stage, ActionKind.FORWARD, at)
+            for message in self.pipeline.gradients_in(rank, action.stage, at):
+                yield message.receiver, Action(message.target_stage, action.kind, at)
+
+    def run(self) -> Timeline | None:
+        actions: list[list[Action]] = [[] for _ in self.pipeline.ranks]
+        ends: list[list[int]] = [[] for _ in self.pipeline.ranks]
+        running: list[tuple[int, int]] = []  # a heap of when and who
+        free = set(self.pipeline.ranks)
+        now = 0
+        while True:
+            for rank in sorted(free):
+                action = self._choose(rank)
+                if action is not None:
+                    self._start(rank, action)
+                    actions[rank].append(action)
+                    ends[rank].append(now + _COSTS[action.kind])
+                    heapq.heappush(running, (ends[rank][-1], rank))
+                    free.discard(rank)
+            if not running:
+                break
+            now = running[0][0]
+            while running and running[0][0] == now:
+                _, rank = heapq.heappop(running)
+                self._finish(rank, actions[rank][-1])
+                free.add(rank)
+        if any(self.left.values()):
+            return None
+        return Timeline(tuple(map(tuple, actions)), tuple(map(tuple, ends)), not self.has_overtaken)
+
+    def _choose(self, rank: int) -> Action | None:
+        heads = [
+            self.left[rank, stage, kind][0]
+            for stage in self.pipeline.stages_of(rank)
+            for kind in self.policy.kinds
+            if self.left[rank, stage, kind]
+        ]
+        heads.sort(key=lambda action: self.policy.wish(action, self.turn_length))
+        if self.is_strict:
+            forwards = [action for action in heads if action.kind is ActionKind.FORWARD]
+            is_turn = bool(forwards) and not self._is_full(rank)
+            heads = forwards[:1] if is_turn else heads[:1]
+        return next((action for action in heads if self._may_start(rank, action)), None)
+
+    def _may_start(self, rank: int, action: Action) -> bool:
+        if self.num_waited[rank, action]:
+            return False
+        if action.kind is ActionKind.FORWARD:
+            in_flight = self.in_flight[rank, action.stage]
+            if not self.is_strict and in_flight >= self.bounds[action.stage]:
+                return False
+        elif self.policy.fills_first and any(
+            self.left[rank, other, ActionKind.FORWARD] for other in self.pipeline.stages_of(rank)
+        ):
+            return False
+        return not self.keeps_queues or self._is_next(rank, action)
+
+    def _is_full(self, rank: int) -> bool:
+        """Whether a rank has in flight, over all its stages, what Megatron-LM gives it."""
+        stages = self.pipeline.stages_of(rank)
+        warm_up = self.turn_length * (len(stages) - 1)
+        warm_up += 2 * max(0, self.turn_length - 1 - stages[0])
+        return sum(self.in_flight[rank, stage] for stage in stages) > self.depth * warm_up
+
+    def _received(self, rank: int, action: Action) -> dict[int, set[tuple[Message, bool]]]:
+        """What an action receives, by sender; True marks a gradient."""
+        found: dict[int, set[tuple[Message, bool]]] = defaultdict(set)
+        if action.kind is ActionKind.FORWARD:
+            for message in self.pipeline.inputs(rank, action.stage, action.index):
+                found[message.sender].add((message, False))
+        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+            for message in self.pipeline.gradients_in(rank, action.stage, action.index):
+                found[message.receiver].add((message, True))
+        found.pop(rank, None)
+        return found
+
+    def _is_next(self, rank: int, action: Action) -> bool:
+        """Whether all it receives is in front of the senders' queues."""
+        for sender, messages in self._received(rank, action).items():
+            queue = self.queues[sender, rank]
+            if {queue[at] for at in range(len(messages))} != messages:
+                return False
+        return True
+
+    def _start(self, rank: int, action: Action) -> None:
+        self.left[rank, action.stage, action.kind].popleft()
+        self.has_overtaken |= not self._is_next(rank, action)
+        for sender, messages in self._received(rank, action).items():
+            for message in messages:
+                self.queues[sender, rank].remove(message)
+        self.in_flight[rank, action.stage] += action.kind is ActionKind.FORWARD
+
+    def _finish(self, rank: int, action: Action) -> None:
+        # A piece is in flight until nothing of it is needed any more.
+        self.in_flight[rank, action.stage] -= action.kind is self.policy.kinds[-1]
+        for waiter in self.waiters[rank, action]:
+            self.num_waited[waiter] -= 1
+        if action.kind is ActionKind.FORWARD:
+            for message in self.pipeline.outputs(rank, action.stage, action.index):
+                self.queues[rank, message.receiver].append((message, False))
+        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+            for message in self.pipeline.gradients_out(rank, action.stage, action.index):
+                self.queues[rank, message.sender].append((message, True))
+
+
+_FORWARD = (ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
+_BACKWARD = (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
+_AROUND = {
+    ActionKind.FORWARD: _FORWARD,
+    ActionKind.BACKWARD: _BACKWARD,
+    ActionKind.BACKWARD_INPUT: _BACKWARD,
+}
+
+
+def weave(pipeline: Pipeline, timeline: Timeline) -> tuple[tuple[Action, ...], ...]:
+    """Every rank's whole list.
+
+    A receive comes right before what needs it and a send right after what made it, only where
+    another rank is concerned. A bucket is reduced as soon as the rank's last gradient for it is
+    there, and the stages are updated at the very end.
+    """
+    order = _bucket_order(pipeline, timeline)
+    return tuple(_weave_rank(pipeline, timeline, rank, order) for rank in pipeline.ranks)
+
+
+def _weave_rank(
+    pipeline: Pipeline, timeline: Timeline, rank: int, order: dict[int, int]
+) -> tuple[Action, ...]:
+    actions = timeline.actions[rank]
+    reduces = _reduces_after(pipeline, rank, actions, order)
+    woven = list(reduces[-1])
+    for position, action in enumerate(actions):
+        context = [Action(action.stage, k, action.index) for k in _AROUND.get(action.kind, ())]
+        needed = [one for one in context if pipeline.moved(rank, one)]
+        woven += [one for one in needed if one is context[0]]
+        woven.append(action)
+        woven += [one for one in needed if one is context[1]]
+        woven += reduces[position]
+    woven += [Action(stage, ActionKind.UPDATE, 0) for stage in pipeline.stages_of(rank)]
+    return tuple(woven)
+
+
+def _reduces_after(
+    pipeline: Pipeline, rank: int, actions: tuple[Action, ...], order: dict[int, int]
+) -> dict[int, list[Action]]:
+    """The reduces that follow each compute action; those after -1 have nothing to wait for."""
+    last = {action.stage: position for position, action in enumerate(actions)}
+    holders = pipeline.holders(rank)
+    found: dict[int, list[Action]] = defaultdict(list)
+    position = -1
+    for bucket in sorted(holders, key=order.__getitem__):
+        # One order for all ranks: a collective that two ranks post in different orders adds up
+        # the wrong gradients, or never ends.
+        position = max([position, *(last.get(stage, -1) for stage in holders[bucket])])
+        found[position].append(Action(holders[bucket][0], ActionKind.REDUCE, bucket))
+    return found
+
+
+def _bucket_order(pipeline: Pipeline, timeline: Timeline) -> dict[int, int]:
+    """The place of each bucket in the one order: by when the last of its ranks has it."""
+    ready: dict[int, tuple[int, int, int]] = {}
+    for rank in pipeline.ranks:
+        done = {
+            action.stage: end
+            for action, end in zip(timeline.actions[rank], timeline.ends[rank], strict=True)
+        }
+        for bucket, stages in pipeline.holders(rank).items():
+            # Ties: a later stage's gradients are there first, and a stage knows its own order.
+            at = max(done.get(stage, 0) for stage in stages)
+            place = (at, -stages[0], pipeline.buckets[stages[0]].index(bucket))
+            ready[bucket] = max(ready.get(bucket, place), place)
+    return {bucket: at for at, bucket in enumerate(sorted(ready, key=ready.__getitem__))}
 
 
 def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Action, ...], ...]:

@@ -1,13 +1,60 @@
-"""What ends a rank: causes, and the symptoms that only show that another rank is gone."""
+"""What ends a rank: causes, symptoms, the report that is printed, and the exit code."""
 
+import contextlib
+import os
 import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
+from torch import distributed
 
 from bayplan.data.errors import BayplanError, ExitCode
-from bayplan.running.ranks.reports import INTERRUPTED
 
-__all__ = ["RankFailure", "ToldFailure", "exit_code_of", "is_symptom", "one_line", "told"]
+__all__ = [
+    "INTERRUPTED",
+    "REPORT_MARK",
+    "RankFailure",
+    "ToldFailure",
+    "exit_code_of",
+    "find_report",
+    "is_symptom",
+    "last_lines",
+    "one_line",
+    "run_to_exit",
+    "told",
+    "write_line",
+]
+
+REPORT_MARK = "bayplan: all ranks stop: "
+INTERRUPTED = 130  # what a shell gives a command ended by Ctrl-C
+TAIL_BYTES = 64 * 1024  # a report is among the last things printed, and a log may be huge
+
+
+def write_line(line: str) -> None:
+    """Write to stderr at once, in one piece.
+
+    Not through `sys.stderr`: the main thread may hold its lock for ever.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="replace"))
+
+
+def find_report(log: Path) -> str | None:
+    """The line by which a rank told why all stop; None if this one did not."""
+    return next((line for line in _tail(log) if line.startswith(REPORT_MARK)), None)
+
+
+def last_lines(log: Path, *, num_lines: int) -> list[str]:
+    return [line for line in _tail(log) if line.strip()][-num_lines:]
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
 
 # What gloo and the store say when a peer is gone; the cause is with that peer.
 _SYMPTOM = re.compile(
@@ -19,9 +66,8 @@ _SYMPTOM = re.compile(
 class RankFailure(BayplanError):
     """A run that ended because of a rank, named with its last action.
 
-    Attributes:
-        exit_code: that of the rank that failed.
-        is_told: the message has been printed, here or by another rank; only exit is left to do.
+    `exit_code` is that of the rank that failed; with `is_told`, the message has been printed, here
+    or by another rank, and only exit is left to do.
     """
 
     def __init__(self, message: str, *, exit_code: int, is_told: bool) -> None:
@@ -34,12 +80,9 @@ class RankFailure(BayplanError):
 class ToldFailure(RankFailure, SystemExit):
     """A failure that has been printed once for all ranks, so that only exit is left to do.
 
-    Where nobody catches it, the process ends with its exit code and without a traceback: eight
-    ranks that met the same mistake would show eight. Whoever wants to go on catches it as any
-    `BayplanError`.
-
-    Attributes:
-        code: where Python looks for the exit code.
+    If nobody catches it, the process ends with its exit code (`code`, where Python looks for it)
+    and without a traceback: eight ranks with the same mistake would show eight. Whoever wants to
+    go on catches it as any `BayplanError`.
     """
 
     def __init__(self, message: str, *, exit_code: int) -> None:
@@ -74,15 +117,34 @@ def is_symptom(fault: BaseException) -> bool:
 
 
 def one_line(fault: BaseException) -> str:
-    """The type and message of an exception, in one line."""
     text = " ".join(str(fault).split())
     return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
 
 
 def exit_code_of(fault: BaseException) -> int:
-    """The exit code of a process that this exception ends."""
     if isinstance(fault, SystemExit):
         return fault.code if isinstance(fault.code, int) else ExitCode.BUG
     if isinstance(fault, KeyboardInterrupt):
         return INTERRUPTED
     return fault.exit_code if isinstance(fault, BayplanError) else ExitCode.BUG
+
+
+def run_to_exit(program: Callable[[], object]) -> None:
+    """Run a rank's program; does not come back where that fails."""
+    try:
+        program()
+    except KeyboardInterrupt:  # the launcher tells of it
+        _end(INTERRUPTED)
+    except ToldFailure as failure:
+        _end(failure.exit_code)
+    except BayplanError as fault:
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        print(f"bayplan: rank {rank}: {fault}", file=sys.stderr, flush=True)
+        sys.exit(fault.exit_code)
+
+
+def _end(exit_code: int) -> None:
+    """At once: Python would take down traced graphs one by one, for seconds, and nobody waits."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)

@@ -1,33 +1,29 @@
-"""Gradients of one rank: added up over its pieces, and summed over all ranks that share them.
+"""What a rank keeps of its stages: gradients, buffers, replicas, and the weights each batch sees.
 
-Every piece's loss is weighted by its samples, so sums are final and nothing is divided.
+Every piece's loss is weighted by its samples, so sums of gradients are final and nothing is
+divided. Each replica updates its own buffers from the samples it sees. After a step they are
+averaged, so that all replicas go on with the same ones; counters are the same on all anyway.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from bayplan.running.exchange.bucket_sums import BucketSums, GradientBucket
-from bayplan.running.exchange.sums import Sum
-from bayplan.running.stages.delivering import TakeGradient
+from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.collectives.sums import Sum
+from bayplan.running.compiled_stage import TakeGradient
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "replica_groups"]
+
 
 _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
 
 
 class Gradients:
-    """The gradients of the parameters that one rank trains.
-
-    Args:
-        parameters: by name.
-        buckets: by number; each of this rank's parameters is in one at most.
-
-    Attributes:
-        sums: the latest that were made.
-    """
+    """The gradients of the parameters that one rank trains; `sums` are the latest ones made."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buckets: Mapping[int, GradientBucket]
@@ -55,10 +51,9 @@ class Gradients:
 
     def taker(self, names: Sequence[str]) -> TakeGradient:
         """Who takes the gradients of one piece, by the place of their parameter among `names`."""
-        return lambda at, gradient: self.take(names[at], gradient)
+        return lambda index, gradient: self.take(names[index], gradient)
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """Add the gradient of one piece."""
         total = self._totals.get(name)
         if total is not None:
             total.add_(gradient)
@@ -93,7 +88,6 @@ class Gradients:
         self._sums.finish(number)
 
     def held(self) -> Iterator[torch.Tensor]:
-        """All gradients that are there."""
         yield from self._sums.memory
         yield from self._totals.values()
 
@@ -102,3 +96,134 @@ class Gradients:
         self._sums.wait()
         for name, total in {**self._sums.views, **self._totals}.items():
             self._parameters[name].grad = total
+
+
+@dataclass(frozen=True)
+class SharedBuffers:
+    """Buffers of one stage, of floating point and one dtype, on all its replicas."""
+
+    buffers: Sequence[torch.Tensor]
+    group: distributed.ProcessGroup
+
+    def average(self) -> None:
+        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        distributed.all_reduce(flat, group=self.group)
+        flat /= self.group.size()
+        parts = flat.split([buffer.numel() for buffer in self.buffers])
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+
+@dataclass(frozen=True)
+class StageReplicas:
+    """One stage's replicas; what they say to each other waits for all of them.
+
+    They have a group for nothing else, so that its collectives pair up.
+    """
+
+    group: distributed.ProcessGroup
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """What all of them have, in rows by rank."""
+        rows = [torch.empty_like(own) for _ in range(self.group.size())]
+        distributed.all_gather(rows, own, group=self.group)
+        return torch.stack(rows)
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        total = own.clone()
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+    def __repr__(self) -> str:
+        # It is an argument in graphs, whose text must be an expression of Python.
+        return "StageReplicas()"
+
+
+def replica_groups(
+    stages: Collection[int], ranks_of: Mapping[int, Sequence[int]]
+) -> dict[int, StageReplicas]:
+    """Make the groups of some stages, on all ranks alike; returns those that this rank is in."""
+    replicas: dict[int, StageReplicas] = {}
+    for stage in sorted(stages):
+        group = distributed.new_group(sorted(ranks_of[stage]))
+        if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
+            replicas[stage] = StageReplicas(group)
+    return replicas
+
+
+class Versions:
+    """The weights that each batch sees, where batches are in flight while weights are updated.
+
+    A batch's forward takes references to the weights there are; an update then writes beside them,
+    so that the batch's backward still finds what its forward saw (weight stashing). Memory holds as
+    many versions as batches in flight, and no copy is made that nobody needs. With vertical sync a
+    batch sees weights of one age in all stages, so later stages look back on purpose.
+
+    Attributes:
+        staleness: for each update so far, how many updates old the weights were that its gradients
+            are of, in the stage where they were oldest.
+
+    Args:
+        parameters: by name, those that this rank trains.
+        stages_of: by name, the rank's stages that read it.
+        lags: by stage, how many batches its backward is behind its forward.
+        is_vertical: whether a batch sees weights of one age in all stages.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stages_of: Mapping[str, Sequence[int]],
+        lags: Sequence[int],
+        *,
+        is_vertical: bool = False,
+    ) -> None:
+        self.staleness: list[int] = []
+        self._parameters, self._lags = parameters, lags
+        self._is_vertical = is_vertical and any(lags)
+        self.refresh()
+        least = {name: min(lags[stage] for stage in stages_of[name]) for name in parameters}
+        self._stashed = [
+            name for name in parameters if self._is_vertical or lags[max(stages_of[name])]
+        ]
+        # Weights after each of the last updates, the oldest first: what a batch must look back to.
+        self._old: dict[str, deque[torch.Tensor]] = {}
+        if self._is_vertical:
+            for name, parameter in parameters.items():
+                self._old[name] = deque([parameter.detach()], max(lags) - least[name] + 1)
+
+    @property
+    def lags_at_all(self) -> bool:
+        return any(self._lags)
+
+    def lag(self, stage: int) -> int:
+        return self._lags[stage]
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight that the batch sees whose forward runs now."""
+        if self._is_vertical:
+            return self._old[name][0]
+        return self._current[name]
+
+    def refresh(self) -> None:
+        """Before a step: take references anew, because an update may have written elsewhere."""
+        self._current = {name: tensor.detach() for name, tensor in self._parameters.items()}
+
+    def settle(self) -> None:
+        """When nothing is in flight: forget all but the newest."""
+        for name, old in self._old.items():
+            old.clear()
+            old.append(self._parameters[name].detach())
+
+    def begin_update(self, stages: Sequence[int], number: int) -> None:
+        """Let the coming update of stages leave alone what batches in flight see.
+
+        `number` is that of updates before it, of the stage that had most.
+        """
+        for name in self._stashed:
+            parameter = self._parameters[name]
+            parameter.data = parameter.data.clone()
+            if self._is_vertical:
+                self._old[name].append(parameter.detach())
+        oldest = max(self._lags) if self._is_vertical else max(self._lags[s] for s in stages)
+        self.staleness.append(min(oldest, number))

@@ -1,13 +1,26 @@
-"""What a rank does, action by action: told to its watch as it happens, kept for its record."""
+"""What a rank does and what fills its memory: told to its watch, kept for its record.
+
+A counter of bytes knows how many there are, and not what they are for. So in one step every
+action's highest moment is noted, with all tensors that the rank has as the action begins. Those of
+the fullest action are told by kind; what is more than they is made inside the action itself:
+temporaries, scratch memory of kernels, and values that will be known by kind when it is done.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-from bayplan.data.actions import Action, ActionKind
-from bayplan.data.record import Event, Lane
+import torch
 
-__all__ = ["Follower", "Journal"]
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.graph import StorageKind
+from bayplan.data.record import Event, Lane
+from bayplan.devices.machine import cache_directory
+from bayplan.devices.meters import MemoryMeter, open_meter
+
+__all__ = ["ActionListener", "Journal", "PeakBreakdown", "open_breakdown"]
 
 _LANES = {
     ActionKind.SEND_FORWARD: Lane.SEND,
@@ -21,14 +34,12 @@ _LANES = {
 }
 
 
-class Follower(Protocol):
-    """Who else wants to know what a rank does."""
+class ActionListener(Protocol):
+    """Who else wants to know what a rank does: `began` before an action, `ended` after it."""
 
-    def began(self, position: int) -> None:
-        """An action is about to begin."""
+    def began(self, position: int) -> None: ...
 
-    def ended(self, position: int) -> None:
-        """It is done."""
+    def ended(self, position: int) -> None: ...
 
 
 class Journal:
@@ -36,10 +47,10 @@ class Journal:
 
     Attributes:
         now: the step and the position in its list, for whoever looks in from another thread.
-        follower: hears of each action as well; what it takes counts for no action.
+        listener: hears of each action as well; what it takes counts for no action.
     """
 
-    follower: Follower | None = None
+    listener: ActionListener | None = None
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
@@ -72,29 +83,22 @@ class Journal:
         self.now = (max(0, self._num_steps - 1), position)
         if self._open == position:
             return
-        if self.follower is not None:
-            self.follower.began(position)
+        if self.listener is not None:
+            self.listener.began(position)
         self._open, self._began = position, time.perf_counter()
 
     def ended(self, position: int) -> None:
-        """It is done."""
         self._done.append((position, self._began, time.perf_counter()))
         self._open = None
-        if self.follower is not None:
-            self.follower.ended(position)
+        if self.listener is not None:
+            self.listener.ended(position)
 
     def text(self, now: tuple[int, int]) -> str:
-        """Where a rank is, in words."""
         step, position = now
         action = self._actions[position]
         return f"step {step}, stage {action.stage}, {action}"
 
-    def is_waiting(self, now: tuple[int, int]) -> bool:
-        """Whether the rank waits for others there."""
-        return _LANES.get(self._actions[now[1]].kind) in (Lane.RECEIVE, Lane.REDUCE)
-
     def events(self) -> tuple[Event, ...]:
-        """The actions of the last step, from its first on."""
         start = self._done[0][1] if self._done else 0.0
         return tuple(
             Event(
@@ -119,3 +123,54 @@ class Journal:
                 yield Lane.COMPUTE, first, last
                 return
         yield _LANES.get(kind, Lane.COMPUTE), began, ended
+
+
+Held = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@contextmanager
+def open_breakdown(held: Held, device: torch.device) -> Iterator["PeakBreakdown"]:
+    """A breakdown with a meter of its own; what others measure stays theirs."""
+    with open_meter(device, cache_directory()) as meter:
+        yield PeakBreakdown(held, meter)
+
+
+class PeakBreakdown:
+    """What fills a rank's memory at the peak of one step, by kind; listens to its actions.
+
+    Args:
+        held: tells all tensors of the rank, with what each is there for; the first counts where
+            several lie in the same memory.
+        meter: of the rank's device.
+    """
+
+    def __init__(self, held: Held, meter: MemoryMeter) -> None:
+        self._held, self._meter = held, meter
+        self._now: Counter[str] = Counter()
+        self._fullest: Counter[str] = Counter()
+        self._most_bytes: int | None = None
+
+    def began(self, position: int) -> None:
+        self._now = self._counted()
+        self._meter.reset_peak()
+
+    def ended(self, position: int) -> None:
+        peak_bytes = self._meter.peak_bytes
+        if self._most_bytes is None or peak_bytes > self._most_bytes:
+            self._most_bytes, self._fullest = peak_bytes, self._now
+
+    def by_kind(self, peak_bytes: int) -> dict[str, int]:
+        """A peak of so many bytes by kind, the largest first; what has no kind is temporary."""
+        sizes = Counter(self._fullest)
+        sizes[StorageKind.TEMPORARY] += max(0, peak_bytes - sum(sizes.values()))
+        return {str(kind): size for kind, size in sizes.most_common() if size}
+
+    def _counted(self) -> Counter[str]:
+        known: set[int] = set()
+        sizes: Counter[str] = Counter()
+        for kind, tensor in self._held():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in known:
+                known.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+        return sizes

@@ -1,67 +1,240 @@
-"""`Judge`: from heartbeats to the reason for which all ranks must stop; no threads, no store.
+"""What ranks tell each other through their store, and who is to blame when one is lost.
 
-Silence is summed up from the judge's own rounds, each counted at most `longest_round_seconds`.
-So a machine that was suspended, or a whole job that was paused with Ctrl-Z, accuses nobody when
-it wakes up: the others get the same number of rounds to speak again.
+`Board`: every rank owns one entry and overwrites it with each heartbeat; one more entry holds the
+verdict, which the first to write it wins. Two dangers of the store shape it:
+
+1. A connection serves one call at a time, and the main thread may wait in one for half an hour
+   (a process group that is being made). The board has a connection of its own.
+2. A call to a host that is stopped, not dead, never returns and has no timeout. Calls run in a
+   thread of their own, and whoever asked waits a bounded time.
+
+`Judge`: from heartbeats to the reason for which all ranks must stop; no threads, no store. Silence
+is summed up from the judge's own rounds, each counted at most `longest_round_seconds`. So a machine
+that was suspended, or a whole job that was paused with Ctrl-Z, accuses nobody when it wakes up: the
+others get the same number of rounds to speak again.
 """
 
-from collections.abc import Mapping
+import os
+import re
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
 
 from bayplan.data.errors import ExitCode
-from bayplan.running.ranks.board import Entry, Verdict
+from bayplan.devices.copy_thread import CopyThread
+from bayplan.devices.machine import is_running
 
-__all__ = ["Judge"]
+__all__ = [
+    "Board",
+    "BoardGone",
+    "Entry",
+    "Failure",
+    "Judge",
+    "Verdict",
+    "is_seen_running",
+    "own_place",
+]
+
+
+_PLACE = re.compile(r"pid (\d+) on (.*)")
+
+
+def own_place() -> str:
+    return f"pid {os.getpid()} on {socket.gethostname()}"
+
+
+def is_seen_running(place: str) -> bool:
+    """Whether another process of this host is seen to run; of other hosts, nothing is seen.
+
+    Example:
+        >>> is_seen_running(own_place()), is_seen_running("pid 1 on the moon")
+        (False, False)
+    """
+    match = _PLACE.fullmatch(place)
+    if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
+        return False
+    return is_running(int(match[1]))
+
+
+T = TypeVar("T")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The exception that ended a rank, in one line, and its exit code."""
+
+    text: str
+    exit_code: int
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself with each heartbeat.
+
+    Attributes:
+        beat: counts heartbeats; one that stands still is a rank that is silent.
+        place: process id and host, to find the process by.
+        doing: the last action, as text.
+        batch: the number of the batch that is worked on, from 1 on, and its form.
+        is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
+        is_done: the rank ended well; its silence is no failure.
+    """
+
+    beat: int
+    place: str
+    doing: str
+    batch: tuple[int, str] = (0, "")
+    is_terminated: bool = False
+    is_done: bool = False
+    failure: Failure | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Why all ranks stop, and which of them says so."""
+
+    rank: int
+    text: str
+    exit_code: int
+    speaker: int
+
+
+class BoardGone(Exception):
+    """The store cannot be reached: its host died, was stopped, or the network is down."""
+
+
+class Board:
+    """The entries of all ranks of one watch.
+
+    Args:
+        store: of the process group; every rank passes its own view of the same one.
+        rank: whose entry this board writes.
+        patience_seconds: a call that takes longer means that the store is gone.
+    """
+
+    def __init__(
+        self, store: dist.Store, *, rank: int, world_size: int, patience_seconds: float
+    ) -> None:
+        self._rank = rank
+        self._ranks = range(world_size)
+        self._patience_seconds = patience_seconds
+        self._known: set[int] = set()
+        self._gone: str | None = None  # why; a store never comes back, so nobody waits for it twice
+        self._lane = CopyThread("bayplan-board")
+        self._store = self._call(lambda: _own_store(store, rank))
+
+    def exchange(self, own: Entry) -> dict[int, Entry]:
+        """Write the own entry and read those of the others that have written one."""
+        return self._call(lambda: self._exchange(own))
+
+    def verdict(self) -> Verdict | None:
+        return self._call(self._read_verdict)
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Propose a verdict and return the one that holds: that of the first to propose."""
+        text = msgspec.json.encode(verdict).decode()
+        won = self._call(lambda: self._store.compare_set("verdict", "", text))
+        return msgspec.json.decode(won, type=Verdict)
+
+    def claim_voice(self) -> bool:
+        """Whether this rank is the one to print the verdict; only one ever is."""
+        own = str(self._rank)
+        return self._call(lambda: self._store.compare_set("voice", "", own)) == own.encode()
+
+    def leave(self) -> None:
+        """Say that this rank has read all it needs, so that the host may go."""
+        self._call(lambda: self._store.add("left", 1))
+
+    def close(self) -> None:
+        """Ask for nothing any more; a call that hangs is left alone."""
+        self._lane.close(joins=False)
+
+    def num_left(self) -> int:
+        return self._call(lambda: self._store.add("left", 0))
+
+    def _exchange(self, own: Entry) -> dict[int, Entry]:
+        self._store.set(_key(self._rank), msgspec.json.encode(own).decode())
+        # Reading a key that is not there yet would block, so each is looked for first.
+        unknown = [rank for rank in self._ranks if rank not in self._known]
+        self._known |= {rank for rank in unknown if self._store.check([_key(rank)])}
+        known = sorted(self._known - {self._rank})
+        return dict(zip(known, self._read(known), strict=True))
+
+    def _read(self, ranks: Iterable[int]) -> list[Entry]:
+        keys = [_key(rank) for rank in ranks]
+        values = self._store.multi_get(keys) if keys else []
+        return [msgspec.json.decode(value, type=Entry) for value in values]
+
+    def _read_verdict(self) -> Verdict | None:
+        if not self._store.check(["verdict"]):
+            return None
+        return msgspec.json.decode(self._store.get("verdict"), type=Verdict)
+
+    def _call(self, ask: Callable[[], T]) -> T:
+        if self._gone is not None:
+            raise BoardGone(self._gone)
+        answers: list[T] = []
+        job = self._lane.submit(lambda: answers.append(ask()))
+        try:
+            job.result(self._patience_seconds)
+        except TimeoutError:
+            self._gone = f"the store has not answered for {self._patience_seconds:.1f} s"
+            raise BoardGone(self._gone) from None
+        except RuntimeError as error:  # all errors of a store are: DistNetworkError and its kin
+            self._gone = str(error).strip().splitlines()[0]
+            raise BoardGone(self._gone) from error
+        return answers[0]
+
+
+def _key(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _own_store(store: dist.Store, rank: int) -> dist.Store:
+    """A connection of our own, below a prefix that the n-th watch of every rank shares."""
+    below = dist.PrefixStore("bayplan/watch", store.clone())  # pyrefly: ignore[missing-attribute] - stubs
+    generation = below.add(f"opened{rank}", 1)
+    return dist.PrefixStore(str(generation), below)
 
 
 @dataclass
 class _Heard:
-    """The last entry of a rank, and for how long its beat and its action have stood still."""
+    """The last entry of a rank, and for how long its beat has stood still."""
 
     entry: Entry | None = None
     silent_seconds: float = 0.0
-    still_seconds: float = 0.0
 
 
+@dataclass(kw_only=True)
 class Judge:
     """Keeps the last word of every rank and says who is to blame.
 
     Args:
         rank: the rank that judges.
-        world_size: how many ranks there are.
         silence_seconds: a heartbeat that stands still for so long is a dead rank.
-        stall_seconds: no rank has a new action for so long: nothing moves. None: not looked at.
         longest_round_seconds: what one round counts at most.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        silence_seconds: float,
-        stall_seconds: float | None,
-        longest_round_seconds: float,
-    ) -> None:
-        self.silence_seconds = silence_seconds
-        self._rank = rank
-        self._stall_seconds = stall_seconds
-        self._longest_round_seconds = longest_round_seconds
-        self._heard = {other: _Heard() for other in range(world_size)}
+    rank: int
+    world_size: int
+    silence_seconds: float
+    longest_round_seconds: float
+
+    def __post_init__(self) -> None:
+        self._heard = {rank: _Heard() for rank in range(self.world_size)}
 
     def hear(self, entries: Mapping[int, Entry], *, elapsed_seconds: float) -> None:
         """Take in one round of entries; a rank without one has not spoken yet."""
-        seconds = min(elapsed_seconds, self._longest_round_seconds)
+        seconds = min(elapsed_seconds, self.longest_round_seconds)
         for rank, heard in self._heard.items():
             old, new = heard.entry, entries.get(rank, heard.entry)
             beat_moved = new is not None and (old is None or new.beat != old.beat)
-            action_moved = new is not None and (old is None or new.doing != old.doing)
             heard.silent_seconds = 0.0 if beat_moved else heard.silent_seconds + seconds
-            heard.still_seconds = 0.0 if action_moved else heard.still_seconds + seconds
             heard.entry = new
 
     def verdict(self) -> Verdict | None:
-        """The reason to stop: a failure, another batch, a silence, a stall, or None."""
+        """The reason to stop: a failure, another batch, a silence, or None."""
         for rank, heard in self._heard.items():
             if heard.entry is not None and heard.entry.failure is not None:
                 failure = heard.entry.failure
@@ -71,25 +244,25 @@ class Judge:
         if odd is not None:
             return odd
         silent = max(
-            (rank for rank in self._heard if rank != self._rank and not self.is_done(rank)),
+            (rank for rank in self._heard if rank != self.rank and not self.is_done(rank)),
             key=lambda rank: self._heard[rank].silent_seconds,
-            default=self._rank,
+            default=self.rank,
         )
         seconds = self._heard[silent].silent_seconds
-        if silent != self._rank and seconds >= self.silence_seconds:
+        if silent != self.rank and seconds >= self.silence_seconds:
             return self._blame(
                 silent,
                 f"{self._name(silent)} fell silent: no heartbeat for {seconds:.1f} s, limit "
                 f"{self.silence_seconds:.1f} s, last action {self._doing(silent)}; "
                 "it was killed, stopped, or cut off",
             )
-        return self._stall()
+        return None
 
     def host_gone(self, host: int | None, reason: str) -> Verdict | None:
         """The verdict when the store cannot be reached; None if its host had ended well."""
         if host is None:
             text = f"the store of the process group, kept outside the ranks, is gone ({reason})"
-            return self._blame(self._rank, text)
+            return self._blame(self.rank, text)
         if self.is_done(host):
             return None
         text = (
@@ -99,7 +272,6 @@ class Judge:
         return self._blame(host, text)
 
     def is_done(self, rank: int) -> bool:
-        """Whether the rank said that it ended well."""
         entry = self._heard[rank].entry
         return entry is not None and entry.is_done
 
@@ -130,7 +302,7 @@ class Judge:
         )
 
     def _odd_batch(self) -> Verdict | None:
-        """Blame a rank whose batch has another form: messages between them would never meet."""
+        """Blame a rank whose batch has another form: messages between them would not match."""
         seen: dict[int, tuple[int, str]] = {}
         for rank, heard in self._heard.items():
             number, form = heard.entry.batch if heard.entry is not None else (0, "")
@@ -146,25 +318,6 @@ class Judge:
                 return self._blame(rank, text, exit_code=ExitCode.USAGE)
         return None
 
-    def _stall(self) -> Verdict | None:
-        """Blame, when no rank moves, the lowest that does not wait for another."""
-        moving = {rank: heard for rank, heard in self._heard.items() if not self.is_done(rank)}
-        limit = self._stall_seconds
-        if limit is None or any(heard.still_seconds < limit for heard in moving.values()):
-            return None
-        busy = [
-            rank for rank, heard in moving.items() if heard.entry and not heard.entry.is_waiting
-        ]
-        others = ", ".join(f"rank {rank} {self._doing(rank)}" for rank in moving)
-        if not busy:
-            text = f"every rank waits for another for {limit:.1f} s: {others}"
-            return self._blame(min(moving, default=self._rank), text)
-        text = (
-            f"{self._name(busy[0])} is stuck at {self._doing(busy[0])}: "
-            f"no rank has a new action for {limit:.1f} s ({others})"
-        )
-        return self._blame(busy[0], text)
-
     def _blame(self, rank: int, text: str, *, exit_code: int = ExitCode.BUG) -> Verdict:
         return Verdict(
             rank=rank, text=text, exit_code=int(exit_code), speaker=self._lowest_living(rank)
@@ -176,14 +329,14 @@ class Judge:
             is_ended = heard.entry is not None and (heard.entry.is_done or heard.entry.failure)
             if rank != blamed and not is_ended and not self._is_silent(rank):
                 return rank
-        return self._rank
+        return self.rank
 
     def _is_silent(self, rank: int) -> bool:
         heard = self._heard[rank]
         return heard.entry is None or self._is_overdue(heard)
 
     def _is_overdue(self, heard: _Heard) -> bool:
-        return heard.silent_seconds > self._longest_round_seconds
+        return heard.silent_seconds > self.longest_round_seconds
 
     def _name(self, rank: int) -> str:
         entry = self._heard[rank].entry

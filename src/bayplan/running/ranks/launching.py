@@ -1,4 +1,4 @@
-"""`launch`: the ranks of one machine, started together and ended together.
+"""`launch`: the ranks of one machine, started together, supervised, and ended together.
 
 Nothing more than that: several machines, restarts and rendezvous are torchrun's. The ranks get
 torchrun's environment, so that a script cannot tell the difference. Each has a session of its own,
@@ -10,16 +10,207 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bayplan.data.errors import UsageError
-from bayplan.running.ranks.local_rank import LocalRank
-from bayplan.running.ranks.reports import write_line
-from bayplan.running.ranks.supervising import Supervisor
+from bayplan.data.errors import ExitCode, UsageError
+from bayplan.running.ranks.failures import REPORT_MARK, find_report, last_lines, write_line
 
-__all__ = ["free_port", "launch"]
+__all__ = ["LocalRank", "Supervisor", "free_port", "launch"]
+
+# Runs before the rank's program and is replaced by it: the kernel then ends the rank with its
+# launcher, however that ends. 1 is PR_SET_PDEATHSIG; a launcher that died before it was set is
+# seen by the parent having changed. Not preexec_fn, which runs Python in a forked process.
+_GUARD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class LocalRank:
+    """One process with its session and its log, which gets its stderr and is replaced.
+
+    Args:
+        arguments: what follows `python` on a command line.
+        environment: all its variables.
+        has_stdout: it prints to our stdout, and to the log otherwise.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, log: Path, environment: dict[str, str], has_stdout: bool
+    ) -> None:
+        self.log = log
+        log.write_bytes(b"")
+        guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [*guard, sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=None if has_stdout else file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        """As of Popen, None while it runs; the process is kept, so that its number stays its."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        state = os.waitid(os.P_PID, self._process.pid, options)
+        if state is None:
+            return None
+        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+
+
+GRACE_SECONDS = 10.0  # for the other ranks to say why they stop
+KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
+ROUND_SECONDS = 0.05
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """Waits for all ranks, and ends those that outlive their reason to be.
+
+    Args:
+        ranks: all of them, running; whoever started them ends what is left of them.
+        signals: those sent to this process, still growing.
+        timeout_seconds: how long all of it may take.
+        on_line: gets what is to be shown.
+        signal_seconds: what ranks have to end in after a signal was passed on.
+    """
+
+    ranks: Sequence[LocalRank]
+    signals: Sequence[int]
+    timeout_seconds: float | None
+    on_line: Callable[[str], None]
+    signal_seconds: float
+    _start_seconds: float = field(default_factory=time.monotonic)
+    _end_seconds: float | None = None  # when SIGTERM is due, and after it SIGKILL
+    _is_terminated: bool = False
+    _is_late_told: bool = False
+    _failed: tuple[int, int] | None = None  # rank and code of the first that failed
+    _num_passed_on: int = 0
+
+    def wait(self, *, port: int | None) -> bool:
+        """Wait until all have ended; False as soon as rank 0 says that the port is taken."""
+        with self.ranks[0].log.open("rb") as log:
+            rest = b""
+            while not self._is_over():
+                rest = self._show(rest + log.read())
+                time.sleep(ROUND_SECONDS)
+                self._act()
+                if self._is_port_taken(port):
+                    return False
+            self._show(rest + log.read() + b"\n")
+        return not self._is_port_taken(port)
+
+    def conclude(self) -> int:
+        """Make sure that a failure was told, and return the exit code."""
+        if self._failed is None and not self.signals:
+            return ExitCode.DONE
+        reports = [report for report in (find_report(rank.log) for rank in self.ranks) if report]
+        if reports and not self.signals and find_report(self.ranks[0].log) is None:
+            self.on_line(reports[0])
+        if self.signals:
+            return 128 + self.signals[0]
+        assert self._failed is not None, "neither a failure nor a signal"
+        index, code = self._failed
+        if not reports and not self._is_late_told:
+            self.on_line(self._obituary(index, code))
+        return code if code > 0 else ExitCode.BUG
+
+    def _is_port_taken(self, port: int | None) -> bool:
+        """Whether the store complains; None for a port that is not looked at."""
+        if self._failed is None or port is None:
+            return False
+        lines = self._ending_of(0, num_lines=100)
+        return any("EADDRINUSE" in line and f"port: {port}" in line for line in lines)
+
+    def _is_over(self) -> bool:
+        codes = [rank.exit_code() for rank in self.ranks]
+        if self._failed is None:
+            # Of several that ended in one round, the one that was killed did not follow another.
+            failed = [(code, index) for index, code in enumerate(codes) if code]
+            self._failed = next(((index, code) for code, index in sorted(failed)), None)
+        return all(code is not None for code in codes)
+
+    def _act(self) -> None:
+        """Pass on signals, start the grace, and end it."""
+        now_seconds = time.monotonic()
+        for number in self.signals[self._num_passed_on :]:
+            self._num_passed_on += 1
+            self._send(number if self._num_passed_on == 1 else signal.SIGKILL)
+            self._grant(now_seconds + self.signal_seconds)
+        if self._failed is not None:
+            self._grant(now_seconds + GRACE_SECONDS)
+        if self._is_late(now_seconds):
+            self._tell_late()
+            self._end_seconds = now_seconds
+        if self._end_seconds is None or now_seconds < self._end_seconds:
+            return
+        self._send(signal.SIGKILL if self._is_terminated else signal.SIGTERM)
+        self._is_terminated = True
+        self._end_seconds = now_seconds + KILL_SECONDS
+
+    def _is_late(self, now_seconds: float) -> bool:
+        limit = self.timeout_seconds
+        is_over = limit is not None and now_seconds - self._start_seconds > limit
+        return is_over and not self._is_late_told
+
+    def _tell_late(self) -> None:
+        running = [index for index, rank in enumerate(self.ranks) if rank.exit_code() is None]
+        self.on_line(
+            f"bayplan: ranks {', '.join(map(str, running))} still ran after "
+            f"{self.timeout_seconds:.1f} s, the limit of the whole run; all are ended"
+        )
+        self._failed = self._failed or (min(running, default=0), ExitCode.BUG)
+        self._is_late_told = True
+
+    def _grant(self, end_seconds: float) -> None:
+        if self._end_seconds is None:
+            self._end_seconds = end_seconds
+
+    def _send(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.exit_code() is None:
+                rank.send(number)
+
+    def _show(self, data: bytes) -> bytes:
+        """Hand on the whole lines of rank 0's stderr, and return what is left."""
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            # After a signal, each rank tells of it; who sent it knows.
+            if line and not (self.signals and line.startswith(REPORT_MARK.encode())):
+                self.on_line(line.decode(errors="replace"))
+        return rest
+
+    def _ending_of(self, index: int, *, num_lines: int) -> list[str]:
+        return last_lines(self.ranks[index].log, num_lines=num_lines)
+
+    def _obituary(self, index: int, code: int) -> str:
+        way = (
+            f"with exit code {code}"
+            if code >= 0
+            else f"by signal {-code} ({signal.strsignal(-code)})"
+        )
+        ending = "\n  ".join(["ends with:", *self._ending_of(index, num_lines=5)])
+        return f"bayplan: rank {index} ended {way}; its log {self.ranks[index].log} {ending}"
 
 
 def launch(
@@ -65,13 +256,13 @@ def launch(
                         LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
                     )
                 supervisor = Supervisor(
-                    ranks,
+                    ranks=ranks,
                     signals=signals,
                     timeout_seconds=timeout_seconds,
                     on_line=on_line,
-                    signal_seconds=signal_seconds,
+                    signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
                 )
-                is_whole = supervisor.wait(is_fatal=_never if is_last else _names_port(port))
+                is_whole = supervisor.wait(port=None if is_last else port)
             finally:
                 for rank in ranks:
                     rank.end()
@@ -95,15 +286,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _names_port(port: int) -> Callable[[str], bool]:
-    """Whether a line of a log is the store's complaint that the port is taken."""
-    return lambda line: "EADDRINUSE" in line and f"port: {port}" in line
-
-
-def _never(line: str) -> bool:
-    return False
 
 
 def _environment(index: int, num_ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:

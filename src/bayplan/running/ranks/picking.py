@@ -4,30 +4,15 @@ gloo tells whether a message has come only to those who wait for it. So a few th
 but wait, one for each receive that is posted, while the rank goes on with whatever is ready.
 """
 
+import itertools
 import queue
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from bayplan.running.ranks.transfers import Arrival
 
 __all__ = ["Picker"]
-
-
-class Arrival(Protocol):
-    """A message that is waited for."""
-
-    def post(self) -> None:
-        """Begin to receive."""
-
-    def wait(self) -> None:
-        """Until it is here."""
-
-
-class Listener(Protocol):
-    """Who wants to know what a rank waits for."""
-
-    def began(self, position: int) -> None:
-        """An action begins, if only to wait."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,7 @@ class Picker:
         self,
         due: Sequence[int],
         receives: Sequence[Mapping[int, Arrival]],
-        listener: Listener,
+        on_wait: Callable[[int], None],
     ) -> Iterator[int]:
         """Positions as they can be done; each is done when the next one is asked for.
 
@@ -57,9 +42,11 @@ class Picker:
             due: all positions that are to be done, rising. The others count as done.
             receives: by direction, the messages of those that receive, by position, rising. They
                 are here when the walk comes to them.
-            listener: hears of it where nothing can be done.
+            on_wait: is called with the next position where nothing can be done.
         """
-        walk = _Walk(self.needs, due, {at for direction in receives for at in direction})
+        walk = _Walk(
+            self.needs, due, {position for direction in receives for position in direction}
+        )
         directions = [_Direction(iter(direction.items())) for direction in receives]
         while walk.left:
             for direction in directions:
@@ -67,7 +54,7 @@ class Picker:
                     self._mail.expect(position, arrival)
             position = walk.first_ready(self._mail.arrived)
             if position is None:
-                listener.began(next(iter(walk.left)))
+                on_wait(next(iter(walk.left)))
                 self._mail.wait()
                 continue
             yield position
@@ -80,19 +67,17 @@ class Picker:
 
 
 class _Walk:
-    """How far one walk is."""
-
     def __init__(
         self, needs: Sequence[Collection[int]], due: Sequence[int], receives: set[int]
     ) -> None:
         self.left = dict.fromkeys(due)  # in order
         self._receives = receives
-        self._missing = {at: sum(one in self.left for one in needs[at]) for at in due}
-        self._waiting: dict[int, list[int]] = {at: [] for at in due}
-        for at in due:
-            for one in needs[at]:
-                if one in self.left:
-                    self._waiting[one].append(at)
+        self._missing = dict.fromkeys(due, 0)
+        self._waiting: dict[int, list[int]] = {position: [] for position in due}
+        for position in due:
+            for needed in self.left.keys() & needs[position]:
+                self._missing[position] += 1
+                self._waiting[needed].append(position)
 
     def is_ready(self, position: int, arrived: Collection[int]) -> bool:
         if position not in self.left or self._missing[position]:
@@ -100,7 +85,7 @@ class _Walk:
         return position not in self._receives or position in arrived
 
     def first_ready(self, arrived: Collection[int]) -> int | None:
-        return next((at for at in self.left if self.is_ready(at, arrived)), None)
+        return next((p for p in self.left if self.is_ready(p, arrived)), None)
 
     def end(self, position: int) -> None:
         del self.left[position]
@@ -116,15 +101,11 @@ class _Direction:
     open: set[int] = field(default_factory=set)
 
     def posted(self, most: int, left: Collection[int]) -> Iterator[tuple[int, Arrival]]:
-        """Post as many as may be, and tell which."""
-        self.open = {at for at in self.open if at in left}
-        while len(self.open) < most:
-            found = next(self.coming, None)
-            if found is None:
-                return
-            self.open.add(found[0])
-            found[1].post()
-            yield found
+        self.open.intersection_update(left)
+        for position, arrival in itertools.islice(self.coming, most - len(self.open)):
+            self.open.add(position)
+            arrival.post()
+            yield position, arrival
 
 
 class _Mail:
@@ -141,7 +122,7 @@ class _Mail:
         self._num_open = self._num_threads = 0
 
     def expect(self, position: int, arrival: Arrival) -> None:
-        """Wait for a message that is posted; as many threads as messages, for none waits long."""
+        """Wait for a message that is posted; as many threads as messages: none waits long."""
         self._take_in()
         self._num_open += 1
         if self._num_threads < self._num_open:

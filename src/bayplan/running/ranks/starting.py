@@ -1,21 +1,164 @@
-"""`start_alike`: every rank begins with what rank 0 has, or says what it has instead.
+"""Every rank begins alike: the same model and batch, and only the tensors that its stages read.
 
-Ranks meet with models that each has built for itself. As `DistributedDataParallel` does, values of
-parameters and buffers are taken from rank 0, so that ranks with different seeds still train one
-model. The state of torch's generator is taken too: dropout is then that of one process, and a
-loader that shuffles gives the same batches everywhere. What cannot be taken over is compared.
+Every rank is given the whole batch. One with a part of it, as a `DistributedSampler` hands out, or
+with one that was shuffled otherwise, would train on other samples than its neighbours, and no
+number would look wrong. So each step's loss is summed up together with a number made of the batch's
+form and a few of its values: the sums of the numbers and of their squares show whether all are the
+same, and cost no message of their own. Values on a GPU are left out; to read them is to wait.
+
+Every rank starts with the whole model. What only other ranks read is released, and comes back when
+somebody asks for the model's state: then all ranks must ask, as each has what others lack.
+
+Each rank has built its model for itself. As `DistributedDataParallel` does, values of parameters
+and buffers are taken from rank 0, so that ranks with different seeds still train one model. The
+state of torch's generator is taken too: dropout is then that of one process, and a loader that
+shuffles gives the same batches everywhere. What cannot be taken over is compared.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from bayplan.data.errors import ForeignPlan, UsageError
-from bayplan.data.plan import Plan
+from bayplan.data.plan import RankPlan
 
-__all__ = ["start_alike", "take_model", "take_values"]
+__all__ = [
+    "BatchMark",
+    "Holdings",
+    "are_alike",
+    "form_of",
+    "start_alike",
+    "take_model",
+    "take_values",
+]
+
+_BITS = 20  # so that squares of all ranks' numbers add up in a float64 without rounding
+_NUM_VALUES = 8  # of the first sample and of the last
+
+
+@dataclass(frozen=True)
+class BatchMark:
+    """The shapes and dtypes of a batch in words, and a number made of them and of a few values."""
+
+    form: str
+    number: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> "BatchMark":
+        form = form_of(tensors)
+        number = zlib.crc32(form.encode())
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.numel():
+                number = zlib.crc32(_few_values(tensor), number)
+        return cls(form, number >> (32 - _BITS))
+
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        """A part of the loss, with what is summed up beside it."""
+        number = float(self.number)
+        mark = torch.tensor([number, number * number], dtype=loss.dtype, device=loss.device)
+        return torch.cat([loss.reshape(1), mark])
+
+    def check(self, sums: torch.Tensor) -> None:
+        """Raise UsageError on all ranks if the sums over them show that marks differ."""
+        if are_alike(sums, distributed.get_world_size()):
+            return
+        own = torch.tensor([self.number, zlib.crc32(self.form.encode())], device=sums.device)
+        marks = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(marks, own)
+        rows = [mark.tolist() for mark in marks]
+        others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        is_same_form = len({form for _, form in rows}) == 1
+        what = f"its form is the same, {self.form}, its values are not" if is_same_form else ""
+        what = what or f"rank {distributed.get_rank()} has {self.form}"
+        raise UsageError(
+            f"rank {', '.join(map(str, others))} was given another batch than rank 0: {what};"
+            " give every rank the whole batch, the same everywhere (a loader without"
+            " DistributedSampler, with the same seed)"
+        )
+
+
+def are_alike(sums: torch.Tensor, num_ranks: int) -> bool:
+    """Whether numbers that add up so, with their squares, are all the same (Cauchy and Schwarz)."""
+    total, squares = map(int, sums[1:].tolist())  # whole, so that nothing is rounded
+    return total * total == squares * num_ranks
+
+
+def form_of(tensors: Sequence[torch.Tensor]) -> str:
+    """The shapes and dtypes of a batch.
+
+    Example:
+        >>> form_of([torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)])
+        '4x3 float32, 4 int64'
+    """
+    return ", ".join(
+        f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in tensors
+    )
+
+
+def _few_values(tensor: torch.Tensor) -> bytes:
+    if not tensor.dim():
+        return _bytes_of(tensor.reshape(1))
+    first, last = tensor[0].reshape(-1), tensor[-1].reshape(-1)
+    return _bytes_of(first[:_NUM_VALUES]) + _bytes_of(last[-_NUM_VALUES:])
+
+
+def _bytes_of(values: torch.Tensor) -> bytes:
+    return values.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class Holdings:
+    """The tensors of one rank's model, whose `state_dict` is to be whole, on all ranks at once.
+
+    Args:
+        holders: by name of a parameter or buffer, the ranks that hold it. What nobody holds stays
+            where it is.
+    """
+
+    def __init__(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._holders = {name: ranks for name, ranks in holders.items() if name in named}
+        self._tensors = named
+        self._foreign = {
+            name: torch.empty_like(named[name], device="meta")
+            for name, ranks in self._holders.items()
+            if rank not in ranks
+        }
+        self._is_whole = True
+        model.register_state_dict_pre_hook(self._before_state)
+        model.register_load_state_dict_pre_hook(self._before_state)
+
+    def release(self) -> None:
+        """Give the memory of what others hold back."""
+        if self._is_whole:
+            for name in self._foreign:
+                tensor = self._tensors[name]
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._is_whole = False
+
+    def collect(self) -> None:
+        """Bring everything up to date, from the first rank that holds it; on all ranks at once."""
+        for name, like in self._foreign.items():
+            tensor = self._tensors[name]
+            if not self._is_whole:
+                tensor.data = torch.empty_like(like, device=tensor.device)
+        for name, ranks in self._holders.items():
+            if len(ranks) < distributed.get_world_size():
+                tensor = self._tensors[name].data
+                whole = tensor.contiguous()  # gloo takes no other
+                distributed.broadcast(whole, ranks[0])
+                if whole is not tensor:
+                    tensor.copy_(whole)
+        self._is_whole = True
+
+    def _before_state(self, *_: Any) -> None:
+        self.collect()
+
 
 _CHUNK_BYTES = 4 << 20  # small tensors travel together; more would only need more memory
 _FIRST = 0  # the rank whose values count
@@ -35,34 +178,24 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What a rank has."""
-
     tensors: tuple[_Tensor, ...]
     optimizer: str = ""
-    plan: Plan | None = None
+    plan: RankPlan | None = None
 
 
 def take_model(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take the parameters and buffers of rank 0, on all ranks at once.
-
-    Args:
-        tensors: by name, each once.
-
-    Raises:
-        UsageError: rank 0 has another model.
-    """
+    """Take rank 0's parameters and buffers, on all ranks at once; `UsageError` if models differ."""
     _start(_Start(tensors=_described_tensors(tensors)), tensors)
 
 
 def start_alike(
-    plan: Plan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    plan: RankPlan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
     """Take the values of rank 0, on all ranks at once.
 
     Args:
-        plan: of this rank.
         tensors: parameters and buffers by name, each once.
-        optimizer: of this rank; its state is not taken over.
+        optimizer: its state is not taken over.
 
     Raises:
         ForeignPlan: rank 0 has another plan.
@@ -78,7 +211,7 @@ def start_alike(
 
 def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
     """Compare with rank 0 and take its values; returns the device that values travel from."""
-    device = next((one.device for one in tensors.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     content = _broadcast(msgspec.json.encode(own), device)
     _compare(own, msgspec.json.decode(content, type=_Start))
     take_values(list(tensors.values()))
@@ -87,7 +220,7 @@ def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
 
 def take_values(tensors: Sequence[torch.Tensor]) -> None:
     """Take what rank 0 has in tensors that are alike everywhere."""
-    for group in _chunks([one.detach() for one in tensors if one.numel()]):
+    for group in _chunks([tensor.detach() for tensor in tensors if tensor.numel()]):
         _take_over(group)
 
 
@@ -95,11 +228,11 @@ def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[_Tensor, ..
     return tuple(
         _Tensor(
             name=name,
-            shape=tuple(one.shape),
-            dtype=str(one.dtype).removeprefix("torch."),
-            is_trained=one.requires_grad,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            is_trained=tensor.requires_grad,
         )
-        for name, one in tensors.items()
+        for name, tensor in tensors.items()
     )
 
 
@@ -118,17 +251,18 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 
 def _compare(own: _Start, first: _Start) -> None:
     rank = distributed.get_rank()
-    for field in msgspec.structs.fields(Plan) if own.plan != first.plan else ():
-        if getattr(own.plan, field.name) != getattr(first.plan, field.name):
-            raise ForeignPlan(
-                f"rank {rank} has another plan than rank {_FIRST}: they differ in `{field.name}`;"
-                " give all of them the same file"
-            )
-    for at, (one, other) in enumerate(zip(own.tensors, first.tensors, strict=False)):
-        if one != other:
+    if own.plan != first.plan:
+        names = (field.name for field in msgspec.structs.fields(RankPlan))
+        apart = [name for name in names if getattr(own.plan, name) != getattr(first.plan, name)]
+        raise ForeignPlan(
+            f"rank {rank} has another plan than rank {_FIRST}: they differ in {', '.join(apart)};"
+            " give all of them the same file"
+        )
+    for number, (here, there) in enumerate(zip(own.tensors, first.tensors, strict=False)):
+        if here != there:
             raise UsageError(
-                f"rank {rank} has another model than rank {_FIRST}: its tensor {at} is {one}, there"
-                f" it is {other}; build the same model everywhere"
+                f"rank {rank} has another model than rank {_FIRST}: its tensor {number} is {here},"
+                f" there it is {there}; build the same model everywhere"
             )
     if len(own.tensors) != len(first.tensors):
         raise UsageError(
@@ -143,7 +277,7 @@ def _compare(own: _Start, first: _Start) -> None:
 
 
 def _broadcast(content: bytes, device: torch.device) -> bytes:
-    """The bytes of the first rank; not as an object, for that is pickle."""
+    """The bytes of the first rank; not as an object, which would be pickled."""
     length = torch.tensor([len(content)], device=device)
     distributed.broadcast(length, _FIRST)
     if distributed.get_rank() == _FIRST:
@@ -170,10 +304,11 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _take_over(group: Sequence[torch.Tensor]) -> None:
-    """Write the values of the first rank into the tensors of this one."""
     is_plain = len(group) == 1 and group[0].is_contiguous()
-    whole = group[0].reshape(-1) if is_plain else torch.cat([one.reshape(-1) for one in group])
-    # As bytes, for gloo does not know every dtype.
+    whole = (
+        group[0].reshape(-1) if is_plain else torch.cat([tensor.reshape(-1) for tensor in group])
+    )
+    # As bytes, because gloo does not know every dtype.
     distributed.broadcast(whole.view(torch.uint8), _FIRST)
     if is_plain or distributed.get_rank() == _FIRST:
         return

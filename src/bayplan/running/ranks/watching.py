@@ -1,5 +1,9 @@
 """`Watch`: when a rank dies, fails or falls silent, all stop within seconds and one says why.
 
+torchrun sends SIGTERM to all ranks of a machine a tenth of a second after one has died: before
+any of them can know which. Python runs signal handlers in the main thread only, and a main thread
+that waits in gloo never gets there; what works is that C writes the signal's number to a socket.
+
 gloo names no rank, and waits half an hour for a silent one; a main thread that waits in it cannot
 be woken (`ProcessGroup.abort` returns and changes nothing). So every rank has a thread that beats
 in the store and listens to the others. When it finds a rank to blame, it agrees with the others
@@ -7,35 +11,96 @@ on one verdict, one rank prints it, and each thread ends its own process.
 
     main thread    doing = 0F0 .. doing = 1B3 ....... waits for rank 2 in gloo ..... (ended)
     its thread     beat    beat    beat    beat    rank 2 stands still -> verdict -> os._exit
+
+It is the first thing that a rank opens, so that whatever is wrong with the rest is told once.
 """
 
+import atexit
 import contextlib
+import math
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import distributed
 
-from bayplan.data.errors import BayplanError, ExitCode
-from bayplan.running.ranks.board import Board, BoardGone, Entry, Failure, Verdict
+from bayplan import torch_compat as torch_compat
+from bayplan.data.errors import BayplanError, ExitCode, UsageError
 from bayplan.running.ranks.failures import (
+    REPORT_MARK,
     RankFailure,
     ToldFailure,
     exit_code_of,
     is_symptom,
     one_line,
     told,
+    write_line,
 )
-from bayplan.running.ranks.judging import Judge
-from bayplan.running.ranks.places import is_seen_running, own_place
-from bayplan.running.ranks.reports import REPORT_MARK, write_line
-from bayplan.running.ranks.terminating import TERMINATED, heard_sigterm
+from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.judging import (
+    Board,
+    BoardGone,
+    Entry,
+    Failure,
+    Judge,
+    Verdict,
+    is_seen_running,
+    own_place,
+)
 
-__all__ = ["Watch", "host_of_store"]
+__all__ = [
+    "TERMINATED",
+    "Watch",
+    "check_environment",
+    "heard_sigterm",
+    "host_of_store",
+    "open_watch",
+]
+
+TERMINATED = 128 + signal.SIGTERM  # what a shell gives a command ended by SIGTERM
+
+
+@contextlib.contextmanager
+def heard_sigterm(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell`, in a thread, instead of dying by SIGTERM.
+
+    Does nothing where somebody else takes care of SIGTERM, or outside the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    old_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    if old_fd != -1:  # an event loop's, say
+        signal.set_wakeup_fd(old_fd)
+        reading.close()
+        writing.close()
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    threading.Thread(target=_listen, args=(reading, tell), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        writing.close()  # ends the thread
+
+
+def _listen(reading: socket.socket, tell: Callable[[], None]) -> None:
+    with reading:
+        while numbers := reading.recv(64):
+            if signal.SIGTERM in numbers:
+                tell()
+
 
 LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
 LEAD_SECONDS = 8.0  # at most, for one that failed: Python takes seconds to end on a busy machine
@@ -63,20 +128,14 @@ class Watch:
     The action told of a killed rank is that of its last beat, so up to a second old.
 
     A heartbeat shows that a process lives, not that it gets on: a thread beats while the main
-    thread hangs in C. `stall_seconds` looks at that: when *no* rank has a new action for so long,
-    the lowest that does not wait is blamed. It cannot tell a long action from a hanging one, so
-    give it more than the longest (compilation, too), nor two equal actions in a row, so put the
-    step into the text. A process that holds the interpreter lock for `silence_seconds` counts as
+    thread hangs in C. A process that holds the interpreter lock for `silence_seconds` counts as
     dead.
 
     Args:
         store: the store of the process group.
-        rank: this rank.
         world_size: how many ranks watch; one alone watches nobody.
         silence_seconds: how long a heartbeat may stand still.
-        stall_seconds: how long all actions may stand still; None for ever.
         describe: makes the text of `doing`, in the watch's thread.
-        is_waiting: whether `doing` is a wait for another rank, in the watch's thread.
         host: the rank whose process holds the store, None if it is none (`host_of_store`).
         end: ends the process.
     """
@@ -91,16 +150,14 @@ class Watch:
         rank: int,
         world_size: int,
         silence_seconds: float = 8.0,
-        stall_seconds: float | None = None,
         describe: Callable[[Any], str] = str,
-        is_waiting: Callable[[Any], bool] = lambda doing: str(doing).startswith("wait"),
         host: int | None = 0,
         end: Callable[[int], None] | None = None,
     ) -> None:
         if not silence_seconds > 0:
             raise ValueError(f"silence_seconds is {silence_seconds}, must be more than 0")
         self._rank, self._world_size, self._host = rank, world_size, host
-        self._describe, self._is_waiting = describe, is_waiting
+        self._describe = describe
         self._end = _end_process if end is None else end
         self._silence_seconds = silence_seconds
         self._interval_seconds = min(1.0, silence_seconds / 4)
@@ -115,19 +172,14 @@ class Watch:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         if world_size > 1:
-            self._open(store, stall_seconds)
+            self._open(store)
 
     def __enter__(self) -> "Watch":
         if self._thread is not None:
             self._signals.enter_context(heard_sigterm(self._hear_sigterm))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
         with self._signals:
             if fault is None or (isinstance(fault, SystemExit) and not fault.code):
                 self.close()
@@ -194,12 +246,11 @@ class Watch:
         self._is_done = True
         self._finish()
 
-    def _open(self, store: dist.Store, stall_seconds: float | None) -> None:
+    def _open(self, store: dist.Store) -> None:
         self._judge = Judge(
             rank=self._rank,
             world_size=self._world_size,
             silence_seconds=self._silence_seconds,
-            stall_seconds=stall_seconds,
             longest_round_seconds=2 * self._interval_seconds,
         )
         try:
@@ -264,7 +315,6 @@ class Watch:
             self._wake.clear()
 
     def _round(self, elapsed_seconds: float) -> Verdict | None:
-        """One heartbeat: tell, listen, judge."""
         if self._is_explaining or self._terminated_seconds is not None:
             self._judge.silence_seconds = self._silence_seconds / 2
         self._beat += 1
@@ -273,15 +323,14 @@ class Watch:
             place=self._place,
             doing=self._text(),
             batch=self.batch,
-            is_waiting=bool(self._is_waiting(self.doing)),
             is_terminated=self._terminated_seconds is not None,
             is_done=self._is_done,
             failure=self._failure,
         )
         entries = self._board.exchange(own)
         self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds)
-        found = self._board.verdict() or self._judge.verdict()
-        return None if found is None else self._board.agree(found)
+        verdict = self._board.verdict() or self._judge.verdict()
+        return None if verdict is None else self._board.agree(verdict)
 
     def _is_due(self) -> bool:
         """Whether SIGTERM is to be obeyed: nobody else is to blame, or nobody was found."""
@@ -356,12 +405,7 @@ class _Telling:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
         if fault is not None:
             self._watch.tell(fault)
 
@@ -372,3 +416,40 @@ def _end_process(exit_code: int) -> None:
     flush.start()
     flush.join(1.0)
     os._exit(exit_code)
+
+
+_SILENCE_SECONDS = 8.0
+
+
+def open_watch() -> Watch:
+    """Open the watch of this rank; it closes at exit by itself.
+
+    What the rank does is told as a text, or as the journal that knows.
+    """
+    watch = Watch(
+        torch_compat.default_store(),
+        rank=distributed.get_rank(),
+        world_size=distributed.get_world_size(),
+        describe=lambda doing: doing.text(doing.now) if isinstance(doing, Journal) else doing,
+        silence_seconds=_silence_seconds() or _SILENCE_SECONDS,
+        host=host_of_store(os.environ),
+    )
+    watch.__enter__()
+    atexit.register(watch.close_at_exit)
+    return watch
+
+
+def check_environment() -> None:
+    """Refuse a BAYPLAN_TIMEOUT that is no time; to be called when a watch can tell of it."""
+    if _silence_seconds() is None:
+        text = os.environ.get("BAYPLAN_TIMEOUT")
+        raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
+
+
+def _silence_seconds() -> float | None:
+    """How long a rank may be silent before it counts as lost; None if that is not said rightly."""
+    try:
+        seconds = float(os.environ.get("BAYPLAN_TIMEOUT", _SILENCE_SECONDS))
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < math.inf else None

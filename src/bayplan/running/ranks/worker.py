@@ -9,7 +9,7 @@ With stale weights allowed, a stage's backward is some batches behind its forwar
 describes every call: its forward actions are about the batch that is given, its backward actions
 about the one that was given `lag` calls before. So in the first calls, and when no batches come any
 more, a part of the list has nothing to do and is passed over.
-1. What forward makes for backward waits in a queue, for several batches may be in between.
+1. What forward makes for backward waits in a queue: several batches may be in between.
 2. A batch's forward and backward see the same weights: an update writes beside the old ones as
    long as a batch in flight needs them.
 3. A neighbour is at most one call behind, so what was sent two calls ago has been received.
@@ -18,54 +18,37 @@ more, a part of the list has nothing to do and is passed over.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import compress, count
+from typing import Any
 
 import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import MESSAGE
-from bayplan.running.ranks.gradients import Gradients
+from bayplan.running.compiled_stage import CompiledStage
+from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
+from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.picking import Picker
-from bayplan.running.ranks.statistics import SharedBuffers
 from bayplan.running.ranks.transfers import Arrival, Departure
-from bayplan.running.ranks.versions import Versions
-from bayplan.running.stages.compiled import CompiledStage
-from bayplan.running.stages.drawing import Streams
-from bayplan.running.stages.whole import Input, InputKind
+from bayplan.simulating.pipeline import RECEIVES_AHEAD
+from bayplan.tracing.stages.drawing import Streams
+from bayplan.tracing.stages.whole import Input, InputKind
 
-__all__ = ["RECEIVES_AHEAD", "Listener", "Part", "Worker"]
+__all__ = ["Part", "Worker"]
 
 Key = tuple[int, int]  # stage, micro-batch
 
-# Receives that are posted ahead of the one that is waited for next.
-RECEIVES_AHEAD = 2
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
 _ADDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
 
 
-class Listener(Protocol):
-    """Who wants to know what a rank does."""
-
-    def began_step(self) -> None:
-        """A step begins."""
-
-    def began(self, position: int) -> None:
-        """An action begins."""
-
-    def ended(self, position: int) -> None:
-        """It is done."""
-
-
 @dataclass(frozen=True)
 class Part:
-    """A rank's piece of one micro-batch in one stage.
+    """A rank's piece of one micro-batch in one stage: samples `begin` to `end`.
 
-    Attributes:
-        begin, end: its samples.
-        weight: what its loss counts in the batch's.
-        arrival, departure: of values; of gradients with `back`.
+    `weight` is what its loss counts in the batch's; gradients have the ways with `back`.
     """
 
     stage: CompiledStage
@@ -80,7 +63,7 @@ class Part:
 
 @dataclass
 class _Made:
-    """Values that a part made, and how often they will still be asked for."""
+    """Values that a part made, and how often they will still be used."""
 
     values: dict[str, torch.Tensor]
     left: int
@@ -91,11 +74,8 @@ class Worker:
     """Carries out one rank's list for one batch size.
 
     Attributes:
-        actions: the list.
         retire: by position, the positions of sends that are known to be received by then; where
             backward lags, none is.
-        parts: what each action is about.
-        versions: the weights that each batch sees.
         tensors: the parameters and buffers that the rank's stages read, by name.
         shared_buffers: that replicas of a stage average after a step.
         update: runs the optimizer, once all gradients are there.
@@ -116,7 +96,6 @@ class Worker:
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._calls = [self._call_of(action) for action in self.actions]
         self._saved: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
         self._handed: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
         self._made: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
@@ -125,8 +104,9 @@ class Worker:
         self._takers_back = _takers(
             self.parts, lambda part: (part.arrival_back, part.departure_back)
         )
+        self._calls = [self._call_of(action) for action in self.actions]
         self._sent: deque[list[Departure]] = deque()
-        self._due: tuple[bool, ...] = ()
+        self._due: list[bool] = []
         self._positions: list[int] = []
         self._receives: list[Arrival] = []
         self._updates: list[int] = []
@@ -136,13 +116,8 @@ class Worker:
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
 
-    def run(self, batch: list[torch.Tensor] | None, listener: Listener) -> torch.Tensor:
-        """One step; returns this rank's part of the loss, or zero.
-
-        Args:
-            batch: the tensors of the whole batch; None to go on without a new one.
-            listener: hears of each action.
-        """
+    def run(self, batch: list[torch.Tensor] | None, journal: Journal) -> torch.Tensor:
+        """One step, without a new batch if that is None; returns this rank's part of the loss."""
         if batch is not None:
             self._batch = batch
             self.streams.begin_step()
@@ -150,19 +125,19 @@ class Worker:
         positions = self._due_positions()
         self.gradients.begin_step(self._num_pieces, self._reduces)
         self.versions.refresh()
-        listener.began_step()
+        journal.began_step()
         self._sent.append([])
-        for position in self._walk(positions, listener):
-            listener.began(position)
+        for position in self._walk(positions, journal):
+            journal.began(position)
             self._calls[position](position)
             for sent in self.retire[position]:
                 self._departure_of(self.actions[sent]).wait()
-            listener.ended(position)
+            journal.ended(position)
         self._settle()
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
-    def _walk(self, positions: Sequence[int], listener: Listener) -> Iterable[int]:
+    def _walk(self, positions: Sequence[int], journal: Journal) -> Iterable[int]:
         """The positions in the order they are done, with receives posted ahead."""
         if self.picker is None:
             for arrival in self._receives[:RECEIVES_AHEAD]:
@@ -170,33 +145,32 @@ class Worker:
             self._next = RECEIVES_AHEAD
             return positions
         receives = [
-            {at: one for at in positions for one in self._arrivals_of(self.actions[at], kind)}
+            {
+                p: self._arrival_of(self.actions[p])
+                for p in positions
+                if self.actions[p].kind is kind
+            }
             for kind in _RECEIVES
         ]
-        return self.picker.walk(positions, receives, listener)
+        return self.picker.walk(positions, receives, journal.began)
 
     def _due_positions(self) -> Sequence[int]:
         """What this call does of the list; most often the same as the last call."""
-        due = tuple(self._is_due(one) for one in self.actions)
+        due = list(map(self._is_due, self.actions))
         if due != self._due:
             self._due = due
-            self._positions = [at for at, is_due in enumerate(due) if is_due]
-            actions = [self.actions[at] for at in self._positions]
-            self._receives = [
-                one
-                for action in actions
-                for kind in _RECEIVES
-                for one in self._arrivals_of(action, kind)
-            ]
+            self._positions = [*compress(count(), due)]
+            actions = [*compress(self.actions, due)]
+            self._receives = [self._arrival_of(act) for act in actions if act.kind in _RECEIVES]
             self._updates = [
-                at for at in self._positions if self.actions[at].kind is ActionKind.UPDATE
+                p for p in self._positions if self.actions[p].kind is ActionKind.UPDATE
             ]
-            self._reduces = [one.index for one in actions if one.kind is ActionKind.REDUCE]
+            self._reduces = [act.index for act in actions if act.kind is ActionKind.REDUCE]
             self._num_pieces = Counter(
                 name
-                for one in actions
-                if one.kind in _ADDS
-                for name in self.parts[one.stage, one.index].stage.graph.parameters
+                for act in actions
+                if act.kind in _ADDS
+                for name in self.parts[act.stage, act.index].stage.graph.parameters
             )
         return self._positions
 
@@ -217,22 +191,24 @@ class Worker:
         yield from ((StorageKind.GRADIENT, tensor) for tensor in self.gradients.held())
         for queues in (self._saved, self._handed):
             values = (value for queue in queues.values() for kept in queue for value in kept)
-            yield from ((StorageKind.ACTIVATION, one) for one in values if torch.is_tensor(one))
+            yield from (
+                (StorageKind.ACTIVATION, value) for value in values if torch.is_tensor(value)
+            )
         for queues in (self._made, self._made_back):
-            made = (one for queue in queues.values() for one in queue)
-            yield from ((MESSAGE, one) for kept in made for one in kept.values.values())
+            made = (made for queue in queues.values() for made in queue)
+            yield from ((MESSAGE, value) for kept in made for value in kept.values.values())
         for part in self.parts.values():
             ways = (part.arrival, part.departure, part.arrival_back, part.departure_back)
             yield from ((MESSAGE, tensor) for way in ways for tensor in way.held())
 
     def _is_due(self, action: Action) -> bool:
-        """Whether there is a batch for an action in this call; see the note above."""
+        """Whether there is a batch for an action in this call; NOTE [ Backward that lags ]."""
         if action.kind in _OF_FORWARD:
             return self._number < self._num_given
         return 0 <= self._number - self.versions.lag(action.stage) < self._num_given
 
     def _settle(self) -> None:
-        """Wait for sends that nothing in the list tells to be received; see 3 above."""
+        """Wait for sends that nothing in the list tells to be received (rule 3)."""
         self._number += 1
         self._batch = []
         while len(self._sent) > (2 if self.versions.lags_at_all else 0):
@@ -240,30 +216,28 @@ class Worker:
                 departure.wait()
 
     def _call_of(self, action: Action) -> Callable[[int], None]:
-        key = (action.stage, action.index)
-        kinds: dict[ActionKind, Callable[[Key], None]] = {
+        key, kind = (action.stage, action.index), action.kind
+        if kind is ActionKind.UPDATE:
+            return self._update
+        if kind is ActionKind.REDUCE:
+            return lambda _: self.gradients.reduce(action.index)
+        if kind in _RECEIVES:
+            return lambda _: self._receive(self._arrival_of(action))
+        if kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
+            made = self._made if kind is ActionKind.SEND_FORWARD else self._made_back
+            return lambda _: self._send(self._departure_of(action), made[key])
+        function = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.BACKWARD_INPUT: self._backward_input,
             ActionKind.BACKWARD_WEIGHT: self._backward_weight,
-            ActionKind.RECEIVE_FORWARD: lambda key: self._receive(self.parts[key].arrival),
-            ActionKind.RECEIVE_BACKWARD: lambda key: self._receive(self.parts[key].arrival_back),
-            ActionKind.SEND_FORWARD: self._send,
-            ActionKind.SEND_BACKWARD: self._send_back,
-        }
-        if action.kind is ActionKind.REDUCE:
-            return lambda position: self.gradients.reduce(action.index)
-        if action.kind is ActionKind.UPDATE:
-            return self._update
-        function = kinds[action.kind]
-        return lambda position: function(key)
+        }[kind]
+        return lambda _: function(key)
 
-    def _arrivals_of(self, action: Action, kind: ActionKind) -> tuple[Arrival, ...]:
-        """What an action receives, if it is of a kind."""
-        if action.kind is not kind:
-            return ()
+    def _arrival_of(self, action: Action) -> Arrival:
         part = self.parts[action.stage, action.index]
-        return (part.arrival if kind is ActionKind.RECEIVE_FORWARD else part.arrival_back,)
+        is_back = action.kind is ActionKind.RECEIVE_BACKWARD
+        return part.arrival_back if is_back else part.arrival
 
     def _departure_of(self, action: Action) -> Departure:
         part = self.parts[action.stage, action.index]
@@ -315,7 +289,6 @@ class Worker:
         self._handed[key].append(outputs[num_sent:])
 
     def _backward_weight(self, key: Key) -> None:
-        """The other half."""
         part = self.parts[key]
         take = self.gradients.taker(part.stage.graph.parameters)
         part.stage.backward_weight([*self._handed[key].popleft(), take])
@@ -331,7 +304,6 @@ class Worker:
         return inputs
 
     def _give_back(self, key: Key, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep gradients for those who take them."""
         if self._takers_back[key]:
             names = self.parts[key].stage.graph.gradients_out
             values = {
@@ -348,21 +320,15 @@ class Worker:
             self._next += 1
         arrival.wait()
 
-    def _send(self, key: Key) -> None:
-        self._depart(self.parts[key].departure, self._made[key])
-
-    def _send_back(self, key: Key) -> None:
-        self._depart(self.parts[key].departure_back, self._made_back[key])
-
-    def _depart(self, departure: Departure, made: deque[_Made]) -> None:
+    def _send(self, departure: Departure, made: deque[_Made]) -> None:
         departure.send(made[-1].values)
         self._sent[-1].append(departure)
-        _ask(made, made[-1])
+        _count_use(made, made[-1])
 
     def _update(self, position: int) -> None:
         if position == self._updates[-1]:
             self.gradients.wait()
-            stages = [self.actions[at].stage for at in self._updates]
+            stages = [self.actions[position].stage for position in self._updates]
             least = min(map(self.versions.lag, stages))
             self.versions.begin_update(stages, self._number - least)
             self.update()
@@ -373,7 +339,7 @@ class Worker:
 def _takers(
     parts: Mapping[Key, Part], both: Callable[[Part], tuple[Arrival, Departure]]
 ) -> dict[Key, int]:
-    """How often what each part makes is asked for on this rank: by its send, and by other parts."""
+    """How often what each part makes is used on this rank: by its send, and by other parts."""
     counts = {key: int(bool(both(part)[1].routes)) for key, part in parts.items()}
     for part in parts.values():
         for source in both(part)[0].sources:
@@ -385,12 +351,12 @@ def _taken(arrival: Arrival, made: Mapping[Key, deque[_Made]]) -> dict[str, torc
     """What a part gets from others and from this rank itself, the oldest first."""
     values = arrival.take({source: made[source][0].values for source in arrival.sources})
     for source in arrival.sources:
-        _ask(made[source], made[source][0])
+        _count_use(made[source], made[source][0])
     return values
 
 
-def _ask(made: deque[_Made], one: _Made) -> None:
-    """Note that something was asked for, and drop it after the last time."""
-    one.left -= 1
-    if not one.left:
-        made.remove(one)
+def _count_use(queue: deque[_Made], made: _Made) -> None:
+    """Drop it after its last use."""
+    made.left -= 1
+    if not made.left:
+        queue.remove(made)

@@ -1,0 +1,170 @@
+"""Measures a step here: seconds and workspace of every node.
+
+Steps alternate between plain ones, timed as a whole, and watched ones, in which each operator is
+timed in place, with warm caches and real neighbours. The fastest repeat of each counts, because
+noise only adds. What a plain step takes beyond the sum of its operators is overhead; where the sum
+is larger (watching costs a little), the operators are scaled down so that the step comes out right.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+import torch
+
+from bayplan import torch_compat
+from bayplan.data.errors import CaptureError
+from bayplan.data.graph import StepGraph
+from bayplan.data.profile import Clock, Origin, Profile
+from bayplan.data.units import round_up
+from bayplan.devices.machine import describe_machine, device_name
+from bayplan.devices.meters import MemoryMeter
+from bayplan.step import TrainingStep
+
+__all__ = ["NodeWatch", "clock_function", "measure_profile"]
+
+
+class NodeWatch(torch_compat.OperatorWatch):
+    """Counts operators as a captured graph does; to be given to `follow_step`."""
+
+    def __init__(self, nodes: Collection[int]) -> None:
+        super().__init__()
+        self._nodes, self._index = nodes, 0
+
+    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called for each of the nodes, before it runs."""
+        raise NotImplementedError
+
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._index in self._nodes:
+            self.look_at(self._index, func, args, kwargs)
+        self._index += 1
+        return func(*args, **kwargs)
+
+
+_ACCUMULATE = torch.ops.aten.add.Tensor
+
+
+def clock_function(clock: Clock, device: torch.device) -> Callable[[], float]:
+    """A function that tells the time; on CUDA it first waits for the device."""
+    if device.type == "cuda":
+
+        def synchronized() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return synchronized
+    return time.thread_time if clock is Clock.CPU else time.perf_counter
+
+
+def measure_profile(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    meter: MemoryMeter,
+    device: torch.device,
+    repeats: int = 5,
+    clock: Clock = Clock.WALL,
+    granularity_bytes: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Run the step `2 * repeats + 1` times and return what each of the graph's nodes costs.
+
+    Args:
+        step: real tensors, with the optimizer the graph was captured with.
+        graph: the step's own graph; the run must execute exactly its nodes.
+        clock: CPU time leaves out other processes, and needs one thread.
+        granularity_bytes: the allocator's rounding, as the simulation uses it.
+    """
+    now = clock_function(clock, device)
+    born_bytes = [0] * len(graph.nodes)
+    for storage in graph.storages:
+        if storage.born is not None:
+            born_bytes[storage.born] += round_up(storage.size_bytes, granularity_bytes)
+    whole: list[float] = []
+    watched: list[_Watch] = []
+    with torch_compat.running_eagerly():  # as it was captured
+        step()  # optimizer state and kernel caches are made by the first step
+        for repeat in range(repeats):
+            start = now()
+            step()
+            whole.append(now() - start)
+            on_progress(2 * repeat + 1, 2 * repeats)
+            watch = _Watch(graph, meter, now)
+            with watch:
+                step()
+            watch.check_complete()
+            watched.append(watch)
+            on_progress(2 * repeat + 2, 2 * repeats)
+
+    columns = list(zip(*(watch.seconds for watch in watched), strict=True))
+    seconds = [min(column) for column in columns]
+    scale = min(1.0, min(whole) / max(sum(seconds), 1e-12))
+    peaks = [min(column) for column in zip(*(watch.grown_bytes for watch in watched), strict=True)]
+    return Profile(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        device=device_name(device),
+        origin=Origin.MEASURED,
+        clock=clock,
+        threads=torch.get_num_threads(),
+        repeats=repeats,
+        versions=describe_machine(),
+        seconds=tuple(figure * scale for figure in seconds),
+        spread_seconds=tuple(
+            (statistics.median(column) - min(column)) * scale for column in columns
+        ),
+        workspace_bytes=tuple(
+            max(0, peak - born) for peak, born in zip(peaks, born_bytes, strict=True)
+        ),
+        overhead_seconds=max(0.0, min(whole) - sum(seconds)),
+        step_spread_seconds=statistics.median(whole) - min(whole),
+    )
+
+
+class _Watch(torch_compat.OperatorWatch):
+    """Times every operator of one step and reads the meter around it."""
+
+    def __init__(self, graph: StepGraph, meter: MemoryMeter, now: Callable[[], float]) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self.grown_bytes: list[int] = []
+        self._nodes = graph.nodes
+        self._meter = meter
+        self._now = now
+
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        planned = self._as_planned(func)
+        self._meter.reset_peak()
+        live_bytes = self._meter.live_bytes
+        start = self._now()
+        output = planned(*args, **kwargs)
+        self.seconds.append(max(0.0, self._now() - start))
+        self.grown_bytes.append(self._meter.peak_bytes - live_bytes)
+        return output
+
+    def check_complete(self) -> None:
+        if len(self.seconds) != len(self._nodes):
+            self._differs(len(self.seconds), "ended")
+
+    def _as_planned(self, func: Any) -> Callable[..., Any]:
+        """The operator to run here: the graph's, which sums gradients in place."""
+        index = len(self.seconds)
+        expected = self._nodes[index].op if index < len(self._nodes) else "the end of the step"
+        if str(func) == expected:
+            return func
+        if func is _ACCUMULATE and expected == "aten.add_.Tensor":
+            return torch.ops.aten.add_.Tensor
+        self._differs(index, f"ran {func}")
+
+    def _differs(self, index: int, what: str) -> NoReturn:
+        node = self._nodes[index] if index < len(self._nodes) else None
+        expected = "end"
+        if node is not None:
+            place = " ".join(filter(None, (node.module, node.source)))
+            expected = f"run {node.op} ({place})" if place else f"run {node.op}"
+        raise CaptureError(
+            f"the step {what} at node {index}, where its captured graph would {expected}; the"
+            " model's forward changes from step to step, or differs without data"
+        )

@@ -1,0 +1,265 @@
+"""Probing this machine: its processor, its GPUs, and itself as a cluster.
+
+Used where a step is too large to run even once; a measured profile is far better where it can.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+
+import msgspec
+import psutil
+import torch
+
+from bayplan.costing.catalogue import THIS_MACHINE, kept_probe
+from bayplan.data.cluster import LinkKind
+from bayplan.data.cluster_file import ClusterFile, HostEntry, JointEntry
+from bayplan.data.device import DeviceKind, Figure, OpClass
+from bayplan.data.errors import FileFault, UsageError
+from bayplan.data.files import write
+from bayplan.data.links import LinkSpeeds
+from bayplan.data.topology import Topology, cluster_file_of, read_topology, with_measured_copies
+from bayplan.devices.machine import available_memory_bytes
+
+__all__ = ["keep", "probe_copy", "probe_cpu", "probe_cuda", "probe_machine"]
+
+_MATRIX_SIZE = 1024
+_COPY_BYTES = 256 * 2**20
+_REPEATS = 5
+_SMALL_BYTES = 64
+_PAIR_BYTES = 64 * 2**20
+# Shares of the probed peaks that whole models reached on the reference models here.
+_EFFICIENCY = {
+    OpClass.MATMUL: 0.8,
+    OpClass.CONVOLUTION: 0.6,
+    OpClass.ATTENTION: 0.5,
+    OpClass.ELEMENTWISE: 0.8,
+    OpClass.REDUCTION: 0.6,
+    OpClass.GATHER: 0.5,
+    OpClass.VIEW: 1.0,
+}
+
+
+def probe_cpu() -> DeviceKind:
+    """Measure matrix and copy speed and describe this processor by them."""
+    device, probed = torch.device("cpu"), "measured by a probe of this processor"
+    flops = _matrix_flops(device, torch.float32, _MATRIX_SIZE)
+    return DeviceKind(
+        name="cpu",
+        title="this processor, probed",
+        memory_bytes=Figure(available_memory_bytes(device), probed),
+        context_bytes=Figure(0, "none on a CPU"),
+        bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
+        flops_per_s={"float32": Figure(flops, probed)},
+        vector_flops_per_s=Figure(flops / 4, "guess from the matrix rate"),
+        efficiency={kind: Figure(share, "guess") for kind, share in _EFFICIENCY.items()},
+        launch_seconds=Figure(_fastest(lambda: torch.ones(1).add_(1)), probed),
+        allocation_granularity_bytes=64,
+    )
+
+
+def probe_cuda(index: int) -> DeviceKind:
+    """Describe a GPU the same way. Nothing here has been run on one."""
+    device, probed = torch.device("cuda", index), "measured by a probe of this GPU"
+    flops = {
+        str(dtype).removeprefix("torch."): Figure(
+            _matrix_flops(device, dtype, 4 * _MATRIX_SIZE), probed
+        )
+        for dtype in (torch.float32, torch.float16)
+    }
+    scalar = torch.ones(1, device=device)
+    guess = "guess: CUDA context with cuBLAS and cuDNN loaded is commonly 300 to 700 MiB"
+    return DeviceKind(
+        name=torch.cuda.get_device_name(device).lower().replace(" ", "-"),
+        title=f"{torch.cuda.get_device_name(device)}, probed",
+        memory_bytes=Figure(torch.cuda.mem_get_info(device)[1], probed),
+        context_bytes=Figure(550 * 2**20, guess),
+        bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
+        flops_per_s=flops,
+        vector_flops_per_s=Figure(flops["float32"].value, "guess: as float32"),
+        efficiency={kind: Figure(share, "guess") for kind, share in _EFFICIENCY.items()},
+        launch_seconds=Figure(_fastest(lambda: scalar.add_(1), device), probed),
+    )
+
+
+def _matrix_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    # Not random: the user's generator stays as it is.
+    matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    product = torch.empty_like(matrix)
+    return 2 * size**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product), device)
+
+
+def _copied_bytes_per_s(device: torch.device) -> float:
+    source, target = torch.zeros(2, _COPY_BYTES // 4, device=device)
+    return 2 * _COPY_BYTES / _fastest(lambda: target.copy_(source), device)
+
+
+def probe_copy(sender: torch.device, receiver: torch.device) -> tuple[float, float]:
+    """Latency and bytes/s of copies from one device to another."""
+    seconds: list[float] = []
+    for size_bytes in (_SMALL_BYTES, _PAIR_BYTES):
+        source = torch.zeros(size_bytes // 4, device=sender)
+        target = torch.zeros(size_bytes // 4, device=receiver)
+        target.copy_(source)
+        seconds.append(_fastest(partial(target.copy_, source), sender, receiver))
+    small, large = seconds
+    return small, _PAIR_BYTES / max(large - small, 1e-9)
+
+
+def _fastest(work: Callable[[], object], *devices: torch.device) -> float:
+    gpus = [device for device in devices if device.type == "cuda"]
+    seconds = []
+    for device in gpus:
+        work()  # kernels are loaded when they are first used
+        torch.cuda.synchronize(device)
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+_COPIES = "measured by a probe, one pair of devices at a time"
+_RANKS = "measured by a probe with two ranks"
+
+
+def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
+    """Measure what is here, in some seconds.
+
+    Args:
+        find_links: measures how fast two ranks talk; None if they cannot.
+    """
+    if torch.cuda.is_available():
+        return _gpus(_topology())
+    return _cores(len(os.sched_getaffinity(0)), find_links)
+
+
+def keep(file: ClusterFile) -> None:
+    """Remember it under the name `this-machine`."""
+    path = kept_probe()
+    kept = msgspec.structs.replace(file, name=THIS_MACHINE)
+    # Whole, so that nothing that is a default today is another one tomorrow.
+    write(path, kept.cluster(_never))
+
+
+def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
+    memory = psutil.virtual_memory()
+    joints: tuple[JointEntry, ...] = ()
+    if num_cores > 1:
+        links = find_links()
+        if links is None:
+            raise UsageError(
+                "two processes of this machine could not talk to each other, so that its links are"
+                " not measured; `bayplan doctor` may say more"
+            )
+        joints = (_memory_joint(num_cores, links),)
+    host = HostEntry(
+        name="here",
+        memory_bytes=Figure(memory.total, "measured: all memory of this machine"),
+        devices={"core": num_cores},
+        joints=joints,
+    )
+    return ClusterFile(
+        name=THIS_MACHINE,
+        title=f"{num_cores} cores of this machine, probed",
+        kinds={"core": _core(num_cores, memory.available)},
+        hosts=(host,),
+    )
+
+
+def _core(num_cores: int, available_bytes: int) -> DeviceKind:
+    """What a core has when all of them are at work: memory's bandwidth is for all of them."""
+    with _threads(num_cores):
+        together = probe_cpu()
+    with _threads(1):
+        alone = probe_cpu()
+    source = f"measured by a probe: the least of one core alone and a part of {num_cores}"
+
+    def least(single: Figure, all_of_them: Figure) -> Figure:
+        return Figure(min(single.value, all_of_them.value / num_cores), source)
+
+    flops = least(alone.flops_per_s["float32"], together.flops_per_s["float32"])
+    return msgspec.structs.replace(
+        alone,
+        name="core",
+        title="one core of this processor, probed",
+        memory_bytes=Figure(available_bytes / num_cores, f"measured: free memory / {num_cores}"),
+        bandwidth_bytes_per_s=least(alone.bandwidth_bytes_per_s, together.bandwidth_bytes_per_s),
+        flops_per_s={"float32": flops},
+        vector_flops_per_s=Figure(flops.value / 4, "guess from the matrix rate"),
+    )
+
+
+def _memory_joint(num_cores: int, links: LinkSpeeds) -> JointEntry:
+    return JointEntry(
+        kind=LinkKind.MEMORY,
+        joins=("|".join(str(core) for core in range(num_cores)),),
+        latency_seconds=Figure(links.message.latency_seconds, _RANKS),
+        bandwidth_bytes_per_s=Figure(links.message.bytes_per_second, _RANKS),
+        reduce_latency_seconds=Figure(links.reduce.latency_seconds, _RANKS),
+        reduce_bandwidth_bytes_per_s=Figure(links.reduce.bytes_per_second, _RANKS),
+    )
+
+
+def _gpus(topology: Topology | None) -> ClusterFile:
+    """GPUs and the copies between them. Nothing here has been run on one."""
+    number = torch.cuda.device_count()
+    if topology is None or topology.num_devices != number:
+        topology = _unknown(number)
+    kind = probe_cuda(0)
+    memory = Figure(psutil.virtual_memory().total, "measured: all memory of this machine")
+    file = cluster_file_of(topology, device=kind.name, name=THIS_MACHINE, host_memory_bytes=memory)
+    copies = {
+        (first, second): probe_copy(torch.device("cuda", first), torch.device("cuda", second))
+        for first, second in combinations(range(number), 2)
+    }
+    _, to_host = probe_copy(torch.device("cuda", 0), torch.device("cpu"))
+    (host,) = file.hosts
+    host = msgspec.structs.replace(host, copy_bytes_per_s=Figure(to_host, _COPIES))
+    file = msgspec.structs.replace(
+        file,
+        title=f"{number} {kind.title}",
+        kinds={kind.name: kind},
+        hosts=(host,),
+    )
+    return with_measured_copies(file, copies, source=_COPIES)
+
+
+def _topology() -> Topology | None:
+    """What `nvidia-smi` says of this machine; None where it is not there or not understood."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=True
+        )
+        return read_topology(answer.stdout, name="nvidia-smi topo -m")
+    except (OSError, subprocess.SubprocessError, FileFault):
+        return None
+
+
+def _unknown(number: int) -> Topology:
+    """All GPUs around one processor, until the copies are measured."""
+    kinds = tuple(
+        tuple(None if row == column else LinkKind.PHB for column in range(number))
+        for row in range(number)
+    )
+    return Topology(kinds=kinds, nvlinks=((0,) * number,) * number, affinities=("",) * number)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _never(name: str) -> DeviceKind:
+    raise AssertionError(f"a probe describes its devices, and {name} it does not")

@@ -1,0 +1,341 @@
+"""Deriving seconds for a device that is not here: operator classes and their roofline.
+
+Names follow rules rather than a full list, because torch adds operators with every release: the
+same few words (`conv`, `attention`, `softmax`, `index`) stand in the names of hundreds of them.
+A name that no rule knows is elementwise: it reads its inputs once and writes its outputs once.
+
+An operator is bound either by arithmetic or by memory traffic, so the slower of the two decides
+(Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
+either peak is one efficiency per operator class, in the device description.
+
+A device may say finer what its convolutions reach, by kernel and channels.
+
+What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
+kernels, clocks that sink under load, and waiting for the host; and, where a device does not say it,
+the number of channels of a convolution. A derived profile is a guess, and says so: origin
+`derived`, no repeats, and a spread of `RELATIVE_SPREAD`.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from bayplan.data.device import ConvolutionKind, DeviceKind, Figure, OpClass
+from bayplan.data.errors import UsageError
+from bayplan.data.graph import Node, StepGraph
+from bayplan.data.profile import Origin, Profile
+
+__all__ = [
+    "bytes_moved",
+    "convolution_rate",
+    "derive_profile",
+    "node_parts",
+    "op_class",
+    "peak_flops_per_s",
+    "selects_rows",
+]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Views, and questions to the host: nothing is launched, no byte of a tensor moves.
+_VIEWS = _names(
+    """
+    adjoint alias as_strided atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk
+    conj _conj detach diagonal dsplit expand expand_as flatten getitem hsplit imag indices lift
+    lift_fresh mH mT matrix_H moveaxis movedim narrow _neg_view numpy_T permute positive ravel real
+    _reshape_alias reshape reshape_as resize resize_as resolve_conj resolve_neg select set slice
+    split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten
+    unfold unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze _unsafe_view _values values
+    view view_as view_as_complex view_as_real vsplit
+
+    _assert_async _assert_scalar _assert_tensor_metadata dim _efficientzerotensor _fused_sdp_choice
+    _has_same_storage_numel item _local_scalar_dense numel record_stream result_type size
+    storage_offset stride _version
+    """
+)
+
+_MATMULS = _names(
+    """
+    addbmm addmv bilinear chain_matmul dot einsum gru inner linalg_multi_dot lstm mv rnn_relu
+    rnn_tanh tensordot _trilinear vdot
+    """
+)
+
+_REDUCTIONS = _names(
+    """
+    all amax amin aminmax _aminmax any argmax argmin argsort bincount _cdist_forward count_nonzero
+    cummax cummin cumprod cumsum dist histc kl_div kthvalue logcumsumexp _logcumsumexp logsumexp max
+    mean median min mode msort nanmean nanmedian nansum prod quantile sort std std_mean sum
+    sum_to_size topk trace _unique _unique2 unique_consecutive unique_dim var var_mean
+    """
+)
+
+# Forward gathers: of their first input they touch only the rows that they return.
+_ROW_SELECTIONS = _names(
+    """
+    embedding _embedding_bag _embedding_bag_forward_only embedding_bag gather index index_select
+    nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward take take_along_dim _unsafe_index
+    """
+)
+
+# The first that matches a whole name decides.
+_PATTERNS = (
+    # Allocations touch no memory.
+    (OpClass.VIEW, re.compile(r"(new_|_)?empty.*|is_.*|sym_.*")),
+    # Copies of whole tensors into a window of another, not row by row.
+    (OpClass.ELEMENTWISE, re.compile(r"(as_strided|diagonal|select|slice)_scatter")),
+    (OpClass.ATTENTION, re.compile(r".*(attention|_transformer_encoder_layer).*")),
+    (OpClass.CONVOLUTION, re.compile(r".*conv(?!ert).*")),
+    (OpClass.MATMUL, re.compile(r"(.*_)?(addmm|baddbmm|bmm|linear|matmul|mm)(_.*)?")),
+    (OpClass.MATMUL, re.compile(r"_?(cudnn|miopen|mkldnn)_rnn.*")),
+    (
+        OpClass.GATHER,
+        re.compile(
+            r"_?embedding.*|_?(unsafe_)?(masked_)?index(_.*)?|gather.*|.*scatter.*"
+            r"|masked_(select|scatter).*|take.*|_?put.*|nonzero.*|nll_loss.*|searchsorted"
+            r"|bucketize|.*grid_sampler.*"
+        ),
+    ),
+    (OpClass.REDUCTION, re.compile(r".*(norm(?!al)|softmax|softmin|pool).*")),
+    (OpClass.REDUCTION, re.compile(r".*(_loss|_cross_entropy)(_forward|_with_logits)?")),
+)
+
+
+@cache
+def op_class(op: str) -> OpClass:
+    """Return the class of an operator such as `aten.convolution_backward.default`.
+
+    In-place operators (`aten.relu_.default`) and `_foreach_` ones belong where the plain one does.
+    Allocations count as views: they touch no memory.
+
+    Example:
+        >>> str(op_class("aten.addmm.default")), str(op_class("aten.squeeze_.dim"))
+        ('matmul', 'view')
+    """
+    namespace, name = _split(op)
+    if namespace in ("prim", "profiler") or name in _VIEWS:
+        return OpClass.VIEW
+    if name in _MATMULS:
+        return OpClass.MATMUL
+    if name in _REDUCTIONS:
+        return OpClass.REDUCTION
+    for kind, pattern in _PATTERNS:
+        if pattern.fullmatch(name):
+            return kind
+    return OpClass.ELEMENTWISE
+
+
+@cache
+def selects_rows(op: str) -> bool:
+    """Whether an operator reads only the part of its first input that it returns.
+
+    An embedding may look up four rows of a table of gigabytes; the table's size says nothing about
+    its time.
+
+    Example:
+        >>> selects_rows("aten.embedding.default"), selects_rows("aten.mul.Tensor")
+        (True, False)
+    """
+    return _split(op)[1] in _ROW_SELECTIONS
+
+
+def _split(op: str) -> tuple[str, str]:
+    """Return an operator's namespace and its name, without overload, in-place mark or foreach."""
+    words = op.replace("::", ".").split(".")
+    namespace, name = (words[0], words[1]) if len(words) > 1 else ("", words[0])
+    name = name.removeprefix("_foreach_")
+    # Dunder names (`__and__`) are no in-place ones.
+    return namespace, name if name.endswith("__") else name.removesuffix("_")
+
+
+RELATIVE_SPREAD = 0.3
+"""Uncertainty of derived seconds, as a share: data-sheet predictions of unseen models were found
+up to about 30 % off, so a comparison closer than this is a tie."""
+
+WINOGRAD_SAVING = 2.25
+"""Winograd's F(2x2, 3x3) needs 16 products where a direct 3x3 convolution needs 36 (Lavin and Gray,
+"Fast Algorithms for Convolutional Neural Networks", 2015)."""
+
+_MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
+_WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
+_FEW_CHANNELS = 4  # a picture's
+_KERNELS: dict[tuple[int, ...], ConvolutionKind] = {
+    (1, 1): ConvolutionKind.ONE,
+    (3, 3): ConvolutionKind.THREE,
+    (5, 5): ConvolutionKind.FIVE,
+}
+_FLOATING = ("float", "bfloat", "complex")
+
+
+def derive_profile(graph: StepGraph, device: DeviceKind) -> Profile:
+    """Price every node of a step on a device that need not be at hand.
+
+    Workspace is 0 throughout: what cuDNN takes for a convolution depends on the algorithm it picks
+    at run time, which no description tells. Measure on the device where that memory matters.
+    """
+    _check_rates(device)
+    seconds = tuple(_node_seconds(graph, node, device) for node in graph.nodes)
+    return Profile(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        device=device.name,
+        origin=Origin.DERIVED,
+        repeats=0,
+        seconds=seconds,
+        spread_seconds=tuple(RELATIVE_SPREAD * figure for figure in seconds),
+        workspace_bytes=(0,) * len(seconds),
+        # One wrong efficiency is wrong in every node alike, so the nodes' errors add up.
+        step_spread_seconds=RELATIVE_SPREAD * math.fsum(seconds),
+    )
+
+
+def bytes_moved(graph: StepGraph, node: Node) -> int:
+    """Bytes a node takes from memory and brings back, each value once in each direction.
+
+    Values of one storage together count at most the storage: an expanded view claims more bytes
+    than there are, and two views of the same bytes claim them twice. An in-place operator counts
+    its tensor twice, read and written. Of an embedding's table only the rows it returns count.
+    """
+    written = sum(_storage_bytes(graph, node.writes).values())
+    read = _storage_bytes(graph, node.reads)
+    if node.reads and selects_rows(node.op):
+        table = graph.values[node.reads[0]].storage
+        read[table] = min(read[table], written)
+    return sum(read.values()) + written
+
+
+def peak_flops_per_s(device: DeviceKind, kind: OpClass, dtype: str) -> float:
+    """The device's peak rate for an operator class in a dtype.
+
+    Only matrix work has rates of its own per dtype; a dtype the device does not list falls back to
+    float32. Convolutions in float32 use `tf32` where there is one, matrix products do not: these
+    are torch's defaults (`cudnn.allow_tf32` is on, `cuda.matmul.allow_tf32` off).
+    """
+    if kind not in _MATRIX_CLASSES:
+        return device.vector_flops_per_s.value
+    if kind is OpClass.CONVOLUTION and dtype == "float32" and "tf32" in device.flops_per_s:
+        dtype = "tf32"
+    return device.flops_per_s[dtype if dtype in device.flops_per_s else "float32"].value
+
+
+def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
+    """Whether a convolution is of the kind that cuDNN computes with fewer products than it counts.
+
+    That is 3x3 at stride 1 in float32 without tensor cores. Published rates of VGG16 lie above the
+    peak of a P100 or V100 and cannot be explained without it.
+    """
+    if "tf32" in device.flops_per_s or _working_dtype(graph, node) != "float32":
+        return False
+    shapes = _convolution_shapes(graph, node)
+    if shapes is None:
+        return False
+    image, weight, output = shapes
+    return (
+        len(image) == len(output) == len(weight) == 4
+        and weight[2:] == (3, 3)
+        and weight[1] >= _WINOGRAD_CHANNELS
+        # At stride 1 a side changes by at most 2, with any padding; a stride of 2 halves it.
+        and abs(image[2] - output[2]) <= 2
+        and abs(image[3] - output[3]) <= 2
+    )
+
+
+def convolution_rate(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+    """What a convolution reaches of the peak, by its kind and channels; see `ChannelRate`."""
+    share = 1.0 if device.convolution_scale is None else device.convolution_scale.value
+    if "backward" in node.op and device.convolution_backward is not None:
+        share *= device.convolution_backward.value
+    shapes = _convolution_shapes(graph, node)
+    if shapes is None or min(map(len, shapes)) < 3:  # neither channels nor a kernel are known
+        return share * device.convolutions[ConvolutionKind.OTHER].most.value
+    image, weight, output = shapes
+    kind = _KERNELS.get(weight[2:], ConvolutionKind.OTHER)
+    if image[1] <= _FEW_CHANNELS:
+        kind = ConvolutionKind.FIRST
+    elif image[1] > weight[1] and output[1] == weight[0]:  # a transposed one has it the other way
+        kind = ConvolutionKind.GROUPED
+    return share * device.convolutions[kind].at(math.sqrt(weight[0] * weight[1]))
+
+
+_Shape = tuple[int, ...]
+
+
+def _convolution_shapes(graph: StepGraph, node: Node) -> tuple[_Shape, _Shape, _Shape] | None:
+    """Of a convolution or its backward: image, weight and output."""
+    shapes = [graph.values[value].shape for value in node.reads]
+    # Forward takes (input, weight), backward (gradient of the output, input, weight).
+    backward = "backward" in node.op
+    if len(shapes) < 2 + backward or not node.writes:
+        return None
+    output = shapes[0] if backward else graph.values[node.writes[0]].shape
+    return shapes[backward], shapes[1 + backward], output
+
+
+def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float, float]:
+    """The seconds of a node's arithmetic and of its memory traffic, of which the longer counts."""
+    kind = op_class(node.op)
+    if kind is OpClass.VIEW:
+        return 0.0, 0.0
+    dtype = _working_dtype(graph, node)
+    compute_seconds = node.flops / peak_flops_per_s(device, kind, dtype)
+    memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
+    if kind is OpClass.CONVOLUTION and device.convolutions and dtype == "float32":
+        # What algorithms save of products they do not save of bytes.
+        reached = convolution_rate(graph, node, device)
+        return compute_seconds / reached, memory_seconds / device.efficiency[
+            OpClass.ELEMENTWISE
+        ].value
+    if kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
+        compute_seconds /= WINOGRAD_SAVING
+    efficiency = device.efficiency[kind].value
+    return compute_seconds / efficiency, memory_seconds / efficiency
+
+
+def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
+    if op_class(node.op) is OpClass.VIEW:
+        return 0.0
+    return max(node_parts(graph, node, device)) + device.launch_seconds.value
+
+
+def _working_dtype(graph: StepGraph, node: Node) -> str:
+    """The dtype a node computes in: of its first floating output, else its largest such input."""
+    for value in node.writes:
+        if graph.values[value].dtype.startswith(_FLOATING):
+            return graph.values[value].dtype
+    inputs = [graph.values[value] for value in node.reads]
+    floating = [value for value in inputs if value.dtype.startswith(_FLOATING)]
+    return max(floating, key=lambda value: value.size_bytes).dtype if floating else "float32"
+
+
+def _storage_bytes(graph: StepGraph, values: Iterable[int]) -> dict[int, int]:
+    """Bytes that some values touch, by storage, none beyond its storage's size."""
+    totals: dict[int, int] = {}
+    for index in dict.fromkeys(values):
+        value = graph.values[index]
+        totals[value.storage] = totals.get(value.storage, 0) + value.size_bytes
+    return {
+        storage: min(total, graph.storages[storage].size_bytes) for storage, total in totals.items()
+    }
+
+
+def _check_rates(device: DeviceKind) -> None:
+    """Refuse figures that no time can be derived from."""
+    for field, figure in _rates(device):
+        if not 0 < figure.value < math.inf:
+            raise UsageError(
+                f"device {device.name!r}: {field} is {figure.value}, must be above 0 and finite;"
+                " correct it in the device's file"
+            )
+    if not math.isfinite(device.launch_seconds.value):
+        raise UsageError(f"device {device.name!r}: launch_seconds is not finite")
+
+
+def _rates(device: DeviceKind) -> Iterator[tuple[str, Figure]]:
+    yield "bandwidth_bytes_per_s", device.bandwidth_bytes_per_s
+    yield "vector_flops_per_s", device.vector_flops_per_s
+    for dtype, figure in device.flops_per_s.items():
+        yield f"flops_per_s.{dtype}", figure

@@ -1,0 +1,171 @@
+"""What a captured step takes in memory: its plain peak, and what counts beside its traced graph.
+
+A planned graph holds forward and backward. The optimizer's state and update, and the loss between
+forward and backward, run outside it and count as well.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayplan import torch_compat
+from bayplan.costing.operators import WorkspaceWatch
+from bayplan.data.graph import Phase, StepGraph, StorageKind
+from bayplan.data.live_memory import replay_memory
+from bayplan.data.units import round_up
+from bayplan.devices.meters import open_meter
+from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.tracing.capture import capture_step, follow_step
+from bayplan.tracing.explain import explained
+from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.tracing.traced_step import MemoryContext, Price
+
+__all__ = [
+    "loss_bytes",
+    "memory_context",
+    "outside_nodes",
+    "plain_peak_bytes",
+    "resident_bytes",
+    "update_bytes",
+]
+
+# No kernel is taken to need more scratch memory than this share of the peak.
+_WORKSPACE_SHARE = 0.15
+
+
+def memory_context(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    prices: Callable[[torch.device], AbstractContextManager[Price]],
+    granularity_bytes: int,
+    updates: ParameterUpdates | None = None,
+) -> MemoryContext:
+    """What counts beside the traced graph of a captured step.
+
+    Args:
+        step: the model and its loss; the optimizer is in the graph.
+    """
+    return MemoryContext(
+        prices=prices,
+        resident_bytes=resident_bytes(graph),
+        loss_bytes=loss_bytes(step),
+        update_bytes=update_bytes(graph, granularity_bytes=granularity_bytes),
+        granularity_bytes=granularity_bytes,
+        updates=updates,
+    )
+
+
+def resident_bytes(graph: StepGraph) -> int:
+    """What a captured step keeps beside the traced graph: the optimizer's state."""
+    kinds = (StorageKind.OPTIMIZER_STATE,)
+    return sum(storage.size_bytes for storage in graph.storages if storage.kind in kinds)
+
+
+def update_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int | None:
+    """The most memory that a captured step's update takes over what is there before it.
+
+    None where the step has no update.
+    """
+    update = [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
+    if not update:
+        return None
+    live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes)
+    before = sum(
+        round_up(storage.size_bytes, granularity_bytes)
+        for storage in graph.storages
+        if (storage.born is None or storage.born < update[0])
+        and (storage.released is None or storage.released >= update[0])
+    )
+    return max(live.total_bytes[index] for index in update) - before
+
+
+def plain_peak_bytes(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    optimizer: OptimizerSource,
+    granularity_bytes: int,
+    cache: Path | None,
+) -> int:
+    """The peak of a step as it would run without a plan.
+
+    Args:
+        cache: keeps the compiled counter. Kernels near the peak are then run once, each alone, to
+            measure their scratch memory; None leaves scratch memory out.
+    """
+    no_workspace = [0] * len(graph.nodes)
+    without = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
+    if cache is None:
+        return without.peak_bytes
+    least_bytes = (1 - _WORKSPACE_SHARE) * without.peak_bytes
+    high = [index for index, total in enumerate(without.total_bytes) if total >= least_bytes]
+    device = next(step.model.parameters()).device
+    with open_meter(device, cache) as meter:
+        watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    return max(without.total_bytes[index] + size for index, size in watch.found.items())
+
+
+def outside_nodes(graph: StepGraph) -> frozenset[int]:
+    """The nodes of a step that no planned graph runs: its loss, and the update."""
+    update = {index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE}
+    inside = [
+        index
+        for index, node in enumerate(graph.nodes)
+        if node.module and node.phase is not Phase.UPDATE
+    ]
+    last_forward = max(
+        (index for index in inside if graph.nodes[index].phase is Phase.FORWARD), default=-1
+    )
+    first_backward = min((index for index in inside if index > last_forward), default=0)
+    return frozenset(update | set(range(last_forward + 1, first_backward)))
+
+
+def loss_bytes(step: TrainingStep) -> int:
+    """The most memory a loss takes over its inputs: its temporaries and the gradient it returns.
+
+    Zero where the model computes its own loss, which is then part of its graph.
+    """
+    if step.loss_fn is None:
+        return 0
+    with explained(), without_memory():
+        fake = fake_step(step, None)
+        inputs, targets = split_batch(fake.batch, fake.loss_fn)
+        with fake.precision():
+            output = call_model(fake.model, inputs)
+        leaves: list[torch.Tensor] = []
+
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaves.append(nn.Parameter(tensor.detach()))
+            return leaves[-1]
+
+        output = torch_compat.tree_map_only(torch.Tensor, detached, output)
+        alone = TrainingStep(
+            model=_Given(leaves, output),
+            batch=((), *targets) if targets else (),
+            loss_fn=fake.loss_fn,
+            autocast=fake.autocast,
+        )
+    graph = capture_step(alone)
+    given = sum(storage.size_bytes for storage in graph.storages if storage.born is None)
+    return replay_memory(graph, [0] * len(graph.nodes)).peak_bytes - given
+
+
+class _Given(nn.Module):
+    """A model whose outputs are its parameters."""
+
+    def __init__(self, leaves: list[torch.Tensor], output: Any) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList(leaves)
+        self.output = output
+
+    def forward(self) -> Any:
+        return self.output

@@ -1,0 +1,182 @@
+"""What a user names on the command line: a reference model, or `module:function` of their own.
+
+Such a function returns model, batch and loss. Its parameter `batch_size` is the batch size; without
+one so named its first parameter is, unless a default that is no number says otherwise.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
+from bayplan.models import UnknownModel, default_batch_size, load
+
+__all__ = ["Target", "resolve_target"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A named way to build a model with its batch and loss.
+
+    Attributes:
+        build: from a batch size; ignores it where `takes_batch_size` is False.
+        default_batch: used where the user names none; None where the function has its own.
+        is_given: whether the model was handed over as it is, and is not built by name.
+    """
+
+    name: str
+    build: Callable[[int | None], tuple[nn.Module, Any, Any]]
+    takes_batch_size: bool
+    default_batch: int | None
+    is_given: bool = False
+
+
+def resolve_target(text: str) -> Target:
+    """Find the builder behind a target's name; nothing is built yet."""
+    if ":" not in text:
+        return _reference_model(text)
+    module_name, _, function_name = text.partition(":")
+    words = (*module_name.split("."), function_name)
+    if not all(word.isidentifier() for word in words) or module_name.endswith(".py"):
+        raise UsageError(
+            f"{text!r} is no target; write module:function, as Python imports it: the function"
+            " build in my_project/train.py is my_project.train:build"
+        )
+    function = _find_function(_import_users(module_name), function_name, text)
+    parameter = _batch_parameter(function, text)
+
+    def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+        size = default_batch if batch_size is None else batch_size
+        with _no_exit(f"{text!r}"):
+            if parameter is None or size is None:
+                built = function()
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                built = function(size)
+            else:
+                built = function(**{parameter.name: size})
+        return _checked(built, text)
+
+    default_batch = _default_batch(parameter)
+    return Target(
+        name=text,
+        build=build,
+        takes_batch_size=parameter is not None,
+        default_batch=default_batch,
+    )
+
+
+def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Parameter | None:
+    """The parameter that is given the batch size; None if the function takes nothing."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in parameters.values() if parameter.kind not in variadic]
+    chosen = parameters.get("batch_size")
+    if chosen is None and named and _may_be_a_size(named[0].default):
+        chosen = named[0]
+    missing = [
+        parameter.name
+        for parameter in named
+        if parameter.default is parameter.empty and parameter is not chosen
+    ]
+    if missing:
+        raise UsageError(
+            f"{text!r} needs {', '.join(missing)} besides the batch size, which nothing gives it;"
+            " give those a default, or write a function of batch_size alone that calls it"
+        )
+    return chosen
+
+
+def _may_be_a_size(default: object) -> bool:
+    return default is None or default is inspect.Parameter.empty or type(default) is int
+
+
+def _default_batch(parameter: inspect.Parameter | None) -> int | None:
+    """What the function builds when --batch is left out; 1 where it must be told."""
+    if parameter is None:
+        return None
+    if parameter.default is parameter.empty:
+        return 1
+    return parameter.default if type(parameter.default) is int else None
+
+
+def _reference_model(name: str) -> Target:
+    try:
+        default_batch = default_batch_size(name)
+    except UnknownModel as fault:
+        raise UsageError(f"{fault} (a model of your own is written module:function)") from None
+
+    def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+        return load(name)(batch_size or default_batch)
+
+    return Target(name=name, build=build, takes_batch_size=True, default_batch=default_batch)
+
+
+def _import_users(module_name: str) -> Any:
+    # As `python -m` does: the user's project is where the command is run.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        with _no_exit(f"importing {module_name!r}"):
+            return importlib.import_module(module_name)
+    except BayplanError:
+        raise
+    except ModuleNotFoundError as fault:
+        # Of the module itself or a package above it; any other is missing in the user's own code.
+        if fault.name is not None and f"{module_name}.".startswith(f"{fault.name}."):
+            raise UsageError(
+                f"cannot find module {module_name!r} from the folder {Path.cwd()}; run the"
+                " command in the folder that holds it, or put that folder on PYTHONPATH"
+            ) from None
+        raise CaptureError(f"importing {module_name!r} fails: {fault}") from fault
+    except Exception as fault:
+        raise CaptureError(
+            f"importing {module_name!r} fails: {type(fault).__name__}: {fault}"
+        ) from fault
+
+
+@contextmanager
+def _no_exit(what: str) -> Iterator[None]:
+    """A script that ends the process, as one that reads its own arguments does, ends bayplan's."""
+    try:
+        yield
+    except SystemExit as fault:
+        raise CaptureError(
+            f"{what} ends the process with {fault!r}; keep what reads arguments or runs the script"
+            ' out of it, under `if __name__ == "__main__":`'
+        ) from fault
+
+
+def _find_function(module: Any, name: str, text: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    known = [key for key, thing in vars(module).items() if inspect.isfunction(thing)]
+    hint = did_you_mean(name, known) if known else "it defines no function"
+    raise UsageError(f"{text!r}: module {module.__name__!r} has no function {name!r}; {hint}")
+
+
+def _checked(built: Any, text: str) -> tuple[nn.Module, Any, Any]:
+    is_triple = isinstance(built, tuple) and len(built) == 3
+    if not is_triple or not isinstance(built[0], nn.Module):
+        raise UsageError(
+            f"{text!r} must return (model, batch, loss), a module first; it returns"
+            f" {type(built).__name__}"
+            + (f" of {len(built)} items" if isinstance(built, tuple) else "")
+        )
+    if built[2] is not None and not callable(built[2]):
+        raise UsageError(
+            f"{text!r} returns a loss that is no function but {type(built[2]).__name__};"
+            " return a function of output and targets, or None if the output holds its loss"
+        )
+    return built

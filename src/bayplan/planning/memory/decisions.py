@@ -1,0 +1,81 @@
+"""A decided order in a reader's words: what happens to each activation, and what sets the peak."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from bayplan.data.plan import Choice, Decision, LiveValue, PeakMoment, StepOrder
+from bayplan.data.program import Program
+from bayplan.simulating.schedule import alive_at, plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Swapped
+
+__all__ = ["decisions_of", "peak_moment"]
+
+
+def decisions_of(program: Program, order: StepOrder) -> tuple[Decision, ...]:
+    """Every activation that is not simply kept, in the order forward makes them."""
+    by_value = {(decision.value, decision.choice): decision for decision in _all(program, order)}
+    place = {op.name: index for index, op in enumerate(program.ops)}
+    return tuple(
+        sorted(by_value.values(), key=lambda decision: place.get(decision.value, len(place)))
+    )
+
+
+def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
+    for index, count in Counter(order.schedule).items():
+        op = program.repeats[index]
+        if count > 1:
+            yield Decision(
+                value=op.name,
+                choice=Choice.RECOMPUTE,
+                place=op.place,
+                size_bytes=sum(program.buffers[buffer] for buffer in op.writes),
+                seconds=(count - 1) * op.seconds,
+            )
+    for swap in order.swaps:
+        op = program.ops[program.producers[swap.buffer]]
+        yield Decision(
+            value=op.name,
+            choice=Choice.SWAP,
+            place=op.place,
+            size_bytes=program.buffers[swap.buffer],
+        )
+    made_by = {op.name: op for op in program.ops}
+    for name in order.packs:
+        value = name.partition(":")[2]
+        op = made_by.get(value)
+        yield Decision(
+            value=value,
+            choice=Choice.PACK,
+            place="" if op is None else op.place,
+            size_bytes=0 if op is None else sum(program.buffers[b] for b in op.writes),
+        )
+
+
+_MOST_NAMED = 20
+
+
+def peak_moment(swapped: Swapped) -> PeakMoment:
+    """What is alive at the peak of an arrangement, given as the program that it leads to."""
+    program = swapped.program
+    schedule = plain_schedule(program)
+    replay = replay_schedule(program, schedule)
+    op = program.ops[replay.peak_step]
+    alive = set(alive_at(program, schedule, replay.peak_step)) - program.inputs
+    passing = sorted(alive - program.outputs, key=lambda buffer: -program.buffers[buffer])
+    makers = {buffer: program.ops[program.producers[buffer]] for buffer in passing}
+    return PeakMoment(
+        op=op.name,
+        place=op.place,
+        always_bytes=program.always_bytes,
+        outputs_bytes=sum(program.buffers[buffer] for buffer in alive & program.outputs),
+        workspace_bytes=op.workspace_bytes,
+        values=tuple(
+            LiveValue(
+                value=makers[buffer].name,
+                place=makers[buffer].place,
+                size_bytes=program.buffers[buffer],
+            )
+            for buffer in passing[:_MOST_NAMED]
+            if program.buffers[buffer]
+        ),
+    )

@@ -1,0 +1,381 @@
+"""The largest batch that fits, strategy by strategy, without a single trial run.
+
+The ops of a model are the same at every batch size, and each buffer is a fixed part plus a part per
+sample, so two sizes determine all others exactly. Seconds and scratch memory are only nearly so.
+
+The ops of a model are the same at every batch size, so what made one size fit is the first thing
+to try at another, and a search is the last.
+
+The step is traced at two small batch sizes, from which its program at any size follows nearly.
+A size found on those programs is traced itself, which gives a better line and so a better size,
+until the line and the trace agree.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import structs
+
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, UsageError
+from bayplan.data.plan import StepOrder
+from bayplan.data.program import Op, Program
+from bayplan.data.units import Limit
+from bayplan.planning.memory.bounds import least_peak
+from bayplan.planning.memory.orders import FastestWithin, order_of
+from bayplan.planning.memory.planner import ASSUMED_TIER, STRATEGIES, Planner, strategy_named
+from bayplan.planning.memory.search import smallest_peak
+from bayplan.planning.memory.strategies import Strategy
+from bayplan.planning.memory.swaps import choose_swaps
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Arrangement, Tier
+
+__all__ = [
+    "AffineProgram",
+    "FittingWay",
+    "LargestBatch",
+    "Packs",
+    "by_any",
+    "by_one",
+    "largest_batches",
+]
+
+
+@dataclass(frozen=True)
+class AffineProgram:
+    """Two programs of one model, at two batch sizes.
+
+    Example:
+        >>> op = Op(name="f", reads=(), writes=(0,), seconds=1.0)
+        >>> two = Program(buffers=(120,), ops=(op,), first_backward=1)
+        >>> four = structs.replace(two, buffers=(140,))
+        >>> AffineProgram(two, 2, four, 4).at(10).buffers
+        (200,)
+    """
+
+    small: Program
+    small_batch: int
+    large: Program
+    large_batch: int
+
+    def __post_init__(self) -> None:
+        assert self.small_batch != self.large_batch, "two different batch sizes"
+        shapes = [
+            (one.first_backward, list(map(_shape, one.ops)), list(map(_shape, one.repeats)))
+            for one in (self.small, self.large)
+        ]
+        if shapes[0] != shapes[1]:
+            raise CaptureError(
+                f"the step runs other operators at batch {self.small_batch} than at batch"
+                f" {self.large_batch}, so its largest batch cannot be searched; give --batch"
+            )
+
+    def at(self, batch: int) -> Program:
+        """The program at a batch size."""
+        return structs.replace(
+            self.large,
+            buffers=tuple(map(self._integer(batch), self.small.buffers, self.large.buffers)),
+            ops=tuple(
+                self._op(batch, small, large)
+                for small, large in zip(self.small.ops, self.large.ops, strict=True)
+            ),
+            resident_bytes=self._integer(batch)(
+                self.small.resident_bytes, self.large.resident_bytes
+            ),
+        )
+
+    def _op(self, batch: int, small: Op, large: Op) -> Op:
+        seconds, workspace_bytes = self._costs(batch, small, large)
+        repeat_seconds, repeat_workspace_bytes = self._costs(batch, small.again(), large.again())
+        return structs.replace(
+            large,
+            seconds=seconds,
+            workspace_bytes=workspace_bytes,
+            takes_over=tuple(sorted({*small.takes_over} & {*large.takes_over})),
+            repeat_seconds=repeat_seconds,
+            repeat_workspace_bytes=repeat_workspace_bytes,
+        )
+
+    def _costs(self, batch: int, small: Op, large: Op) -> tuple[float, int]:
+        seconds = small.seconds + self._share(batch) * (large.seconds - small.seconds)
+        workspace_bytes = self._integer(batch)(small.workspace_bytes, large.workspace_bytes)
+        return max(0.0, seconds), workspace_bytes
+
+    def _share(self, batch: int) -> float:
+        return (batch - self.small_batch) / (self.large_batch - self.small_batch)
+
+    def _integer(self, batch: int):  # noqa: ANN202 - a function of two integers to one
+        distance = self.large_batch - self.small_batch
+
+        def between(small: int, large: int) -> int:
+            return max(0, small + (large - small) * (batch - self.small_batch) // distance)
+
+        return between
+
+
+def _shape(op: Op) -> tuple[object, ...]:
+    return op.name, op.reads, op.writes, op.can_repeat
+
+
+Packs = tuple[str, ...]  # what is packed in a variant of a step
+# Of the variants of a step, one with an arrangement within a limit; None where there is none.
+FittingWay = Callable[[Mapping[Packs, Program], int], tuple[Packs, Arrangement] | None]
+
+
+def by_one(strategy: Strategy) -> FittingWay:
+    """What a reference strategy does, which knows no packs."""
+
+    def find(
+        programs: Mapping[Packs, Program], limit_bytes: int
+    ) -> tuple[Packs, Arrangement] | None:
+        arrangement = _arranged(strategy, programs[()])
+        if _peak_bytes(programs[()], arrangement) > limit_bytes:
+            return None
+        return (), arrangement
+
+    return find
+
+
+def by_any(
+    strategies: Sequence[Strategy],
+    *,
+    tier: Tier | None,
+    time_limit_seconds: float,
+    cache_dir: Path | None = None,
+) -> FittingWay:
+    """What any strategy does, or a search of our own finds.
+
+    Args:
+        strategies: those of others; what fits by one of them fits by this.
+        tier: where buffers may be swapped to; None repeats only.
+        time_limit_seconds: for each search.
+        cache_dir: see `plan_schedule`.
+    """
+    known: dict[Packs, list[Arrangement]] = {}
+
+    def find(
+        programs: Mapping[Packs, Program], limit_bytes: int
+    ) -> tuple[Packs, Arrangement] | None:
+        for packs, program in programs.items():
+            for arrangement in known.get(packs, ()):
+                if _peak_bytes(program, arrangement) <= limit_bytes:
+                    return packs, arrangement
+        for strategy in strategies:
+            found = by_one(strategy)(programs, limit_bytes)
+            if found is not None:
+                return found
+        seconds = time_limit_seconds / len(programs)
+        for packs, program in programs.items():
+            for arrangement in _searched(program, limit_bytes, tier, seconds, cache_dir):
+                known.setdefault(packs, []).insert(0, arrangement)
+                if _peak_bytes(program, arrangement) <= limit_bytes:
+                    return packs, arrangement
+        return None
+
+    return find
+
+
+def _searched(
+    program: Program,
+    limit_bytes: int,
+    tier: Tier | None,
+    seconds: float,
+    cache_dir: Path | None,
+) -> Iterator[Arrangement]:
+    if least_peak(program).peak_bytes <= limit_bytes:
+        planned = smallest_peak(program, time_limit_seconds=seconds, cache_dir=cache_dir)
+        yield Arrangement(planned.schedule)
+    if tier is not None:
+        try:
+            yield choose_swaps(program, limit_bytes, tier, time_limit_seconds=seconds).arrangement
+        except DoesNotFit:
+            return
+
+
+def _arranged(strategy: Strategy, program: Program) -> Arrangement:
+    try:
+        return strategy(program)
+    except BayplanError:  # at few samples it may find nothing to hold on to: then all is kept
+        return Arrangement(plain_schedule(program))
+
+
+def _peak_bytes(program: Program, arrangement: Arrangement) -> int:
+    arranged = arrangement.apply(program).program
+    return replay_schedule(arranged, plain_schedule(arranged)).peak_bytes
+
+
+_SMALL = (4, 8)  # sizes to trace; two samples may take other kernels than many
+_MOST = 2**20
+_MOST_TRACES = 6  # of one strategy, before sizes are lowered until one fits
+_SEARCH_SHARE = 0.2  # of a plan's time limit, for one size of our own strategy
+_SWAPPING = ("swap", "ome")
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """One row of the table.
+
+    Attributes:
+        strategy: its name.
+        batch: the largest size whose peak is within the limit; 0 if not even one sample fits.
+        peak_bytes: predicted at that size.
+        time_ratio: predicted step time over that of keeping everything, at that size.
+        samples_per_second: predicted.
+        note: why there is no batch, where the strategy was not tried.
+    """
+
+    strategy: str
+    batch: int
+    peak_bytes: int = 0
+    time_ratio: float = 0.0
+    samples_per_second: float = 0.0
+    note: str = ""
+
+
+def largest_batches(
+    planner: Planner, limit_bytes: int, *, strategies: tuple[str, ...] = STRATEGIES
+) -> Iterator[LargestBatch]:
+    """The table, row by row as it is found. Our own strategy is never below another.
+
+    Args:
+        planner: of the step; its batch size does not matter.
+        limit_bytes: what there is.
+        strategies: names, in the order wanted.
+    """
+    if not planner.step.takes_batch_size:
+        raise UsageError(
+            f"{planner.step.name!r} takes no batch size, so there is no largest; give"
+            " its function a parameter batch_size"
+        )
+    search = _Search(planner, limit_bytes)
+    for name in strategies:
+        planner.on_progress(f"largest batch by {name}", 0, 1)
+        if name in _SWAPPING and search.tier is None:
+            yield LargestBatch(name, 0, note="needs --swap-dir")
+        else:
+            yield search.row(name)
+
+
+class _Search:
+    """The sizes of one table."""
+
+    def __init__(self, planner: Planner, limit_bytes: int) -> None:
+        self._planner, self._limit_bytes = planner, limit_bytes
+        # A device elsewhere has a host to swap to; here, only what was measured counts.
+        elsewhere = not planner.step.is_here
+        self.tier: Tier | None = planner.tier or (ASSUMED_TIER if elsewhere else None)
+        self._small = self._programs(_SMALL[0], None)
+        self._lines = self._lines_to(_SMALL[1], self._programs(_SMALL[1], tuple(self._small)))
+
+    def row(self, name: str) -> LargestBatch:
+        """The largest size of one strategy."""
+        way, lines = self._way(name), self._lines
+        found: dict[int, StepOrder | None] = {}
+        batch = self._largest(way, lines)
+        while batch and batch not in found and len(found) < _MOST_TRACES:
+            programs = self._programs(batch, tuple(lines))
+            found[batch] = self._order(name, way, programs, batch)
+            lines = self._lines_to(batch, programs)
+            batch = self._largest(way, lines)
+        fitting = [size for size, order in found.items() if order is not None]
+        batch = max(fitting, default=min(found, default=0))
+        while batch and found.get(batch) is None:
+            batch -= max(1, batch // 16)
+            programs = self._programs(batch, tuple(lines)) if batch else {}
+            found[batch] = self._order(name, way, programs, batch) if batch else None
+        order = found.get(batch)
+        if order is None:
+            return LargestBatch(name, 0)
+        rate = batch / max(order.seconds, 1e-12)
+        return LargestBatch(name, batch, order.peak_bytes, order.time_ratio, rate)
+
+    def _way(self, name: str) -> FittingWay:
+        if name != "auto":
+            return by_one(strategy_named(name, tier=self.tier))
+        others = [one for one in STRATEGIES if one != "auto"]
+        return by_any(
+            [
+                strategy_named(one, tier=self.tier)
+                for one in others
+                if one not in _SWAPPING or self.tier is not None
+            ],
+            tier=self.tier,
+            time_limit_seconds=_SEARCH_SHARE * self._planner.time_limit_seconds,
+            cache_dir=self._planner.cache,
+        )
+
+    def _order(
+        self, name: str, way: FittingWay, programs: Mapping[Packs, Program], batch: int
+    ) -> StepOrder | None:
+        """What the strategy does at a size, if that fits; of ours the fastest that is known."""
+        found = way(programs, self._limit_bytes)
+        orders: list[StepOrder] = []
+        if found is not None:
+            packs, arrangement = found
+            order = order_of(
+                programs[packs],
+                arrangement,
+                strategy=name,
+                packs=packs,
+                tier=self.tier,
+                plain_peak_bytes=0,
+                plain_seconds=programs[()].plain_seconds,
+            )
+            orders.append(order)
+            if name == "auto":
+                orders += self._faster(batch)
+        return min(orders, key=lambda order: order.seconds, default=None)
+
+    def _faster(self, batch: int) -> Iterator[StepOrder]:
+        planner = self._planner
+        decide = FastestWithin(
+            Limit(size_bytes=self._limit_bytes),
+            cache=planner.cache,
+            time_limit_seconds=planner.time_limit_seconds,
+            tier=self.tier,
+            may_pack=planner.may_pack,
+            machine=planner.machine,
+        )
+        try:
+            yield decide(self._at(batch).step.traced)
+        except DoesNotFit:
+            return
+
+    def _at(self, batch: int) -> Planner:
+        return replace(self._planner, step=self._planner.step.at(batch))
+
+    def _programs(self, batch: int, variants: tuple[Packs, ...] | None) -> dict[Packs, Program]:
+        """The programs at a size: without packs, and with all that are wanted or known."""
+        traced = self._at(batch).step.traced
+        known = tuple(sorted(pack.name for pack in traced.packs))
+        if variants is None:
+            variants = tuple(dict.fromkeys([(), known if self._planner.may_pack else ()]))
+        return {
+            packs: traced.with_packs(packs).program for packs in variants if {*packs} <= {*known}
+        }
+
+    def _lines_to(
+        self, batch: int, programs: Mapping[Packs, Program]
+    ) -> dict[Packs, AffineProgram]:
+        """Lines from the smallest traced size to another."""
+        if batch == _SMALL[0]:
+            return self._lines
+        return {
+            packs: AffineProgram(self._small[packs], _SMALL[0], program, batch)
+            for packs, program in programs.items()
+        }
+
+    def _largest(self, way: FittingWay, lines: Mapping[Packs, AffineProgram]) -> int:
+        """The largest size that fits, where all smaller ones do too; 0 if none does."""
+
+        def fits(size: int) -> bool:
+            programs = {packs: line.at(size) for packs, line in lines.items()}
+            return way(programs, self._limit_bytes) is not None
+
+        low, high = 0, 1
+        while high < _MOST and fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low

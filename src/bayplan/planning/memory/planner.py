@@ -1,0 +1,266 @@
+"""Plans of a step for one device: one limit, or a whole curve of memory against time."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import structs
+
+from bayplan.data import files
+from bayplan.data.errors import FileFault, UsageError, did_you_mean
+from bayplan.data.graph import StepGraph
+from bayplan.data.plan import Decision, DevicePlan, Request, StepOrder
+from bayplan.data.units import Limit, Progress, no_progress
+from bayplan.planning.memory.decisions import decisions_of, peak_moment
+from bayplan.planning.memory.orders import (
+    FastestWithin,
+    PackedVariants,
+    by_strategy,
+    limit_for,
+    order_of,
+    pack_variants,
+    planned_bytes,
+)
+from bayplan.planning.memory.search import Planned, pareto, smallest_peak
+from bayplan.planning.memory.strategies import Strategy, checkpoint, keep, ome, swap
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Arrangement, Tier, arrangement_of
+
+__all__ = [
+    "ASSUMED_TIER",
+    "STRATEGIES",
+    "PlannableStep",
+    "Planner",
+    "strategy_named",
+    "write_curve",
+]
+
+_PERCENT = 100  # progress is told in these
+# What a host link of that generation moves; used where no tier can be measured.
+ASSUMED_TIER = Tier(out_bytes_per_second=12e9, in_bytes_per_second=12e9, latency_seconds=1e-5)
+STRATEGIES = ("auto", "keep", "checkpoint", "checkpoint-speed", "swap", "ome")
+
+
+class PlannableStep(Protocol):
+    """What planners need to know of a step; `PreparedStep` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def takes_batch_size(self) -> bool: ...
+    @property
+    def is_here(self) -> bool: ...
+    @property
+    def request(self) -> Request | None: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def torch_version(self) -> str: ...
+    @property
+    def graph(self) -> StepGraph: ...
+    @property
+    def traced(self) -> PackedVariants: ...
+    @property
+    def plain_peak_bytes(self) -> int: ...
+    @property
+    def outside_seconds(self) -> float: ...
+    def at(self, batch: int) -> "PlannableStep": ...
+
+
+def strategy_named(name: str, *, tier: Tier | None = None) -> Strategy:
+    """One of the reference strategies, with the settings its authors gave it."""
+    known: dict[str, Callable[[], Strategy]] = {
+        "keep": keep,
+        "checkpoint": partial(checkpoint, "memory"),
+        "checkpoint-speed": partial(checkpoint, "speed"),
+        "swap": partial(swap, tier=tier),
+        "ome": partial(ome, tier=tier),
+    }
+    if name not in known:
+        raise UsageError(f"no strategy {name!r}; {did_you_mean(name, STRATEGIES)}")
+    return known[name]()
+
+
+@dataclass
+class Planner:
+    """A step, traced once, from which any number of plans are made.
+
+    Attributes:
+        cache: where compiled code and plans are kept.
+        machine: see `FastestWithin`.
+        tier: how fast activations are swapped; None plans no swaps of its own.
+        time_limit_seconds: for the search of one plan.
+    """
+
+    step: PlannableStep
+    cache: Path
+    machine: str = ""
+    tier: Tier | None = None
+    may_pack: bool = True
+    time_limit_seconds: float = 10.0
+    on_progress: Progress = no_progress
+
+    def order(self, limit: Limit, *, strategy: str = "auto") -> StepOrder:
+        """Decide one plan.
+
+        Raises:
+            DoesNotFit: says what binds and the smallest limit that works.
+        """
+        if strategy != "auto":
+            tier = self.tier or ASSUMED_TIER
+            chosen = strategy_named(strategy, tier=tier)
+            decide = by_strategy(
+                strategy, chosen, plain_peak_bytes=self.step.plain_peak_bytes, tier=tier
+            )
+            return decide(self.step.traced)
+        within = FastestWithin(
+            limit,
+            cache=self.cache,
+            time_limit_seconds=self.time_limit_seconds,
+            plain_peak_bytes=self.step.plain_peak_bytes,
+            tier=self.tier,
+            may_pack=self.may_pack,
+            machine=self.machine,
+            on_progress=lambda share: self.on_progress("planning", int(share * _PERCENT), _PERCENT),
+        )
+        return within(self.step.traced)
+
+    def curve(
+        self,
+        limits_bytes: list[int],
+        *,
+        time_limit_seconds: float,
+        starts: Mapping[tuple[str, ...], Planned] | None = None,
+    ) -> Iterator[tuple[int, StepOrder]]:
+        """Memory against time, as plans are found; a limit comes again when a faster one is.
+
+        More memory is never slower. Recomputation and packing only: swaps depend on the moment.
+
+        Args:
+            limits_bytes: in any order.
+            time_limit_seconds: for all limits together.
+            starts: by `smallest`, so that no limit they fit is left without a plan.
+        """
+        starts, variants = starts or {}, self._variants
+        best: dict[int, StepOrder] = {}
+        plain = self.step.traced.with_packs().program
+        plain_seconds = plain.plain_seconds
+        plain_bytes = replay_schedule(plain, plain_schedule(plain)).peak_bytes
+        limit_of = {
+            limit_bytes if plain_bytes <= limit_bytes else planned_bytes(limit_bytes): limit_bytes
+            for limit_bytes in limits_bytes
+        }
+        for number, packs in enumerate(variants):
+            program = self.step.traced.with_packs(packs).program
+            seconds = time_limit_seconds / len(variants)
+            found = pareto(
+                program,
+                limit_of,
+                time_limit_seconds=seconds,
+                starts=[starts[packs].schedule] if packs in starts else [],
+                cache_dir=self.cache,
+            )
+            for within_bytes, planned in found:
+                limit_bytes = limit_of[within_bytes]
+                self.on_progress("planning the curve", number, len(variants))
+                known = best.get(limit_bytes)
+                if known is not None and known.seconds <= planned.seconds:
+                    continue
+                best[limit_bytes] = order_of(
+                    program,
+                    Arrangement(planned.schedule),
+                    strategy="auto",
+                    packs=packs,
+                    limit_bytes=limit_bytes,
+                    plain_peak_bytes=self.step.plain_peak_bytes,
+                    plain_seconds=plain_seconds,
+                )
+                yield limit_bytes, best[limit_bytes]
+
+    def smallest(self, *, time_limit_seconds: float) -> dict[tuple[str, ...], Planned]:
+        """The smallest peak found by recomputation, with nothing packed and with packs."""
+        return {
+            packs: smallest_peak(
+                self.step.traced.with_packs(packs).program,
+                time_limit_seconds=time_limit_seconds / len(self._variants),
+                cache_dir=self.cache,
+            )
+            for packs in self._variants
+        }
+
+    @property
+    def _variants(self) -> list[tuple[str, ...]]:
+        """Nothing packed, what is worth it, and everything."""
+        return pack_variants(self.step.traced) if self.may_pack else [()]
+
+    def decisions(self, order: StepOrder) -> tuple[Decision, ...]:
+        """What happens to each activation, in a reader's words."""
+        return decisions_of(self.step.traced.with_packs(order.packs).program, order)
+
+    def plan(self, order: StepOrder, *, limit: Limit | None = None) -> DevicePlan:
+        """A decided order as the file that `run` obeys."""
+        step = self.step
+        program = step.traced.with_packs(order.packs).program
+        request = step.request
+        if request is not None and limit is not None:
+            request = structs.replace(request, memory=str(limit))
+        return DevicePlan(
+            model=step.graph.model,
+            graph_fingerprint=step.graph.fingerprint,
+            cluster_fingerprint=step.device_name,
+            torch_version=step.torch_version,
+            limit_bytes=None if limit is None else limit.of(step.plain_peak_bytes),
+            request=request,
+            order=order,
+            decisions=self.decisions(order),
+            peak_moment=peak_moment(arrangement_of(order).apply(program)),
+            predicted_peak_bytes=(order.peak_bytes,),
+            predicted_seconds=order.seconds + step.outside_seconds,
+        )
+
+
+_STEP_PERCENT = 10
+
+
+def write_curve(
+    planner: Planner, folder: Path, *, time_limit_seconds: float
+) -> list[tuple[int, StepOrder]]:
+    """Plan from the plain peak down to the smallest, in steps of a tenth.
+
+    Files are named by the share of the plain peak (`0.40.json`); the last, `floor.json`, is the
+    smallest limit that works. Each is replaced when a faster plan for it is found, so that what
+    lies in the folder is good at any moment.
+
+    Args:
+        planner: of the step.
+        folder: made if it is not there.
+        time_limit_seconds: for everything.
+
+    Returns:
+        Limits and their plans.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise FileFault(f"cannot make the folder {folder}: {fault.strerror}") from None
+    plain_bytes = planner.step.plain_peak_bytes
+    smallest = planner.smallest(time_limit_seconds=time_limit_seconds / 4)
+    floor_bytes = limit_for(min(planned.peak_bytes for planned in smallest.values()))
+    name_of: dict[int, str] = {floor_bytes: "floor"}
+    for percent in range(_STEP_PERCENT, 101, _STEP_PERCENT):
+        limit_bytes = Limit(share=percent / 100).of(plain_bytes)
+        if limit_bytes > floor_bytes:
+            name_of[limit_bytes] = f"{percent / 100:.2f}"
+    found: dict[int, StepOrder] = {}
+    curve = planner.curve(
+        sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4, starts=smallest
+    )
+    for limit_bytes, order in curve:
+        found[limit_bytes] = order
+        made = planner.plan(order, limit=Limit(size_bytes=limit_bytes))
+        files.write(folder / f"{name_of[limit_bytes]}.json", made)
+    return sorted(found.items())

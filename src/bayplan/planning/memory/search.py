@@ -1,0 +1,381 @@
+"""The memory planner: the fastest schedule within a limit, the smallest peak, and the curve.
+
+1. Bounds first: a limit that one op exceeds by itself is refused with that op as proof.
+2. Starts: from the plain schedule, drop what removes most excess per second (over all moments
+   above the limit, not only the peak) until it fits; and from classic checkpointing, keep again
+   what there is room for.
+3. Simulated annealing over all choices, where being above the limit is allowed at a price that
+   rises until schedules fit. Where the limit is tight, the best region is rarely near the recipes
+   of step 2: what lies just above the limit after greedy drops is the better place to start from.
+4. The budget is spent in rounds. The search stops when the lower bound is reached, or after a
+   round that saved next to nothing.
+
+Every candidate is judged by its exact peak. A search is repeatable for a given seed and number of
+evaluations, unless the time limit ends it earlier.
+"""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bayplan.data.errors import DoesNotFit
+from bayplan.data.program import Program
+from bayplan.planning.memory.annealing import (
+    anneal,
+    checkpoint_starts,
+    choices_of_schedule,
+    drop,
+    refill,
+)
+from bayplan.planning.memory.bounds import Planned, finish, gap, least_peak, least_seconds, refusal
+from bayplan.planning.memory.choices import Choices
+from bayplan.planning.memory.moves import Budget, Progress, SearchSpace
+from bayplan.planning.memory.native_evaluator import open_evaluator
+from bayplan.simulating.schedule import check_schedule, replay_schedule
+
+__all__ = ["Curve", "Planned", "fastest", "pareto", "plan_schedule", "smallest_peak", "squeeze"]
+
+_FIRST_STEP, _LAST_STEP = 0.08, 1e-3  # shares of the bytes that can be released at all
+
+
+def squeeze(space: SearchSpace, *, goal_bytes: int = 0, start: Choices | None = None) -> Choices:
+    """The choices of the smallest peak found, or the first within the goal.
+
+    It begins with classic checkpointing and, if given, with `start`.
+    """
+    starts = [space.plain, *checkpoint_starts(space.program, space.evaluator.gaps)]
+    if start is not None:
+        starts.append(start)
+    best = min(starts, key=lambda choices: space.judge(choices, 0).peak_bytes)
+    if not space.context.by_place:
+        return best
+    floor = max(goal_bytes, least_peak(space.program).peak_bytes)
+    peak, step = space.judge(best, 0).peak_bytes, _FIRST_STEP
+    while peak > floor and step > _LAST_STEP and not space.budget.is_out:
+        target = max(floor, int(peak - step * (peak - space.program.always_bytes)))
+        lower = _lower(space, best, target)
+        if lower is None:
+            step /= 2
+        else:
+            best, peak = lower, space.judge(lower, 0).peak_bytes
+    return best
+
+
+def _lower(space: SearchSpace, best: Choices, target_bytes: int) -> Choices | None:
+    """Choices within the target, from the best so far or from plain, or None."""
+    for start in (best, space.plain):
+        dropped, price = drop(space, start, target_bytes)
+        if space.fits(dropped, target_bytes):
+            return dropped
+        annealed = anneal(
+            space,
+            dropped,
+            dropped,
+            price=price,
+            limit_bytes=target_bytes,
+            share=0.1,
+            only_fit=True,
+        )
+        if space.fits(annealed, target_bytes):
+            return annealed
+    return None
+
+
+_MOST_REFILLED = 3  # of the recipes that fit; all are judged
+# First temperatures of walks, as shares of the plain step's seconds.
+_FROM_DROPPED, _FROM_PLAIN, _FROM_BEST = 8e-4, 2e-3, (2e-4, 5e-5, 1e-5)
+# Schedules judged in the first round; each later round judges twice as many as the one before. A
+# round that saves less than this share of the step is the last.
+_FIRST_ROUND, _WORTH_A_ROUND = 30_000, 5e-4
+
+
+def fastest(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices] = ()) -> Choices:
+    """The fastest choices found within the limit; if none fit, those of the smallest peak found.
+
+    `starts` are choices to begin with, whether they fit or not. If greedy drops make one fit, the
+    search stays around it, which is much quicker than from nothing.
+    """
+    if space.fits(space.plain, limit_bytes) or not space.context.by_place:
+        return space.plain
+    bound_seconds = least_seconds(space.program, limit_bytes)
+    space.budget.start_round(_FIRST_ROUND)
+    dropped = [drop(space, start, limit_bytes) for start in starts]
+    price = next((price for _, price in dropped if price), 0.0)
+    places = [choices for choices, _ in dropped]
+    walks: list[tuple[Choices, float]] = []
+    if not any(space.fits(choices, limit_bytes) for choices in places):
+        choices, price = drop(space, space.plain, limit_bytes)
+        places.append(choices)
+        walks.append((choices, _FROM_DROPPED))
+        if not space.fits(choices, limit_bytes):
+            walks.append((space.plain, _FROM_PLAIN))
+    best = _best_recipe(space, limit_bytes, places)
+    best_seconds = math.inf
+    for round_number in itertools.count(1):
+        best = _wander(space, walks, best, price, limit_bytes)
+        if not space.fits(best, limit_bytes):
+            space.budget.start_round(space.budget.total)
+            best = squeeze(space, goal_bytes=limit_bytes, start=best)
+            if not space.fits(best, limit_bytes):
+                return best
+            space.budget.start_round(_FIRST_ROUND)
+        best = _settle(space, best, price, limit_bytes)
+        space.budget.start_round(_FIRST_ROUND * 2**round_number)
+        best = refill(space, best, limit_bytes)
+        seconds = space.judge(best, limit_bytes).seconds
+        if (
+            seconds <= bound_seconds * (1 + 1e-9)
+            or seconds > best_seconds * (1 - _WORTH_A_ROUND)
+            or space.budget.is_out
+        ):
+            break
+        best_seconds = seconds
+    space.budget.stop(best_seconds=seconds)
+    return best
+
+
+def _wander(
+    space: SearchSpace,
+    walks: Sequence[tuple[Choices, float]],
+    best: Choices,
+    price: float,
+    limit_bytes: int,
+) -> Choices:
+    """Anneal from starts of which each has its own first temperature."""
+    for number, (start, hot) in enumerate(walks):
+        share = 1 / (len(walks) + len(_FROM_BEST) - number)
+        best = anneal(
+            space, start, best, price=price, limit_bytes=limit_bytes, share=share, hot=hot
+        )
+    return best
+
+
+def _settle(space: SearchSpace, best: Choices, price: float, limit_bytes: int) -> Choices:
+    """Anneal around the best, colder each time, and keep again what there is room for."""
+    for number, hot in enumerate(_FROM_BEST):
+        best = refill(space, best, limit_bytes)
+        share = 1 / (len(_FROM_BEST) - number)
+        best = anneal(space, best, best, price=price, limit_bytes=limit_bytes, share=share, hot=hot)
+    return best
+
+
+def _best_recipe(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices]) -> Choices:
+    """The fastest of starts and classic checkpointing that fits, else the one nearest to it."""
+    recipes = checkpoint_starts(space.program, space.evaluator.gaps)
+    judged = [(space.judge(recipe, limit_bytes), recipe) for recipe in (*starts, *recipes)]
+    fitting = [item for item in judged if item[0].peak_bytes <= limit_bytes]
+    if not fitting:
+        return min(judged, key=lambda item: item[0].excess)[1]
+    fitting.sort(key=lambda item: item[0].seconds)
+    candidates = [fitting[0][1]]
+    candidates += [refill(space, recipe, limit_bytes) for _, recipe in fitting[:_MOST_REFILLED]]
+    return min(candidates, key=lambda choices: space.judge(choices, limit_bytes).seconds)
+
+
+class Curve:
+    """Limits in ascending order, and for each the fastest plan offered that fits it."""
+
+    def __init__(self, program: Program, limits_bytes: Iterable[int]) -> None:
+        self.limits_bytes = sorted(set(limits_bytes))
+        self.plans: dict[int, Planned] = {}
+        self._program = program
+
+    def offer(self, planned: Planned) -> list[tuple[int, Planned]]:
+        """Take a plan wherever it is the fastest; returns where that was, largest limit first.
+
+        In that order a reader's own curve is never slower for more memory either.
+        """
+        taken: list[tuple[int, Planned]] = []
+        for limit_bytes in reversed(self.limits_bytes):
+            known = self.plans.get(limit_bytes)
+            is_faster = known is None or planned.seconds < known.seconds
+            if planned.peak_bytes <= limit_bytes and is_faster:
+                gap_here = gap(self._program, planned.seconds, limit_bytes)
+                self.plans[limit_bytes] = replace(planned, gap=gap_here)
+                taken.append((limit_bytes, self.plans[limit_bytes]))
+        return taken
+
+    def schedules_near(self, limit_bytes: int) -> list[tuple[int, ...]]:
+        """The schedules known for a limit and for its nearest known neighbours."""
+        known = sorted(self.plans)
+        below = [limit for limit in known if limit < limit_bytes][-1:]
+        above = [limit for limit in known if limit > limit_bytes][:1]
+        here = [limit for limit in known if limit == limit_bytes]
+        return [*{self.plans[limit].schedule: None for limit in (*below, *here, *above)}]
+
+
+# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
+_DOWN, _UP = 2, 1
+
+
+def plan_schedule(
+    program: Program,
+    limit_bytes: int,
+    *,
+    time_limit_seconds: float = 10.0,
+    seed: int = 0,
+    num_evaluations: int | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    on_progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> Planned:
+    """Find the fastest schedule whose peak is within the limit.
+
+    Args:
+        program: the step.
+        limit_bytes: for everything, inputs included.
+        time_limit_seconds: when to stop at the latest; the search stops by itself when it no
+            longer improves.
+        seed: of the search.
+        num_evaluations: how many schedules to judge at most; by default as many as the time allows.
+        starts: schedules to start from, whether they fit or not; the result is never slower than
+            those that do.
+        on_progress: called with the share of the budget used and the best seconds so far.
+        cache_dir: where the compiled inner loop is kept; None compiles it for this process alone.
+
+    Raises:
+        DoesNotFit: no schedule within the limit was found, or none exists.
+    """
+    space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
+    if least_peak(program).peak_bytes <= limit_bytes:
+        begin = [choices_of_schedule(program, space.evaluator.gaps, start) for start in starts]
+        choices = fastest(space, limit_bytes, begin)
+    else:
+        choices = squeeze(space)
+    schedule = space.evaluator.schedule(choices)
+    plans = _fitting(program, starts, limit_bytes)[:1]
+    peak_bytes = replay_schedule(program, schedule).peak_bytes
+    if peak_bytes <= limit_bytes:
+        plans.append(schedule)
+    if not plans:
+        raise DoesNotFit(
+            refusal(program, schedule, limit_bytes),
+            smallest_bytes=peak_bytes,
+            smallest_schedule=schedule,
+        )
+    finished = [finish(space.evaluator, plan, limit_bytes) for plan in plans]
+    return min(finished, key=lambda planned: planned.seconds)
+
+
+def _open(
+    program: Program,
+    time_limit_seconds: float,
+    seed: int,
+    num_evaluations: int | None,
+    on_progress: Progress | None,
+    cache_dir: Path | None,
+) -> SearchSpace:
+    evaluator = open_evaluator(program, cache_dir=cache_dir)  # compiles before the clock runs
+    budget = Budget(
+        program,
+        time_limit_seconds=time_limit_seconds,
+        num_evaluations=num_evaluations,
+        on_progress=on_progress,
+    )
+    return SearchSpace(evaluator, budget, random.Random(seed))
+
+
+def _fitting(
+    program: Program, schedules: Iterable[Sequence[int]], limit_bytes: int
+) -> list[tuple[int, ...]]:
+    """Those within the limit, the fastest first; ValueError if one is not valid."""
+    replays: list[tuple[float, tuple[int, ...]]] = []
+    for schedule in schedules:
+        check_schedule(program, schedule)
+        replay = replay_schedule(program, schedule)
+        if replay.peak_bytes <= limit_bytes:
+            replays.append((replay.seconds, tuple(schedule)))
+    return [schedule for _, schedule in sorted(replays, key=lambda item: item[0])]
+
+
+def smallest_peak(
+    program: Program,
+    *,
+    time_limit_seconds: float = 10.0,
+    seed: int = 0,
+    num_evaluations: int | None = None,
+    on_progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> Planned:
+    """The schedule of the smallest peak found, whatever it costs; see `plan_schedule`."""
+    space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
+    choices = squeeze(space)
+    peak_bytes = space.judge(choices, 0).peak_bytes
+    choices = refill(space, choices, peak_bytes)
+    return finish(space.evaluator, space.evaluator.schedule(choices), peak_bytes)
+
+
+def pareto(
+    program: Program,
+    limits_bytes: Iterable[int],
+    *,
+    time_limit_seconds: float = 60.0,
+    seed: int = 0,
+    num_evaluations: int | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    cache_dir: Path | None = None,
+) -> Iterator[tuple[int, Planned]]:
+    """Plans for several limits, as they are found; limits that do not fit never come.
+
+    A limit comes again when a faster plan for it is found, so `dict(pareto(...))` is the curve. At
+    every moment more memory is never slower, because a plan goes to all limits it fits.
+
+    The limits are planned twice: first downwards, each from its larger neighbour's plan, then
+    upwards, from both neighbours'. What one search leaves of the time goes to those after it.
+
+    Args:
+        program: the step.
+        limits_bytes: in any order.
+        time_limit_seconds: for all limits together.
+        seed: of each search.
+        num_evaluations: how many schedules to judge at most, for all limits together.
+        starts: see `plan_schedule`.
+        cache_dir: see `plan_schedule`.
+    """
+    floor_bytes = least_peak(program).peak_bytes
+    curve = Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
+    deadline = time.monotonic() + time_limit_seconds
+    total = left = (_DOWN + _UP) * len(curve.limits_bytes)
+
+    def part(weight: int) -> tuple[float, int | None]:
+        """The seconds and evaluations of one of the searches that are left."""
+        seconds = min(1.0, weight / max(1, left)) * max(0.0, deadline - time.monotonic())
+        # Evaluations are a part of the whole, not of what is left: only that is the same each run.
+        return seconds, num_evaluations and max(1, num_evaluations * weight // total)
+
+    def search(limit_bytes: int, weight: int) -> Planned:
+        seconds, evaluations = part(weight)
+        return plan_schedule(
+            program,
+            limit_bytes,
+            seed=seed,
+            starts=[*starts, *curve.schedules_near(limit_bytes)],
+            cache_dir=cache_dir,
+            time_limit_seconds=seconds,
+            num_evaluations=evaluations,
+        )
+
+    for limit_bytes in reversed(curve.limits_bytes):
+        try:
+            planned = search(limit_bytes, _DOWN)
+        except DoesNotFit:
+            seconds, evaluations = part(_DOWN)
+            planned = smallest_peak(
+                program,
+                seed=seed,
+                cache_dir=cache_dir,
+                time_limit_seconds=seconds,
+                num_evaluations=evaluations,
+            )
+        left -= _DOWN
+        yield from curve.offer(planned)
+        if limit_bytes not in curve.plans:  # nor will any smaller one fit
+            break
+    left = _UP * len(curve.plans)
+    for limit_bytes in sorted(curve.plans):
+        yield from curve.offer(search(limit_bytes, _UP))
+        left -= _UP

@@ -1,0 +1,212 @@
+"""What the ranks of a pipeline need and take: tensors that stay, messages, updates, seconds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.plan import Bucket
+from bayplan.planning.pipelines.stage_orders import Fit
+from bayplan.planning.pipelines.step_source import CutSource, StageValues, UpdateCost
+from bayplan.simulating.checking import Proof
+from bayplan.simulating.clock import StepCosts
+from bayplan.simulating.network import Network
+from bayplan.simulating.pipeline import RECEIVES_AHEAD, Pipeline
+from bayplan.simulating.rank_memory import Key, RankMemory
+from bayplan.simulating.routing import Message
+
+__all__ = ["RankNeeds", "RankSeconds"]
+
+_K = ActionKind
+_OF_GRADIENTS = (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
+_MOVES = (_K.RECEIVE_FORWARD, _K.SEND_FORWARD, *_OF_GRADIENTS)
+_ADDS = (_K.BACKWARD, _K.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNeeds:
+    """What is known of all ranks.
+
+    Attributes:
+        values: of the stages, at any number of samples.
+        lags: by stage, how many batches its backward is behind its forward.
+        state_per_parameter: bytes of optimizer state for a byte of parameters.
+        batch_bytes: of the whole batch, which every rank has.
+        is_static: whether ranks keep the order of their lists.
+    """
+
+    cut: CutSource
+    values: StageValues
+    pipeline: Pipeline
+    buckets: Sequence[Bucket]
+    lags: Sequence[int]
+    state_per_parameter: float
+    batch_bytes: int
+    is_static: bool = True
+    _updates: dict[tuple[int, ...], UpdateCost] = field(default_factory=dict)
+
+    def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
+        """What a rank holds and what its actions take, by its list and what is known of all."""
+        sizes = {
+            index: [
+                self._value_bytes(message, is_back=action.kind in _OF_GRADIENTS)
+                for message in self.pipeline.moved(rank, action)
+            ]
+            for index, action in enumerate(actions)
+            if action.kind in _MOVES
+        }
+        stages, tensor_bytes = self.pipeline.stages_of(rank), self.values.tensor_bytes
+        return RankMemory(
+            actions=actions,
+            retire=proof.retire[rank] if self._tells_arrivals else [()] * len(actions),
+            keys={
+                (stage, index): (stage, piece.end - piece.begin)
+                for stage in stages
+                for index, piece in self.pipeline.routing.pieces_of(stage, rank)
+            },
+            staying_bytes=self._staying_bytes(stages),
+            message_bytes={
+                index: sum(total for total, _ in messages) for index, messages in sizes.items()
+            },
+            # A message of several values is packed into one tensor.
+            packed_bytes={
+                index: sum(total for total, number in messages if number > 1)
+                for index, messages in sizes.items()
+            },
+            # Without static order, so many of each direction.
+            num_ahead=RECEIVES_AHEAD if self.is_static else 2 * RECEIVES_AHEAD,
+            gradient_bytes={
+                stage: sum(tensor_bytes[name] for name in self.gradients(stage)[1])
+                for stage in stages
+            },
+            update_bytes=self.update(rank).size_bytes,
+            lags=self.lags,
+            in_flight=proof.most_in_flight(self.pipeline, rank, self.lags),
+        )
+
+    def update(self, rank: int) -> UpdateCost:
+        stages = self.pipeline.stages_of(rank)
+        if stages not in self._updates:
+            self._updates[stages] = self.cut.update(self._trained(stages))
+        return self._updates[stages]
+
+    def gradients(self, stage: int) -> tuple[list[str], list[str]]:
+        """A stage's parameters: those whose gradients other ranks have too, and its own."""
+        names = self.values.gradients[stage]
+        shared = [name for name in names if name in self._shared]
+        return shared, [name for name in names if name not in self._shared]
+
+    def message_bytes(self, message: Message, *, is_back: bool) -> int:
+        return self._value_bytes(message, is_back=is_back)[0]
+
+    def _value_bytes(self, message: Message, *, is_back: bool) -> tuple[int, int]:
+        """A message's bytes, and how many values it carries."""
+        early, late = message.source_stage, message.target_stage
+        values = self.values
+        sizes = values.backward[late, early] if is_back else values.forward[early, late]
+        return sum(sizes) * (message.end - message.begin) // values.num_samples, len(sizes)
+
+    @property
+    def _tells_arrivals(self) -> bool:
+        """Whether the lists tell when what was sent has arrived: not where batches overlap.
+
+        Without static order a send counts as on its way to the step's end; see `Picker`.
+        """
+        return self.is_static and not any(self.lags)
+
+    def _staying_bytes(self, stages: Sequence[int]) -> int:
+        versions: dict[str, int] = {}
+        for stage in stages:
+            for name in self.values.tensors[stage]:
+                versions[name] = max(versions.get(name, 0), 1 + self.lags[stage])
+        trained, sizes = self._trained(stages), self.values.tensor_bytes
+        staying = self.batch_bytes + sum(count * sizes[name] for name, count in versions.items())
+        staying += int(sum(sizes[name] for name in trained) * self.state_per_parameter)
+        return staying + sum(sizes[name] for name in trained if name in self._shared)
+
+    def _trained(self, stages: Sequence[int]) -> tuple[str, ...]:
+        gradients = self.values.gradients
+        return tuple(dict.fromkeys(name for stage in stages for name in gradients[stage]))
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """Parameters whose gradients several ranks sum up, in memory that stays."""
+        return frozenset(
+            name for number in self.pipeline.members for name in self.buckets[number].parameters
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSeconds:
+    """Puts together what is known of stages, gradients, updates and links.
+
+    Attributes:
+        fits: by stage and samples, how it runs.
+    """
+
+    needs: RankNeeds
+    fits: Mapping[Key, Fit]
+    _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
+
+    def costs(self, network: Network, *, num_cores: float = math.inf) -> StepCosts:
+        """Of all ranks.
+
+        Args:
+            network: between them.
+            num_cores: that they share, if they have no devices of their own.
+        """
+        pipeline, needs = self.needs.pipeline, self.needs
+        return StepCosts(
+            seconds=self.seconds,
+            update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
+            message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
+            bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
+            network=network,
+            num_cores=num_cores,
+            early=self.early,
+        )
+
+    def early(self, rank: int, action: Action) -> dict[int, float]:
+        """How long before a backward ends it has made the gradients of each bucket."""
+        if action.kind is not _K.BACKWARD:
+            return {}
+        seconds = self.fit(rank, action).seconds
+        made = dict(zip(self.needs.values.gradients[action.stage], seconds.gradients, strict=True))
+        return {
+            bucket: seconds.backward
+            - max(made.get(name, 0.0) for name in self.needs.buckets[bucket].parameters)
+            for bucket in self.needs.pipeline.holders(rank)
+        }
+
+    def fit(self, rank: int, action: Action) -> Fit:
+        """How the stage of an action runs, with the samples of the action."""
+        pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
+        (size,) = (piece.end - piece.begin for index, piece in pieces if index == action.index)
+        return self.fits[action.stage, size]
+
+    def seconds(self, rank: int, action: Action) -> float:
+        """What a forward, a backward or a half of one takes."""
+        stage = self.fit(rank, action).seconds
+        seconds = {
+            _K.FORWARD: stage.forward,
+            _K.BACKWARD: stage.backward,
+            _K.BACKWARD_INPUT: stage.backward_input,
+            _K.BACKWARD_WEIGHT: stage.backward - stage.backward_input,
+        }[action.kind]
+        if action.kind in _ADDS:
+            pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
+            first = next(index for index, _ in pieces)
+            seconds += self._adding_seconds(action.stage, is_first=action.index == first)
+        return seconds
+
+    def _adding_seconds(self, stage: int, *, is_first: bool) -> float:
+        """Gradients of a piece are added to those before; the first are copied, or taken."""
+        key = (stage, is_first)
+        if key not in self._adding:
+            shared, own = self.needs.gradients(stage)
+            cut = self.needs.cut
+            self._adding[key] = (
+                cut.copy_seconds(shared) if is_first else cut.add_seconds([*shared, *own])
+            )
+        return self._adding[key]

@@ -1,0 +1,457 @@
+"""`PreparedStages`: a training step in hand for planning and running many ranks.
+
+The step is traced once for each number of samples, and cut once for each choice of stages; what
+was traced is shared between ways to price it. Planners see it as the `StepSource` of
+`planning.pipelines.step_source`, which knows nothing of torch.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bayplan.costing.pricing import (
+    DerivedCosts,
+    RankPrices,
+    StagePrices,
+    derived_prices,
+    free_prices,
+    one_thread_prices,
+    samples_to_price,
+    with_whole_masks,
+)
+from bayplan.costing.updates import UpdateCost, derived_update_cost, update_cost
+from bayplan.data.chain import Chain
+from bayplan.data.device import DeviceKind
+from bayplan.data.plan import Request
+from bayplan.data.program import Program
+from bayplan.devices.machine import cache_directory, device_name, granularity_of
+from bayplan.planning.pipelines.step_source import SharesBy, StageValues, TracedStage
+from bayplan.prepared_step import PreparedStep
+from bayplan.simulating.network import compute_spread
+from bayplan.step import TrainingStep
+from bayplan.tracing.explain import explained
+from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.joint import JointStep, analyse_joint
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.stages.assigning import (
+    operator_counts,
+    parameter_bytes,
+    seconds_with_backward,
+    sent_bytes,
+)
+from bayplan.tracing.stages.chaining import chained, with_fixed_parts
+from bayplan.tracing.stages.staged import StagedStep
+from bayplan.tracing.stages.synchronising import norms_to_synchronise
+from bayplan.tracing.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
+from bayplan.tracing.stages.whole_trace import (
+    batch_tensors,
+    named_tensors,
+    num_samples_of,
+    trace_whole,
+)
+from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
+
+__all__ = ["CutStages", "KindCosts", "LocalCosts", "PreparedStages"]
+
+StageContext = Callable[[int, int], MemoryContext]  # of a stage and a number of samples
+
+
+class CostSource(Protocol):
+    """Where the seconds and scratch bytes of operators come from."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def num_cores(self) -> float: ...
+
+    def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
+        """What stages are traced with.
+
+        Args:
+            staged: the step, by number of samples.
+            num_samples: of the whole batch.
+        """
+        ...
+
+    def num_priced(self, whole: WholeStep) -> int:
+        """The number of samples to price a whole step at."""
+        ...
+
+    def prices(self) -> AbstractContextManager[RankPrices]: ...
+
+    def update(
+        self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource
+    ) -> UpdateCost: ...
+
+
+@dataclass(frozen=True)
+class LocalCosts:
+    """Measured here, as ranks of this machine find them: one thread each, or one device each."""
+
+    device: torch.device
+    cache: Path = field(default_factory=cache_directory)
+
+    @property
+    def where(self) -> str:
+        return device_name(self.device)
+
+    @property
+    def num_cores(self) -> float:
+        return len(os.sched_getaffinity(0)) if self.device.type == "cpu" else math.inf
+
+    def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
+        return StagePrices(
+            staged=staged,
+            num_samples=num_samples,
+            cache=self.cache,
+            granularity_bytes=granularity_of(self.device.type),
+        ).context
+
+    def num_priced(self, whole: WholeStep) -> int:
+        return samples_to_price(whole.nodes, whole.num_samples)
+
+    def prices(self) -> AbstractContextManager[RankPrices]:
+        return one_thread_prices(self.device, cache=self.cache)
+
+    def update(self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource) -> UpdateCost:
+        return update_cost(
+            parameters,
+            optimizer,
+            prices=self.prices(),
+            granularity_bytes=granularity_of(self.device.type),
+        )
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """Derived from the figures of devices that need not be here.
+
+    Attributes:
+        kinds: by stage, the kind of device; updates and single calls are priced by the first.
+            Without any, nothing is priced and no size is rounded.
+        where: see `StepSource`.
+    """
+
+    kinds: Sequence[DeviceKind] = ()
+    where: str = ""
+    num_cores: float = math.inf
+
+    def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
+        def context(stage: int, piece_samples: int) -> MemoryContext:
+            prices: Callable[[torch.device], AbstractContextManager[Price]] = free_prices
+            granularity_bytes = 1
+            if self.kinds:
+                kind = self.kinds[stage]
+                granularity_bytes = kind.allocation_granularity_bytes
+                prices = partial(_prices_of, kind)
+            return MemoryContext(
+                prices=partial(with_whole_masks, prices, num_samples / piece_samples),
+                granularity_bytes=granularity_bytes,
+            )
+
+        return context
+
+    def num_priced(self, whole: WholeStep) -> int:
+        return whole.num_samples
+
+    def prices(self) -> AbstractContextManager[RankPrices]:
+        return derived_prices(self.kinds[0])
+
+    def update(self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource) -> UpdateCost:
+        if not self.kinds:
+            return UpdateCost()
+        return derived_update_cost(parameters, optimizer, kind=self.kinds[0])
+
+
+def _prices_of(kind: DeviceKind, _: torch.device) -> AbstractContextManager[RankPrices]:
+    return derived_prices(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStages:
+    """A step that is traced, cut and priced as far as it is asked about.
+
+    Attributes:
+        step: the model, a batch of the size to train with, and the loss; may take no memory.
+        optimizer: makes one of parameters, for what the update takes; None leaves that out.
+        name: of the model; its class by default.
+        costs: where prices come from; by default they are measured here.
+        question: how the step was asked for; None for a step that cannot be built again.
+    """
+
+    step: TrainingStep
+    optimizer: OptimizerSource = None
+    name: str = ""
+    costs: CostSource | None = None
+    question: PreparedStep | None = None
+    _wholes: dict[int, WholeStep] = field(default_factory=dict, repr=False)
+    _staged: dict[object, StagedStep] = field(default_factory=dict, repr=False)
+    _priced: dict[tuple[int, str], JointStep] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, question: PreparedStep) -> "PreparedStages":
+        return cls(
+            step=question.step,
+            optimizer=question.optimizer_source(),
+            name=question.target.name,
+            question=question,
+        )
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", type(self.step.model).__name__)
+
+    # What does not depend on where the step is cut.
+
+    @cached_property
+    def _costs(self) -> CostSource:
+        return self.costs or LocalCosts(next(self.step.model.parameters()).device)
+
+    @property
+    def request(self) -> Request | None:
+        return None if self.question is None else self.question.request
+
+    @property
+    def optimizer_name(self) -> str:
+        return "" if self.question is None else self.question.optimizer_name
+
+    @property
+    def where(self) -> str:
+        return self._costs.where
+
+    @property
+    def num_cores(self) -> float:
+        return self._costs.num_cores
+
+    @property
+    def cache(self) -> Path:
+        return cache_directory()
+
+    @property
+    def torch_version(self) -> str:
+        return str(torch.__version__)
+
+    @cached_property
+    def num_samples(self) -> int:
+        return num_samples_of(self.step.batch)
+
+    @property
+    def batch_bytes(self) -> int:
+        return sum(map(_bytes_of, batch_tensors(self.step.batch)))
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return named_tensors(self.step)
+
+    def whole(self, num_samples: int) -> WholeStep:
+        if num_samples not in self._wholes:
+            with explained():
+                self._wholes[num_samples] = trace_whole(self.step, num_samples=num_samples)
+        return self._wholes[num_samples]
+
+    def staged(
+        self,
+        num_samples: int,
+        firsts: Sequence[int] = (0,),
+        synchronised: frozenset[str] = frozenset(),
+    ) -> StagedStep:
+        key = (num_samples, tuple(firsts), synchronised)
+        if key not in self._staged:
+            self._staged[key] = StagedStep(self.whole(num_samples), tuple(firsts), synchronised)
+        return self._staged[key]
+
+    def dimensions(self, num_samples: int, other: int | None = None) -> dict[str, Samples | None]:
+        """Along which dimension of each value samples lie: what differs between two sizes."""
+        return batch_dimensions(self.whole(num_samples), self.whole(other or num_samples + 1))
+
+    def program(self, num_samples: int) -> Program:
+        return self.staged(num_samples).step.program
+
+    def weights(self, by: SharesBy, num_samples: int) -> Sequence[float]:
+        staged = self.staged(num_samples)
+        if by is SharesBy.OPS:
+            return operator_counts(staged.whole, staged.step)
+        if by is SharesBy.PARAMETERS:
+            return parameter_bytes(staged.whole, staged.step)
+        whole = self.whole(self._costs.num_priced(staged.whole))
+        with explained(), self._costs.prices() as price:
+            return seconds_with_backward(_analysed(whole, price))
+
+    def sent_bytes(self, num_samples: int) -> list[int]:
+        return sent_bytes(self.program(num_samples))
+
+    def norms_to_synchronise(
+        self, num_samples: int, firsts: Sequence[int], stages: Sequence[int]
+    ) -> frozenset[str]:
+        staged, dimensions = self.staged(num_samples, firsts), self.dimensions(num_samples)
+        return norms_to_synchronise(staged.whole, staged.assignment, stages, dimensions)
+
+    def chain(
+        self, kind: DeviceKind, sizes: tuple[int, int], *, name: str, also: Sequence[int] = ()
+    ) -> tuple[Chain, tuple[int, ...]]:
+        large, small = (
+            chained(
+                self.whole(size),
+                self._priced_on(kind, name, size),
+                name=self.name,
+                device=name,
+                source="derived from the device's figures",
+                spread=compute_spread([kind]),
+                also=also,
+            )
+            for size in sizes
+        )
+        both = with_fixed_parts(large, small)
+        return both.chain, both.firsts
+
+    def _priced_on(self, kind: DeviceKind, name: str, num_samples: int) -> JointStep:
+        key = (num_samples, name)
+        if key not in self._priced:
+            self._priced[key] = _analysed(self.whole(num_samples), DerivedCosts(kind))
+        return self._priced[key]
+
+    # The same step, priced otherwise.
+
+    def on_kinds(self, kinds: Sequence[DeviceKind], *, where: str) -> "PreparedStages":
+        optimizer = self.optimizer
+        if self.question is not None:
+            optimizer = self.question.changed(device=kinds[0]).optimizer_source()
+        return replace(self, optimizer=optimizer, costs=KindCosts(tuple(kinds), where))
+
+    def unpriced(self) -> "PreparedStages":
+        return replace(self, costs=KindCosts())
+
+    def alone(self, kind: DeviceKind) -> "OneDeviceStages":
+        assert self.question is not None, "a plan says what it was made for"
+        return OneDeviceStages(self.question.changed(device=kind), self.question)
+
+    def cut(
+        self, firsts: Sequence[int], *, synchronised: frozenset[str] = frozenset()
+    ) -> "CutStages":
+        return CutStages(self, tuple(firsts), synchronised)
+
+
+@dataclass(frozen=True)
+class CutStages:
+    """The stages of a step; see `CutSource`."""
+
+    prepared: PreparedStages
+    firsts: tuple[int, ...]
+    synchronised: frozenset[str] = frozenset()
+    _values: dict[int, StageValues] = field(default_factory=dict, repr=False)
+    _traced: dict[tuple[int, int], TracedStage] = field(default_factory=dict, repr=False)
+
+    def staged(self, num_samples: int) -> StagedStep:
+        return self.prepared.staged(num_samples, self.firsts, self.synchronised)
+
+    def values(self, num_samples: int) -> StageValues:
+        if num_samples not in self._values:
+            staged = self.prepared.staged(num_samples, self.firsts)
+            self._values[num_samples] = _values_of(staged, self.prepared.tensors)
+        return self._values[num_samples]
+
+    def traced(self, stage: int, num_samples: int) -> TracedStage:
+        key = (stage, num_samples)
+        if key not in self._traced:
+            staged = self.staged(num_samples)
+            graph = staged.graph(stage)
+            traced = staged.traced(graph, self._context(stage, num_samples))
+            self._traced[key] = TracedStage(traced, num_gradients=len(graph.parameters))
+        return self._traced[key]
+
+    @cached_property
+    def _context(self) -> StageContext:
+        return self._costs.contexts(self.staged, self.prepared.num_samples)
+
+    @property
+    def _costs(self) -> CostSource:
+        return self.prepared._costs
+
+    def update(self, parameters: Sequence[str]) -> UpdateCost:
+        tensors = [self.prepared.tensors[name] for name in parameters]
+        with explained():
+            return self._costs.update(tensors, self.prepared.optimizer)
+
+    def add_seconds(self, parameters: Sequence[str]) -> float:
+        return self._call_seconds(torch.ops.aten.add_.Tensor, parameters)
+
+    def copy_seconds(self, parameters: Sequence[str]) -> float:
+        return self._call_seconds(torch.ops.aten.copy_.default, parameters)
+
+    def _call_seconds(self, operator: Callable[..., Any], parameters: Sequence[str]) -> float:
+        if not parameters:
+            return 0.0
+        with self._costs.prices() as price:
+            tensors = (self.prepared.tensors[name].detach() for name in parameters)
+            return sum(price.price(operator, (tensor, tensor), {})[0] for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class OneDeviceStages:
+    """A step that is not cut, on one kind of device; see `OneDeviceStep`."""
+
+    there: PreparedStep
+    here: PreparedStep
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.here.samples
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        return self.there.graph.fingerprint, self.here.graph.fingerprint
+
+    @property
+    def traced(self) -> TracedStep:
+        return self.there.traced
+
+    @property
+    def unrounded(self) -> TracedStep:
+        context = replace(self.there.context, granularity_bytes=1, prices=free_prices)
+        return trace_step(self.there.step, context)
+
+    @property
+    def outside_seconds(self) -> float:
+        return self.there.outside_seconds
+
+
+def _analysed(whole: WholeStep, price: Price) -> JointStep:
+    return analyse_joint(whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price)
+
+
+def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageValues:
+    gradients = {name: node.meta["val"] for name, node in staged.whole.gradients().items()}
+    sizes = {name: _bytes_of(value) for name, value in staged.values.items()}
+    state = (InputKind.PARAMETER, InputKind.BUFFER)
+    return StageValues(
+        num_samples=staged.whole.num_samples,
+        fingerprint=staged.whole.fingerprint,
+        tensors=tuple(
+            tuple(given.name for given in staged.graph(stage).inputs if given.kind in state)
+            for stage in range(len(staged.firsts))
+        ),
+        gradients=tuple(map(tuple, staged.assignment.gradients)),
+        forward={
+            pair: tuple(map(sizes.__getitem__, names))
+            for pair, names in staged.carried.forward.items()
+        },
+        backward={
+            pair: tuple(map(sizes.__getitem__, names))
+            for pair, names in staged.carried.backward.items()
+        },
+        tensor_bytes={name: _bytes_of(tensor) for name, tensor in tensors.items()},
+        gradient_bytes={name: value.nbytes for name, value in gradients.items()},
+        gradient_kinds={name: f"{value.dtype} {value.device}" for name, value in gradients.items()},
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

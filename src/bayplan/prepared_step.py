@@ -1,0 +1,685 @@
+"""`PreparedStep`: a training step in hand, from which every question about it is answered.
+
+The model is built once, without memory. Each batch size is captured once and traced once, and each
+operator is priced once; all of that is kept on the object, and steps that differ in batch size,
+precision, optimizer or device share what they have in common. Planners see what they need of it
+through protocols, so that they know nothing of torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from bayplan import torch_compat
+from bayplan.costing.cache import cached_profile
+from bayplan.costing.catalogue import device_names, load_device
+from bayplan.costing.measure import measure_profile
+from bayplan.costing.operators import WorkspaceWatch, nodes_that_may_set_the_peak
+from bayplan.costing.pricing import OutsideWatch, derived_prices, measured_prices, scaled_prices
+from bayplan.costing.probe import probe_cpu
+from bayplan.costing.roofline import derive_profile
+from bayplan.costing.scaling import same_operators, scale_profile
+from bayplan.costing.step_memory import memory_context, outside_nodes, plain_peak_bytes
+from bayplan.data.device import DeviceKind
+from bayplan.data.errors import (
+    BayplanError,
+    FileFault,
+    ForeignPlan,
+    UsageError,
+    did_you_mean,
+)
+from bayplan.data.graph import StepGraph
+from bayplan.data.live_memory import replay_memory
+from bayplan.data.plan import Plan, Request
+from bayplan.data.profile import Clock, Origin, Profile
+from bayplan.data.record import RunRecord
+from bayplan.data.units import Progress, no_progress
+from bayplan.devices.machine import (
+    available_memory_bytes,
+    cache_directory,
+    describe_machine,
+    device_name,
+    granularity_of,
+)
+from bayplan.devices.meters import open_meter
+from bayplan.models.targets import Target, resolve_target
+from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.simulating.memory import simulate_step
+from bayplan.step import Batch, LossFunction, TrainingStep
+from bayplan.tracing.capture import capture_step, follow_step
+from bayplan.tracing.explain import explained
+from bayplan.tracing.fake import OptimizerSource, build_without_memory, without_memory
+from bayplan.tracing.joint import name_of_repeat
+from bayplan.tracing.joint_trace import trace_step
+from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
+from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
+
+__all__ = [
+    "AUTOCASTS",
+    "OPTIMIZERS",
+    "PreparedStep",
+    "machine_key",
+    "prepare",
+    "profile_step",
+    "replay",
+    "scale_workspaces",
+    "step_of_plan",
+]
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "none": None,
+}
+AUTOCASTS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_NOT_COUNTED_ON_CUDA = (
+    "the CUDA context",
+    "fragmentation and blocks the caching allocator keeps",
+    "cuDNN and cuBLAS workspaces",
+)
+_NOT_COUNTED_ON_CPU = ("Python, torch and their libraries", "memory the allocator keeps for reuse")
+# A step of about this much arithmetic takes seconds on a few cores: long enough to measure well.
+_MEASURED_FLOPS = 1.5e11
+_MEASURED_REPEATS = 2
+_ROOM_TO_MEASURE = 1.5  # times its peak; a step that needs more is derived and not run
+# A step of more arithmetic than this is priced at two smaller batch sizes, and scaled.
+_PRICED_FLOPS = 3e11
+_FEWEST_PRICED = 2  # samples; one may take other kernels than many
+
+_Costs = dict[str, tuple[float, int]]  # seconds and workspace bytes, by operator
+
+
+def prepare(
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
+    *,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
+    device: str | DeviceKind | None = None,
+    **options: Any,
+) -> "PreparedStep":
+    """Prepare a model of the user's, or a target by name.
+
+    Args:
+        model: a module; or a target as on the command line, `resnet50` or `my.train:build`.
+        batch: a batch of that module; of a target, the number of samples.
+        loss_fn: as for `bayplan.capture`; a target has its own.
+        optimizer: `sgd`, `adam`, `adamw`, an optimizer of this model, or a function from
+            parameters to one; None for no update.
+        autocast: `bf16`, `fp16`, a dtype, or None.
+        device: a device that need not be here, by name or file; None for where the model is.
+        **options: of `PreparedStep`.
+    """
+    if isinstance(model, str):
+        if batch is not None and type(batch) is not int:
+            raise UsageError(
+                f"the target {model!r} makes its own batch; say how many samples, as a number"
+            )
+        target, size = resolve_target(model), batch
+    else:
+        target, size = _given_target(model, batch, loss_fn), None
+    precision = {dtype: name for name, dtype in AUTOCASTS.items()}
+    if autocast is not None and not isinstance(autocast, str) and autocast not in precision:
+        raise UsageError(f"autocast {autocast}: bayplan knows torch.bfloat16 and torch.float16")
+    return PreparedStep(
+        target=target,
+        batch=size,
+        optimizer="none" if optimizer is None else optimizer,
+        autocast=autocast if isinstance(autocast, str) else precision[autocast],
+        device=load_device(device) if isinstance(device, str) else device,
+        **options,
+    )
+
+
+def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Target:
+    sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim()}
+    samples = sizes.pop() if len(sizes) == 1 else None
+
+    def build(size: int | None) -> tuple[nn.Module, Any, Any]:
+        if size is None or samples is None or size == samples:
+            return model, batch, loss_fn
+        rows = torch.arange(size) % samples  # real samples, as often as needed
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[rows.to(tensor.device)] if tensor.dim() else tensor
+
+        return model, torch_compat.tree_map_only(torch.Tensor, resize, batch), loss_fn
+
+    return Target(
+        name=type(model).__name__,
+        build=build,
+        takes_batch_size=samples is not None,
+        default_batch=samples,
+        is_given=True,
+    )
+
+
+def step_of_plan(plan: Plan, *, target: str | None = None) -> "PreparedStep":
+    """The step that a plan was made for.
+
+    Args:
+        plan: from a file, so nothing in it is run as code.
+        target: needed where the plan names a function of the user's own.
+    """
+    request = plan.request
+    if request is None:
+        raise FileFault("the plan does not say what it was made for (`request` is missing)")
+    if target is None and ":" in request.target:
+        raise UsageError(
+            f"the plan is for {request.target}, which is code, and a plan file is not trusted to"
+            f" name code to run; if you trust it, say --target {request.target}"
+        )
+    return PreparedStep(
+        target=resolve_target(target or request.target),
+        batch=request.batch,
+        optimizer=request.optimizer,
+        autocast=request.autocast,
+        update_in_backward=request.update_in_backward,
+    )
+
+
+class _Shared:
+    """What steps of one target have in common, whatever their batch size and precision."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._first: tuple[int | None, tuple[nn.Module, Any, Any]] | None = None
+        self.graphs: dict[object, StepGraph] = {}
+        self.measured: dict[str, Profile] = {}  # by the fingerprint of the graph
+        self.steps: dict[object, PreparedStep] = {}
+
+    def built(self, size: int | None) -> tuple[nn.Module, Any, Any]:
+        """Model, batch and loss without memory; the target's builder is called once.
+
+        A batch of another size is the first one resized, where its tensors agree on what their
+        samples are; otherwise the builder is asked again.
+        """
+        if self._first is None:
+            self._first = (size, self._build(size))
+            return self._first[1]
+        first_size, (model, batch, loss_fn) = self._first
+        if size == first_size:
+            return model, batch, loss_fn
+        sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim()}
+        if len(sizes) != 1 or size is None:
+            return self._build(size)
+        with without_memory():
+            return model, resize_batch(batch, size), loss_fn
+
+    def _build(self, size: int | None) -> tuple[nn.Module, Any, Any]:
+        if self._target.is_given:
+            return self._target.build(size)
+        return build_without_memory(lambda: self._target.build(size))
+
+
+@dataclass(eq=False, kw_only=True)
+class PreparedStep:
+    """A target with all that decides its step.
+
+    Attributes:
+        batch: the batch size; None for the target's own.
+        optimizer: a key of `OPTIMIZERS`, an optimizer, or a function from parameters to one.
+        autocast: a key of `AUTOCASTS`.
+        device: the kind of device asked about; None for the device here.
+        update_in_backward: whether plans update each parameter as soon as its gradient is complete.
+        clock: for pricing operators here.
+        use_cache: False measures the step anew, and replaces what the cache has of it.
+        on_progress: hears what is being done.
+    """
+
+    target: Target
+    batch: int | None = None
+    optimizer: str | OptimizerSource = "adamw"
+    autocast: str = "none"
+    device: DeviceKind | None = None
+    update_in_backward: bool = False
+    clock: Clock = Clock.WALL
+    use_cache: bool = True
+    on_progress: Progress = no_progress
+    shared: _Shared = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for what, word, known in (
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("autocast", self.autocast, AUTOCASTS),
+        ):
+            if isinstance(word, str) and word not in known:
+                raise UsageError(f"no {what} {word!r}; {did_you_mean(word, known)}")
+        if self.batch is not None and self.batch < 1:
+            raise UsageError(f"--batch is {self.batch}; a step needs at least 1 sample")
+        if self.batch is not None and not self.target.takes_batch_size:
+            raise UsageError(
+                f"{self.target.name!r} takes no batch size, so --batch {self.batch} cannot reach"
+                " it; give the function a parameter batch_size, or leave --batch out"
+            )
+        if self.update_in_backward and self.optimizer == "none":
+            raise UsageError("updating in backward needs the optimizer; --optimizer is none")
+        if self.shared is None:
+            self.shared = _Shared(self.target)
+            self.shared.steps[self._key] = self
+
+    # Variants of the step. Each is made once.
+
+    def at(self, batch: int) -> "PreparedStep":
+        """The same step with another batch size."""
+        return self.changed(batch=batch)
+
+    def changed(self, **changes: Any) -> "PreparedStep":
+        """The same step with another batch size, precision, optimizer or device."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)} | changes
+        variant = PreparedStep(**values)
+        return self.shared.steps.setdefault(variant._key, variant)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        device = None if self.device is None else self.device.name
+        return self.samples, self.optimizer, self.autocast, self.update_in_backward, device
+
+    def larger_devices(self, memory_bytes: int) -> Iterator["PreparedStep"]:
+        """The step on devices of the catalogue with at least this much memory, smallest first."""
+        kinds = [load_device(name) for name in device_names()]
+        for kind in sorted(kinds, key=lambda kind: kind.memory_bytes.value):
+            if kind.usable_bytes >= memory_bytes:
+                yield self.changed(device=kind)
+
+    # What is known without building the model.
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def samples(self) -> int | None:
+        """The batch size in force; None where the target keeps it to itself."""
+        return self.batch if self.batch is not None else self.target.default_batch
+
+    @property
+    def takes_batch_size(self) -> bool:
+        return self.target.takes_batch_size
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the step is asked about on this machine."""
+        return self.device is None
+
+    @property
+    def optimizer_name(self) -> str:
+        if isinstance(self.optimizer, str):
+            return self.optimizer
+        kind = type(self.optimizer) if isinstance(self.optimizer, torch.optim.Optimizer) else None
+        return (kind.__name__ if kind else getattr(self.optimizer, "__name__", "given")).lower()
+
+    def optimizer_source(self) -> OptimizerSource:
+        """The optimizer as the device would run it: on CUDA, torch updates all in one call."""
+        if not isinstance(self.optimizer, str):
+            return self.optimizer
+        source = OPTIMIZERS[self.optimizer]
+        return partial(source, foreach=True) if source and self.device is not None else source
+
+    @property
+    def request(self) -> Request | None:
+        """How a plan's step can be built again; None for a module that was handed over."""
+        if self.target.is_given or not isinstance(self.optimizer, str):
+            return None
+        return Request(
+            target=self.target.name,
+            batch=self.batch,
+            optimizer=self.optimizer,
+            autocast=self.autocast,
+            update_in_backward=self.update_in_backward,
+        )
+
+    @property
+    def torch_version(self) -> str:
+        return str(torch.__version__)
+
+    @property
+    def device_name(self) -> str:
+        """What a plan says it is for."""
+        return self.device.name if self.device is not None else device_name(self.model_device)
+
+    # The step itself.
+
+    @cached_property
+    def step(self) -> TrainingStep:
+        """The step on tensors without memory."""
+        model, batch, loss_fn = self.shared.built(self.samples if self.takes_batch_size else None)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"no parameter of {self.target.name!r} requires a gradient, so there is nothing to"
+                " train; check `requires_grad`"
+            )
+        return TrainingStep(
+            model=model, batch=batch, loss_fn=loss_fn, autocast=AUTOCASTS[self.autocast]
+        )
+
+    def build(self) -> TrainingStep:
+        """Build the model for real, where its builder puts it, ready to train."""
+        with explained():
+            model, batch, loss_fn = self.target.build(self.batch)
+        source = self.optimizer_source()
+        if source is not None and not isinstance(source, torch.optim.Optimizer):
+            source = source(
+                parameter for parameter in model.parameters() if parameter.requires_grad
+            )
+        return TrainingStep(
+            model=model,
+            batch=batch,
+            loss_fn=loss_fn,
+            optimizer=source,
+            autocast=AUTOCASTS[self.autocast],
+        )
+
+    @property
+    def model_device(self) -> torch.device:
+        return next(self.step.model.parameters()).device
+
+    @property
+    def granularity_bytes(self) -> int:
+        """The rounding of the device's allocator."""
+        if self.device is not None:
+            return self.device.allocation_granularity_bytes
+        return granularity_of(self.model_device.type)
+
+    @cached_property
+    def graph(self) -> StepGraph:
+        """The whole step as captured, plain."""
+        key = (self.samples, self.optimizer, self.autocast, self.is_here)
+        if key not in self.shared.graphs:
+            self.on_progress("capturing", 0, 1)
+            self.shared.graphs[key] = capture_step(
+                self.step, optimizer=self.optimizer_source(), name=self.target.name
+            )
+        return self.shared.graphs[key]
+
+    # The plain step: its costs and its memory.
+
+    def device_memory_bytes(self, profile: Profile) -> int:
+        """What the device asked about has to give; that of the profile where none is named."""
+        if self.device is not None:
+            return self.device.usable_bytes
+        if profile.device == "cpu":
+            return available_memory_bytes(torch.device("cpu"))
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"no {profile.device} is here to ask for its memory; say it with --memory"
+            )
+        return available_memory_bytes(torch.device("cuda"))
+
+    @property
+    def half_precision(self) -> str | None:
+        """The mixed precision to offer: bf16 needs no loss scaling, older GPUs cannot compute it.
+
+        A processor takes bf16, slowly where it has no instructions for it.
+        """
+        if self.device is not None:
+            words = (("bfloat16", "bf16"), ("float16", "fp16"))
+            return next((word for dtype, word in words if dtype in self.device.flops_per_s), None)
+        is_cpu = self.model_device.type == "cpu"
+        if is_cpu or torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
+        return "fp16"
+
+    @property
+    def peak_without_workspace(self) -> int:
+        no_workspace = [0] * len(self.graph.nodes)
+        live = replay_memory(self.graph, no_workspace, granularity_bytes=self.granularity_bytes)
+        return live.peak_bytes
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What the plain step costs: derived for the device, or measured here.
+
+        It is measured at the largest batch that is quick and surely fits here, and scaled to this
+        one; a step that cannot run here even at its smallest is derived from a probe.
+        """
+        if self.device is not None:
+            return derive_profile(self.graph, self.device)
+        quick = self._quick
+        needed_bytes = replay_memory(quick.graph, [0] * len(quick.graph.nodes)).peak_bytes
+        if needed_bytes * _ROOM_TO_MEASURE > self._free_bytes_here:
+            return derive_profile(self.graph, probe_cpu())
+        measured = self.shared.measured
+        fingerprint = quick.graph.fingerprint
+        if fingerprint not in measured:
+            measured[fingerprint] = quick.measured_profile(repeats=_MEASURED_REPEATS)
+        return scale_profile(measured[fingerprint], quick.graph, self.graph)
+
+    @property
+    def _free_bytes_here(self) -> int:
+        """Of whichever device the target's builder may use."""
+        names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return min(available_memory_bytes(torch.device(name)) for name in names)
+
+    @cached_property
+    def _quick(self) -> "PreparedStep":
+        """The step at a batch that runs in seconds, and whose profile can be scaled to this one."""
+        if self.samples is None or not self.takes_batch_size:
+            return self
+        flops = sum(node.flops for node in self.graph.nodes)
+        samples = max(1, int(self.samples * _MEASURED_FLOPS / max(flops, 1)))
+        while samples < self.samples:
+            small = self.at(samples)
+            try:
+                if same_operators(small.graph, self.graph):
+                    return small
+            except BayplanError:  # too few samples, as for batch normalization of a single one
+                pass
+            samples *= 2
+        return self
+
+    def measured_profile(self, *, repeats: int, clock: Clock = Clock.WALL) -> Profile:
+        """Run the step here, at this batch size; derived where it is asked about elsewhere."""
+        if self.device is not None:
+            return derive_profile(self.graph, self.device)
+        num_threads = torch.get_num_threads()
+        if clock is Clock.CPU:
+            torch.set_num_threads(1)  # that clock sees no other
+        try:
+            with explained():  # values that no capture looks at may be wrong, like a class too high
+                return profile_step(
+                    self.build(),
+                    self.graph,
+                    repeats=repeats,
+                    clock=clock,
+                    use_cache=self.use_cache,
+                    on_progress=partial(self.on_progress, "running the step"),
+                )
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def estimated_peak_bytes(self, measured: StepGraph, profile: Profile) -> int:
+        """The peak, with workspaces scaled from a profile of another batch size where possible."""
+        if profile.origin is Origin.DERIVED or not same_operators(self.graph, measured):
+            return self.peak_without_workspace
+        return self.simulated(scale_profile(profile, measured, self.graph)).peak_bytes
+
+    def simulated(self, profile: Profile | None = None) -> RunRecord:
+        """The plain step replayed with the costs of a profile."""
+        return replay(self.graph, self.profile if profile is None else profile, self.device)
+
+    def check_profile(self, profile: Profile) -> None:
+        """Refuse a profile of another device than the one asked about."""
+        asked = None if self.device is None else self.device.name
+        if asked is None and profile.origin is Origin.DERIVED:
+            raise ForeignPlan(
+                f"the profile is derived for {profile.device}, which is not here; add --device"
+                f" {profile.device}, or measure here with `bayplan profile`"
+            )
+        if asked is not None and profile.device != asked:
+            raise ForeignPlan(
+                f"the profile is of {profile.device}, --device asks about {asked}; leave one out"
+            )
+
+    @cached_property
+    def plain_peak_bytes(self) -> int:
+        """Of the step as it would run without a plan; here, with the scratch memory of kernels."""
+        return plain_peak_bytes(
+            self.step,
+            self.graph,
+            optimizer=self.optimizer_source(),
+            granularity_bytes=self.granularity_bytes,
+            cache=cache_directory() if self.is_here else None,
+        )
+
+    # The step as planners see it.
+
+    @cached_property
+    def context(self) -> MemoryContext:
+        """What counts in memory beside the traced graph."""
+        return memory_context(
+            self.step,
+            self.graph,
+            prices=self._prices,
+            granularity_bytes=self.granularity_bytes,
+            updates=self._updates(),
+        )
+
+    def _updates(self) -> ParameterUpdates | None:
+        if not self.update_in_backward:
+            return None
+        source, model = self.optimizer_source(), self.step.model
+        if source is not None and not isinstance(source, torch.optim.Optimizer):
+            source = source(p for p in model.parameters() if p.requires_grad)
+        return ParameterUpdates.of(model, source)
+
+    @cached_property
+    def traced(self) -> TracedStep:
+        """The joint graph that plans are made for, with its packed variants as programs."""
+        self.on_progress("tracing", 0, 1)
+        return trace_step(self.step, self.context)
+
+    def _prices(self, device: torch.device) -> AbstractContextManager[Price]:
+        if self.device is not None:
+            return derived_prices(self.device)
+        here = measured_prices(device, cache=cache_directory(), clock=self.clock)
+        return here if self._smaller is None else scaled_prices(*self._smaller, otherwise=here)
+
+    @cached_property
+    def _smaller(self) -> tuple[Mapping[str, Any], Mapping[str, Any], float] | None:
+        """Prices at two small batch sizes, for a step that is too long to be priced as it is."""
+        flops = sum(node.flops for node in self.graph.nodes)
+        if self.samples is None or flops <= _PRICED_FLOPS or not self.takes_batch_size:
+            return None
+        large = max(2 * _FEWEST_PRICED, int(self.samples * _PRICED_FLOPS / flops))
+        small = max(_FEWEST_PRICED, large // 2)
+        if large >= self.samples:
+            return None
+        share = (self.samples - small) / (large - small)
+        return self.at(small)._operator_costs, self.at(large)._operator_costs, share
+
+    @cached_property
+    def _operator_costs(self) -> _Costs:
+        every = tuple(pack.name for pack in self.traced.packs)
+        ops = (
+            *self.traced.with_packs().program.ops,
+            *self.traced.with_packs(every).program.ops,
+        )
+        costs = {op.name: (op.seconds, op.workspace_bytes) for op in ops}
+        repeats = ((name_of_repeat(op.name), op.again()) for op in ops)
+        return costs | {name: (op.seconds, op.workspace_bytes) for name, op in repeats}
+
+    @cached_property
+    def outside_seconds(self) -> float:
+        """What loss and update take, which are the same with every plan."""
+        nodes = outside_nodes(self.graph)
+        if self.device is not None:
+            profile = derive_profile(self.graph, self.device)
+            return sum(profile.seconds[index] for index in nodes)
+        with measured_prices(self.model_device, cache=cache_directory(), clock=self.clock) as costs:
+            watch = OutsideWatch(nodes, costs)
+            follow_step(self.step, optimizer=self.optimizer_source(), watcher=watch)
+        return watch.seconds
+
+
+def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRecord:
+    """A plain step replayed on a device: a described one, or that of the profile."""
+    is_cpu = kind is None and profile.device == "cpu"
+    here = granularity_of("cpu" if is_cpu else "cuda")
+    return simulate_step(
+        graph,
+        profile,
+        granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
+        not_counted=_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA,
+    )
+
+
+def machine_key() -> str:
+    """What plans of this machine are kept under."""
+    return ", ".join(f"{name} {figure}" for name, figure in sorted(describe_machine().items()))
+
+
+def profile_step(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    repeats: int,
+    clock: Clock,
+    use_cache: bool = True,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure a step that may be trained on; random numbers go on as if nothing had run."""
+    device, cache = next(step.model.parameters()).device, cache_directory()
+    if clock is Clock.CPU and torch.get_num_threads() != 1:
+        raise UsageError(
+            f"the cpu clock sees one thread, but torch uses {torch.get_num_threads()};"
+            " call torch.set_num_threads(1) first, or use the wall clock"
+        )
+
+    with open_meter(device, cache) as meter:
+
+        def measure() -> Profile:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                return measure_profile(
+                    step,
+                    graph,
+                    meter=meter,
+                    device=device,
+                    repeats=repeats,
+                    clock=clock,
+                    granularity_bytes=granularity_of(device.type),
+                    on_progress=on_progress,
+                )
+
+        return cached_profile(
+            cache,
+            graph,
+            device=device,
+            repeats=repeats,
+            clock=clock,
+            method=meter.method,
+            measure=measure,
+            renew=not use_cache,
+        )
+
+
+def scale_workspaces(
+    profile: Profile, graph: StepGraph, step: TrainingStep, *, optimizer: OptimizerSource
+) -> Profile:
+    """A scaled profile whose scratch memory is measured where it could decide the peak.
+
+    Args:
+        profile: of the graph, scaled from another batch size.
+        graph: the step.
+        step: what it was captured from.
+        optimizer: as for `bayplan.capture`.
+    """
+    device = next(step.model.parameters()).device
+    granularity_bytes = granularity_of(device.type)
+    nodes = nodes_that_may_set_the_peak(
+        graph, profile.workspace_bytes, granularity_bytes=granularity_bytes
+    )
+    with open_meter(device, cache_directory()) as meter:
+        watch = WorkspaceWatch(graph, nodes, meter=meter, granularity_bytes=granularity_bytes)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    sizes = [watch.found.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
+    return msgspec.structs.replace(profile, workspace_bytes=tuple(sizes))

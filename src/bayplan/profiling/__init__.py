@@ -1,1 +1,0 @@
-"""From a `StepGraph` to a `Profile`: measured here, or derived for a device that is not."""

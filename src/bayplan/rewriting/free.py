@@ -1,0 +1,256 @@
+"""Rewrites of a joint graph that free memory at no cost and change no bit.
+
+- The gradient of a convolution is two kernels in one operator. Apart, the one for the weight can
+  run first, after which the saved input is no longer needed: the other only asks for its shape.
+- The gradients of pooling and of padding ask for nothing but the shape of the saved input, and
+  never need it.
+- The gradient of a BatchNorm in training names the running statistics but never reads them; left
+  out, they tie it to nothing.
+
+Whoever only asks for a shape gets a stand-in of the same shape and strides (for these decide in
+which memory format the result comes, and by which kernel), which takes no memory.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from bayplan import torch_compat
+from bayplan.devices.meters import stand_in
+from bayplan.rewriting import packed
+
+__all__ = [
+    "SHAPE_ONLY",
+    "convolution_input_gradient",
+    "free_rewrites",
+    "gradient_by_sample",
+    "gradient_by_shape",
+    "in_place_form",
+    "in_place_positions",
+    "is_view",
+    "nodes_after_tangents",
+]
+
+aten = torch.ops.aten
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The in-place form that writes into the second operand of a commutative operator."""
+    return lambda first, second: function(second, first)
+
+
+def _into_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward formula that overwrites the gradient it is given, element by element."""
+    return lambda gradient, *rest, **options: function(
+        gradient, *rest, **options, grad_input=gradient
+    )
+
+
+# For each operator, by position of the argument that is overwritten, its in-place form.
+_FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
+    aten.relu.default: {0: aten.relu_.default},
+    aten.add.Tensor: {0: aten.add_.Tensor, 1: _swapped(aten.add_.Tensor)},
+    aten.mul.Tensor: {0: aten.mul_.Tensor, 1: _swapped(aten.mul_.Tensor)},
+    aten.div.Tensor: {0: aten.div_.Tensor},
+    aten.div.Scalar: {0: aten.div_.Scalar},
+    aten.neg.default: {0: aten.neg_.default},
+    aten.exp.default: {0: aten.exp_.default},
+    aten.tanh.default: {0: aten.tanh_.default},
+    aten.sigmoid.default: {0: aten.sigmoid_.default},
+    aten.threshold_backward.default: {0: _into_gradient(aten.threshold_backward.grad_input)},
+    aten.gelu_backward.default: {0: _into_gradient(aten.gelu_backward.grad_input)},
+    aten.silu_backward.default: {0: _into_gradient(aten.silu_backward.grad_input)},
+    aten.tanh_backward.default: {0: _into_gradient(aten.tanh_backward.grad_input)},
+    packed.threshold_backward_from_bits: {0: _into_gradient(packed.threshold_backward_from_bits)},
+}
+
+
+def in_place_positions(target: Any, num_arguments: int, has_options: bool) -> tuple[int, ...]:
+    """The argument positions that an operator could overwrite with its result."""
+    forms = _FORMS.get(target, {})
+    # `add(a, b, alpha=2)` is not commutative, so only its plain form may swap operands.
+    return tuple(
+        position for position in forms if position == 0 or (num_arguments == 2 and not has_options)
+    )
+
+
+def in_place_form(target: Any, position: int) -> Callable[..., Any]:
+    return _FORMS[target][position]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at the memory of its first argument."""
+    if node.target is operator.getitem:  # of several views, as of a split
+        return is_view(node.all_input_nodes[0])
+    return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+
+
+def nodes_after_tangents(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The gradients that a joint graph is given, and all that depends on them, in order."""
+    reached: set[fx.Node] = set()
+    for node in nodes:
+        if torch_compat.is_tangent(node) or not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            yield node
+
+
+# Formulas `(gradient, input, ...)` whose CPU kernels never read the input's elements.
+SHAPE_ONLY = (
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
+_BACKWARD = aten.convolution_backward.default
+_NORM_BACKWARD = aten.native_batch_norm_backward.default
+_INPUT, _MASK = 1, 10  # positions among a gradient operator's arguments
+
+
+def free_rewrites(graph: fx.Graph) -> None:
+    _split_convolution_gradients(graph)
+    _forget_inputs(graph)
+    _forget_running_statistics(graph)
+
+
+def convolution_input_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+) -> torch.Tensor:
+    """The gradient of a convolution's input, without the input."""
+    image = _untouched(input_shape, input_stride, gradient)
+    outputs = _BACKWARD(gradient, image, weight, *options, [True, False, False])
+    return outputs[0]
+
+
+def gradient_by_shape(
+    formula: Callable[..., torch.Tensor],
+    gradient: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+) -> torch.Tensor:
+    """What a formula of `SHAPE_ONLY` gives, without its input."""
+    return formula(gradient, _untouched(input_shape, input_stride, gradient), *options)
+
+
+def gradient_by_sample(
+    formula: Any,
+    gradient: torch.Tensor,
+    input_shape: Sequence[int],
+    input_stride: Sequence[int],
+    *options: Any,
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """What `gradient_by_shape` gives for a pooling whose indices come as small integers.
+
+    They are widened for one sample at a time, so that the whole of them never takes memory.
+
+    Args:
+        input_shape: the first dimension is the batch.
+        options: the formula's other arguments, the indices last.
+        stride: of the result.
+    """
+    result = gradient.new_empty_strided(tuple(input_shape), tuple(stride))
+    if type(gradient) is not torch.Tensor:
+        return result
+    *rest, indices = options
+    image = _untouched((1, *input_shape[1:]), input_stride, gradient)
+    for sample in range(input_shape[0]):
+        here = slice(sample, sample + 1)
+        wide = indices[here].to(torch.int64)
+        formula.overloadpacket(gradient[here], image, *rest, wide, grad_input=result[here])
+    return result
+
+
+def _forget_running_statistics(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=_NORM_BACKWARD):
+        gradient, image, weight, _, _, mean, inverse_deviation, training, *rest = node.args
+        if training:
+            statistics = (None, None, mean, inverse_deviation)
+            node.args = (gradient, image, weight, *statistics, training, *rest)
+
+
+def _forget_inputs(graph: fx.Graph) -> None:
+    for formula in SHAPE_ONLY:
+        for node in graph.find_nodes(op="call_function", target=formula):
+            gradient, image, *options = node.args
+            geometry = _geometry(image)
+            before, after = image.meta["val"], gradient.meta["val"]
+            # What other devices' kernels read has not been looked into.
+            if geometry is None or before.device.type != "cpu" or before.dtype != after.dtype:
+                continue
+            with graph.inserting_before(node):
+                freed = graph.call_function(
+                    gradient_by_shape, (formula, gradient, *geometry, *options), node.kwargs
+                )
+            freed.meta = dict(node.meta)
+            node.replace_all_uses_with(freed)
+            graph.erase_node(node)
+
+
+def _split_convolution_gradients(graph: fx.Graph) -> None:
+    """Put each convolution's weight gradient before its input gradient."""
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        wants_input, wants_weight, wants_bias = node.args[_MASK]
+        if not (wants_input and (wants_weight or wants_bias)):
+            continue
+        geometry = _geometry(node.args[_INPUT])
+        if geometry is None:
+            continue
+        image, *parameters = node.meta["val"]
+        with graph.inserting_before(node):
+            weights = graph.call_function(
+                _BACKWARD, (*node.args[:_MASK], [False, wants_weight, wants_bias])
+            )
+            weights.meta = {**node.meta, "val": (None, *parameters)}
+            gradient, weight = node.args[0], node.args[2]
+            inputs = graph.call_function(
+                convolution_input_gradient, (gradient, weight, *geometry, *node.args[3:_MASK])
+            )
+            inputs.meta = {**node.meta, "val": image}
+        for user in list(node.users):
+            if user.args[1] == 0:
+                user.replace_all_uses_with(inputs)
+                graph.erase_node(user)
+            else:
+                user.replace_input_with(node, weights)
+        graph.erase_node(node)
+
+
+def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of a node's value; None where no stand-in can be made of them."""
+    value = node.meta["val"]
+    shape, stride = tuple(value.shape), tuple(value.stride())
+    if not all(isinstance(number, int) for number in (*shape, *stride)):
+        return None  # an unknown batch size cannot be written into the graph
+    if value.device.type != "cpu" and not value.is_contiguous():
+        return None  # the stand-in there has no memory format
+    return shape, stride
+
+
+def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    shape, stride = tuple(shape), tuple(stride)
+    if type(like) is not torch.Tensor:
+        return like.new_empty_strided(shape, stride)  # while tracing, where nothing takes memory
+    if like.device.type != "cpu":
+        # One element stands for all, as only the shape is looked at. On a GPU never tried.
+        return like.new_empty(1).expand(shape)
+    if 0 in shape:
+        return like.new_empty_strided(shape, stride)
+    return stand_in(shape, stride, like.dtype)

@@ -1,0 +1,321 @@
+"""Makes operators repeatable: a repeat gives the same bits and leaves no trace.
+
+- Dropout. On a CPU, eager dropout multiplies by a mask that holds 1 / (1 - p), rounded to the
+  tensor's dtype. Traced, it is `native_dropout`, which rounds that number at another moment: for
+  about every seventh p the last bit differs. `as_eager` computes with eager's number. (On CUDA
+  eager itself runs `native_dropout`.)
+- Random operators draw the same numbers again. The generator's state is taken right before an
+  operator runs and becomes one of its arguments. The operator itself draws from the generator, so
+  a step uses up the same numbers as plain training. A repeat sets the saved state, draws, and puts
+  the generator back.
+- BatchNorm updates its running statistics once. They have no part in what it computes in training,
+  so it is repeated without them or, where that gives the same bits, from the saved statistics of
+  the batch.
+- Synchronised BatchNorm talks to other replicas, which would not expect it a second time. It is
+  repeated from its saved statistics or not at all, and its gradient never.
+- Any other reader of a buffer that forward changes would find the new value, and is never repeated.
+
+BatchNorm in training reads its input three times: for the mean, for the deviation and to
+normalise. Mean and inverse deviation are tiny and saved for backward, so a repeat that only wants
+the normalised values computes just those, with the arithmetic of torch's CPU kernel:
+
+    scale = inverse_deviation * weight
+    shift = bias - mean * scale              one rounding
+    y     = x * scale + shift                one rounding
+
+Nothing promises that a processor and a build of torch round like that. So it is tried on small
+tensors, once for every kind of input, and if a bit differs the whole operator is repeated.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from bayplan import torch_compat
+from bayplan.rewriting.synchronised_norm import (
+    normalise,
+    synchronised_norm,
+    synchronised_norm_backward,
+)
+
+__all__ = [
+    "CHANGED",
+    "ONCE_ONLY",
+    "PARTLY_ONLY",
+    "PartialRepeat",
+    "as_eager",
+    "draw",
+    "draw_again",
+    "dropout",
+    "dropout_by",
+    "generator_state",
+    "gradient_readers",
+    "make_repeatable",
+    "normalise",
+    "partial_repeat",
+    "repeat_form",
+]
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+_DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
+
+
+def as_eager(graph: fx.Graph) -> None:
+    """Replace such forms in a joint graph."""
+    for node in graph.find_nodes(op="call_function", target=_DROPOUT):
+        values, probability, training = node.args
+        if values.meta["val"].device.type != "cpu" or not training:
+            continue
+        node.target = torch.ops.bayplan.dropout.default
+        node.args = (values, probability)
+        masks = [user for user in node.users if user.args[1] == 1]
+        for reader in gradient_readers(masks, _DROPOUT_BACKWARD):
+            gradient, mask, _ = reader.args
+            scale = _scale(probability, gradient.meta["val"].dtype)
+            reader.args = (gradient, mask, scale)
+
+
+# An operator of torch's kind, so that graphs can name it and hand it on.
+@torch.library.custom_op(
+    "bayplan::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with eager's numbers, and its mask."""
+    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
+    return dropout_by(mask, values, probability)
+
+
+@dropout.register_fake
+def _(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
+
+
+def dropout_by(
+    mask: torch.Tensor, values: torch.Tensor, probability: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with a mask that was drawn already, and the mask."""
+    return values.mul(mask).mul_(_scale(probability, values.dtype)), mask
+
+
+@cache
+def _scale(probability: float, dtype: torch.dtype) -> float:
+    """What eager multiplies by, rounded as it is there; exact as a Python number."""
+    if probability == 1:
+        return 0.0
+    with torch_compat.outside_tracing():
+        return (torch.ones((), dtype=dtype, device="cpu") / (1 - probability)).item()
+
+
+def gradient_readers(parts: Iterable[fx.Node], gradient: Any) -> list[Any]:
+    """The gradient operators that read some outputs of an operator, directly or detached."""
+    waiting, readers = list(parts), dict[fx.Node, None]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target is gradient:
+                readers[user] = None
+            elif user.target is torch.ops.aten.detach.default:
+                waiting.append(user)
+    return list(readers)
+
+
+aten = torch.ops.aten
+
+CHANGED = "bayplan_changed"  # in an input's meta, where forward changes its tensor
+
+_CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
+
+
+def make_repeatable(graph: fx.Graph) -> None:
+    """Give every random operator of a joint graph the state of its generator as an argument.
+
+    Inputs that forward changes are marked, in a way that copies of the graph keep.
+    """
+    for node in torch_compat.changed_inputs(graph):
+        node.meta[CHANGED] = True
+    for node in list(graph.nodes):
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        device = _device_of(node.meta["val"])
+        with graph.inserting_before(node):
+            state = graph.call_function(generator_state, (device,))
+            with torch_compat.fake_mode_of([_first_tensor(node.meta["val"])]):
+                state.meta = {"val": generator_state(device)}
+            arguments = (node.target, state, *node.args)
+            drawn = graph.create_node("call_function", draw, arguments, node.kwargs, node.name)
+            drawn.meta = dict(node.meta)
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)
+
+
+def generator_state(device: str) -> torch.Tensor:
+    """The state of a device's default generator, as a tensor of bytes."""
+    if torch_compat.is_faking():
+        size_bytes = _CPU_STATE_BYTES if device == "cpu" else _CUDA_STATE_BYTES
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def draw(operator: Callable[..., Any], _: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Run a random operator for the first time."""
+    return operator(*args, **options)
+
+
+def draw_again(
+    operator: Callable[..., Any], state: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """Run a random operator as it ran before; the generator goes on as if it had not."""
+    output = next(part for part in (*args, state) if isinstance(part, torch.Tensor))
+    devices = [output.device] if output.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        if devices:
+            torch.cuda.set_rng_state(state, output.device)
+        else:
+            torch.set_rng_state(state)
+        return operator(*args, **options)
+
+
+# What may run only once, and what may be repeated only for a part of what it makes.
+ONCE_ONLY = frozenset({generator_state, synchronised_norm_backward})
+PARTLY_ONLY = frozenset({synchronised_norm})
+
+
+def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """What to call when an operator is repeated, with which of its arguments."""
+    if operator is draw:
+        return draw_again, arguments
+    if operator is aten._native_batch_norm_legit_functional.default and arguments[5]:
+        image, weight, bias, _, _, training, momentum, epsilon = arguments
+        form = aten._native_batch_norm_legit.no_stats
+        return form, (image, weight, bias, training, momentum, epsilon)
+    return operator, arguments
+
+
+def _first_tensor(value: Any) -> torch.Tensor:
+    return next(leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _device_of(value: Any) -> str:
+    return str(_first_tensor(value).device)
+
+
+# Channels or lengths, whatever is innermost, fill vector registers and leave a rest.
+_TRIED_CHANNELS, _TRIED_LENGTH = (1, 5, 37), 21
+_EPSILON = 1e-5
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of dimensions
+_OUTPUT, _MEAN, _INVERSE_DEVIATION = range(3)  # among BatchNorm's outputs
+# By operator, the position of the argument that says whether it normalises by the batch.
+_TRAINING: dict[Any, int] = {
+    aten._native_batch_norm_legit_functional.default: 5,
+    aten._native_batch_norm_legit.no_stats: 3,
+}
+
+
+@dataclass(frozen=True)
+class PartialRepeat:
+    """A repeat that makes one output of an operator again, with the help of its others.
+
+    Attributes:
+        output: the node of the output that it makes.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    output: fx.Node
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        return tuple(part for part in self.arguments if isinstance(part, fx.Node))
+
+    def alone(self, name: str) -> fx.Node:
+        """The call as a node of a graph of its own, to be priced."""
+        graph = fx.Graph()
+
+        def stand_in(source: fx.Node) -> fx.Node:
+            node = graph.placeholder(source.name)
+            node.meta = {"val": source.meta["val"]}
+            return node
+
+        arguments = fx.node.map_arg(self.arguments, stand_in)
+        node = graph.create_node("call_function", self.function, arguments, {}, name)
+        node.meta = {"val": self.output.meta["val"]}
+        return node
+
+
+def partial_repeat(node: fx.Node) -> PartialRepeat | None:
+    """How a node could be repeated for one of its outputs alone, if that gives the same bits."""
+    is_synchronised = node.target is synchronised_norm
+    position = _TRAINING.get(node.target)
+    if not is_synchronised and (position is None or not node.args[position]):
+        return None
+    parts = [_parts(node, index) for index in (_OUTPUT, _MEAN, _INVERSE_DEVIATION)]
+    # A second node of the same output would still show its older copy.
+    if len(parts[_OUTPUT]) != 1 or not all(parts):
+        return None
+    image, weight, bias = node.args[:3]
+    arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
+    if is_synchronised:  # so it was made in the first place
+        arguments = (*arguments, node.args[-1])
+    else:
+        kind = _kind_of(image, weight, bias)
+        if kind is None or not _gives_same_bits(kind):
+            return None
+    return PartialRepeat(normalise, arguments, parts[_OUTPUT][0])
+
+
+class _Kind(NamedTuple):
+    """What decides which kernel runs; a dtype of None is an argument that is not given."""
+
+    num_dimensions: int
+    memory_format: torch.memory_format
+    image_dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+
+
+def _parts(node: fx.Node, index: int) -> list[fx.Node]:
+    return [
+        user for user in node.users if user.target is operator.getitem and user.args[1] == index
+    ]
+
+
+def _kind_of(image: Any, weight: Any, bias: Any) -> _Kind | None:
+    """None for what torch computes in another way: elsewhere, or with gaps between elements."""
+    value: torch.Tensor = image.meta["val"]
+    formats = (torch.contiguous_format, _CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
+    memory_format = next((f for f in formats if value.is_contiguous(memory_format=f)), None)
+    if value.device.type != "cpu" or memory_format is None:
+        return None
+    dtypes = (None if source is None else source.meta["val"].dtype for source in (weight, bias))
+    return _Kind(value.dim(), memory_format, value.dtype, *dtypes)
+
+
+@cache
+def _gives_same_bits(kind: _Kind) -> bool:
+    with torch_compat.outside_tracing(), torch.no_grad():
+        return all(_is_same(kind, num_channels) for num_channels in _TRIED_CHANNELS)
+
+
+def _is_same(kind: _Kind, num_channels: int) -> bool:
+    # A generator of its own: the user's must not notice.
+    generator = torch.Generator().manual_seed(num_channels)
+    lengths = [3] * (kind.num_dimensions - 3) + [_TRIED_LENGTH] * (kind.num_dimensions > 2)
+
+    def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).add_(0.5)
+
+    image = draw((4, num_channels, *lengths), kind.image_dtype)
+    image = image.contiguous(memory_format=kind.memory_format)
+    weight, bias = (
+        None if dtype is None else draw((num_channels,), dtype)
+        for dtype in (kind.weight_dtype, kind.bias_dtype)
+    )
+    whole, mean, inverse_deviation = aten._native_batch_norm_legit.no_stats(
+        image, weight, bias, True, 0.1, _EPSILON
+    )
+    again = normalise(image, weight, bias, mean, inverse_deviation)
+    return again.dtype == whole.dtype and again.stride() == whole.stride() and again.equal(whole)

@@ -1,0 +1,454 @@
+"""Parameter updates inside the backward: the user's optimizer, applied as each gradient completes.
+
+A gradient that backward returns stays to the end of the step, and all of them together are a floor
+that no schedule gets below. Here an update takes a gradient's place among the outputs: it reads the
+gradient, changes the parameter, and leaves nothing.
+
+The user's own optimizer stays in charge: its groups are read before each update, so schedulers work
+as ever, and its state is the one that changes, so `state_dict` is right at any time. A stand-in of
+the same class does the arithmetic for a group of a single parameter. The user's later `step()`
+finds no gradients and changes nothing; it marks the end of the step.
+
+What needs all gradients at once cannot work this way. What can be seen is refused: gradients from
+two backward passes or from outside the model, hooks on gradients, and optimizers that are not known
+to treat each parameter by itself. What cannot be seen is up to the user: clipping by the norm of
+all gradients, and gradient scalers, find none.
+
+NOTE [ Old weights ]
+
+Once a parameter is changed nothing may read its old value. Three rules ensure that for every
+schedule:
+1. Only forward operators may be repeated (`without_backward_repeats`).
+2. A repeat serves some reader of a forward value. If it reads a parameter, directly or through
+   repeats before it, it serves a reader of a value that forward computes from that parameter.
+3. So the update stands behind the last reader of the parameter, and of every value that forward
+   computes from it.
+Backward passes the layers in reverse, so those readers come before the gradient is complete, or
+right after: at most, the rule delays an update by the gradient of its own layer's input.
+"""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx, nn
+
+from bayplan import torch_compat
+from bayplan.data.errors import CaptureError, PlanBroken, UsageError
+from bayplan.data.program import Program
+from bayplan.rewriting.free import is_view, nodes_after_tangents
+
+__all__ = [
+    "ParameterUpdates",
+    "check_old_weights",
+    "insert_updates",
+    "updated_parameter",
+    "updates_in",
+    "without_backward_repeats",
+]
+
+Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+
+_NEED_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_REMEDY = "turn update_in_backward off"
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter, its place in the model, and the optimizer's group that it is in."""
+
+    name: str
+    position: int
+    parameter: nn.Parameter = field(repr=False)
+    group_index: int
+
+
+@dataclass(repr=False)  # torch prints its backend in errors
+class ParameterUpdates:
+    """What updates those parameters of one model that its optimizer holds.
+
+    Attributes:
+        optimizer: the user's own.
+        members: what it updates; an index counts these.
+        index_by_id: how to recognise them among the inputs of a traced graph.
+        function: what graphs call to update one: of its index, its gradient and itself.
+    """
+
+    optimizer: torch.optim.Optimizer
+    members: tuple[_Member, ...]
+    index_by_id: Mapping[int, int]
+    function: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stand_in: torch.optim.Optimizer = copy.copy(self.optimizer)
+        self._done: set[int] = set()  # since the user's last `step()`
+        self._is_watching = False
+
+        # A function, because fx cannot print a method; a result, because plans count what ops make.
+        def update_parameter(
+            index: int, gradient: torch.Tensor, parameter: torch.Tensor
+        ) -> torch.Tensor | None:
+            if type(gradient) is not torch.Tensor:
+                return gradient.new_empty(0)  # while tracing
+            return self._update(index, gradient, parameter)
+
+        self.function = update_parameter
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Any) -> "ParameterUpdates":
+        """Take over the updates of a model; nothing changes before its first backward.
+
+        Raises:
+            UsageError: if the optimizer, or a hook on a gradient, would not work this way.
+        """
+        _check_by_parameter(optimizer)
+        groups = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        members = tuple(
+            _Member(name, position, parameter, groups[id(parameter)])
+            for position, (name, parameter) in enumerate(model.named_parameters())
+            if id(parameter) in groups and parameter.requires_grad
+        )
+        _check_no_hooks(members, UsageError)
+        ids = {id(member.parameter): index for index, member in enumerate(members)}
+        return cls(optimizer, members, ids)
+
+    def of_copy(self, model: nn.Module) -> "ParameterUpdates":
+        """The same updates, for a copy of the model that is only traced."""
+        twins = list(model.parameters())
+        ids = {id(twins[member.position]): index for index, member in enumerate(self.members)}
+        return replace(self, index_by_id=ids)
+
+    def among(self, inputs: Sequence[Any]) -> dict[int, int]:
+        """By position among a graph's inputs, the index of each parameter to update."""
+        indices = (
+            (position, self.index_by_id.get(id(value))) for position, value in enumerate(inputs)
+        )
+        return {position: index for position, index in indices if index is not None}
+
+    def cost_of(self, node: fx.Node, *, price: Cost) -> tuple[float, int]:
+        """Price a node; an update by one on a parameter that is made up."""
+        if node.target is not self.function:
+            return price(node)
+        index, gradient, parameter = node.args
+        assert isinstance(index, int), "an update names a parameter"
+        graph = fx.Graph()
+        sources = []
+        for source in (parameter, gradient):
+            assert isinstance(source, fx.Node), "an update reads a gradient and a parameter"
+            sources.append(graph.placeholder(source.name))
+            sources[-1].meta = {"val": source.meta["val"]}
+        trial = graph.call_function(_Trial(self.optimizer, self._group(index)), (*sources,))
+        trial.meta = {"val": None}
+        return price(trial)
+
+    def checked(
+        self, run: Callable[[list[Any]], Any], indices: Sequence[int]
+    ) -> Callable[[list[Any]], Any]:
+        """A backward that refuses before it starts, while no parameter has been touched yet."""
+
+        def checked_run(arguments: list[Any]) -> Any:
+            self._check_can_update(indices)
+            return run(arguments)
+
+        return torch_compat.boxed(checked_run)
+
+    def _group(self, index: int) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.members[index].group_index]
+
+    def _update(self, index: int, gradient: torch.Tensor, seen: torch.Tensor) -> None:
+        member = self.members[index]
+        if seen.data_ptr() != member.parameter.data_ptr():
+            raise PlanBroken(
+                f"{member.name} is another tensor than the one the optimizer was given; plan the"
+                " model anew with an optimizer of its parameters"
+            )
+        self._watch_steps()
+        self._done.add(index)
+        _update_one(
+            self._stand_in, self.optimizer.state, self._group(index), member.parameter, gradient
+        )
+
+    def _watch_steps(self) -> None:
+        """Hear of the user's `step()` from the first update on."""
+        if not self._is_watching:
+            self._is_watching = True
+            self.optimizer.register_step_pre_hook(self._before_step)
+            self.optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, *_: Any) -> None:
+        for index in self._done:
+            member = self.members[index]
+            if member.parameter.grad is not None:
+                raise PlanBroken(
+                    f"{member.name} was updated in backward, but part of its gradient came from"
+                    f" outside the planned model; {_REMEDY}"
+                )
+
+    def _after_step(self, *_: Any) -> None:
+        self._done.clear()
+
+    def _check_can_update(self, indices: Sequence[int]) -> None:
+        members = [self.members[index] for index in indices]
+        if not self._done.isdisjoint(indices):
+            raise PlanBroken(
+                "a second backward pass without optimizer.step() after the first: gradient"
+                f" accumulation needs gradients kept; {_REMEDY}"
+            )
+        for member in members:
+            if member.parameter.grad is not None:
+                raise PlanBroken(
+                    f"{member.name} has a gradient before backward: gradient accumulation needs"
+                    f" gradients kept; call zero_grad(set_to_none=True) first, or {_REMEDY}"
+                )
+        _check_no_hooks(members, PlanBroken)
+
+
+class _Trial:
+    """An update to measure: the first call makes the optimizer's state, later ones find it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self._stand_in: torch.optim.Optimizer = copy.copy(optimizer)
+        self._group = group
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+
+    __name__ = "update"  # fx names nodes by it
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if type(parameter) is not torch.Tensor:
+            parameter = parameter.detach()  # a fake one may belong to a traced graph
+        _update_one(self._stand_in, self._state, self._group, parameter, gradient)
+
+    def __str__(self) -> str:
+        """What the cost depends on: whether a setting is zero, and not which rate it is."""
+        settings = sorted(
+            f"{name}={_kind(value)}" for name, value in self._group.items() if name != "params"
+        )
+        return f"{type(self._stand_in).__qualname__}({','.join(settings)})"
+
+
+def _update_one(
+    optimizer: torch.optim.Optimizer,
+    state: defaultdict[torch.Tensor, Any],
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """Run an optimizer's arithmetic for one parameter.
+
+    Hooks are passed by: they belong to the user's `step()`.
+    """
+    optimizer.state = state
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    parameter.grad = _laid_out_like(parameter, gradient)
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        parameter.grad = None
+
+
+def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in its parameter's memory layout, as autograd hands it to an optimizer."""
+    strides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    if all(size < 2 or ours == theirs for size, ours, theirs in strides):
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool | str) or value is None:
+        return str(value)
+    if isinstance(value, int | float):
+        return "some" if value else "none"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_kind, value)) + "]"
+    return type(value).__name__
+
+
+def _check_by_parameter(optimizer: Any) -> None:
+    """Refuse optimizers that may look at several gradients at once."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "update_in_backward needs the optimizer that you train with, as optimizer=...; got"
+            f" {'none' if optimizer is None else type(optimizer).__name__}"
+        )
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _NEED_ALL_GRADIENTS):
+        raise UsageError(
+            f"{name} needs all gradients at once, or sparse ones, so it cannot update in backward;"
+            f" {_REMEDY}"
+        )
+    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        raise UsageError(
+            f"{name} has a step() of its own, which may need all gradients at once; update in"
+            f" backward with an optimizer of torch.optim, or {_REMEDY}"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UsageError(
+            f"{name}(differentiable=True) records its updates for a later backward, which needs"
+            f" them all kept; {_REMEDY}"
+        )
+
+
+def _check_no_hooks(members: Sequence[_Member], error: type[UsageError] | type[PlanBroken]) -> None:
+    for member in members:
+        if torch_compat.has_gradient_hooks(member.parameter):
+            raise error(
+                f"{member.name} has a hook on its gradient, which would not run when it is updated"
+                f" in backward; remove the hook, or {_REMEDY}"
+            )
+
+
+Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
+
+_INDEX, _GRADIENT, _PARAMETER = range(3)  # among an update's arguments
+
+
+def insert_updates(
+    graph: fx.Graph, *, num_forward_outputs: int, update: Update, index_of_input: Mapping[int, int]
+) -> None:
+    """Let a joint graph update parameters in place of returning their gradients.
+
+    Args:
+        graph: its inputs but the tangents, and its outputs behind the forward's, match one by one.
+        index_of_input: by position among the inputs, the index of each parameter to update.
+    """
+    output = graph.output_node()
+    outputs: list[Any] = list(output.args[0])  # pyrefly: ignore[bad-argument-type] - a list
+    inputs = [
+        node for node in graph.find_nodes(op="placeholder") if not torch_compat.is_tangent(node)
+    ]
+    if len(outputs) != num_forward_outputs + len(inputs):
+        raise CaptureError(
+            f"torch traced {len(inputs)} inputs but {len(outputs) - num_forward_outputs} gradients,"
+            " so it cannot be told which parameter is which; turn update_in_backward off"
+        )
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    last_reader = _last_readers(graph, order)
+    for position, index in index_of_input.items():
+        gradient = outputs[num_forward_outputs + position]
+        if not isinstance(gradient, fx.Node):  # the loss does not depend on it
+            continue
+        _check_dense(gradient, inputs[position])
+        behind = max(last_reader[inputs[position]], gradient, key=order.__getitem__)
+        with graph.inserting_after(behind):
+            arguments = (index, gradient, inputs[position])
+            node = graph.call_function(update, arguments)
+        node.meta = {**gradient.meta, "val": _token_like(gradient)}
+        if not _is_its_own(gradient, outputs):
+            _read_a_copy(graph, node)
+        outputs[num_forward_outputs + position] = node
+    output.args = (outputs,)
+
+
+def updates_in(graph: fx.Graph, update: Update) -> list[int]:
+    """The indices of the parameters that a graph updates, in its order."""
+    nodes = graph.find_nodes(op="call_function", target=update, sort=True)
+    return [int(str(node.args[_INDEX])) for node in nodes]
+
+
+def updated_parameter(node: fx.Node) -> fx.Node:
+    parameter = node.args[_PARAMETER]
+    assert isinstance(parameter, fx.Node), "an update is of an input"
+    return parameter
+
+
+def without_backward_repeats(program: Program) -> Program:
+    """The program with forward operators alone allowed to be repeated: rule 1."""
+    ops = tuple(
+        op if index < program.first_backward else msgspec.structs.replace(op, can_repeat=False)
+        for index, op in enumerate(program.ops)
+    )
+    return msgspec.structs.replace(program, ops=ops)
+
+
+def check_old_weights(
+    program: Program, schedule: Sequence[int], changes: Mapping[int, int]
+) -> None:
+    """Raise ValueError if a schedule reads a parameter after its update.
+
+    Args:
+        changes: by the op of each update, the buffer that it changes.
+
+    Example:
+        >>> from bayplan.data.program import Op
+        >>> ops = (Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
+        ...        Op(name="update", reads=(0, 1), writes=(2,), seconds=1.0))
+        >>> program = Program(buffers=(4, 8, 0), ops=ops, first_backward=1, inputs=frozenset({0}))
+        >>> check_old_weights(program, (0, 1), {1: 0})
+        >>> check_old_weights(program, (0, 1, 0), {1: 0})
+        Traceback (most recent call last):
+        ValueError: step 2 (f) reads buffer 0, which update has changed at step 1
+    """
+    changed_at: dict[int, int] = {}
+    for step, (index, op) in enumerate(zip(schedule, program.executions(schedule), strict=True)):
+        for buffer in op.reads:
+            if buffer in changed_at:
+                changer = program.ops[schedule[changed_at[buffer]]].name
+                raise ValueError(
+                    f"step {step} ({op.name}) reads buffer {buffer}, which"
+                    f" {changer} has changed at step {changed_at[buffer]}"
+                )
+        if index in changes:
+            changed_at[changes[index]] = step
+
+
+def _last_readers(graph: fx.Graph, order: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """For each value, the last node that reads it or what forward computes from it: rule 3."""
+    after_tangents = set(nodes_after_tangents(graph.nodes))
+    last: dict[fx.Node, fx.Node] = {}
+    # From the end, so that a value's readers are settled before the value.
+    for node in reversed(list(graph.nodes)):
+        last[node] = node
+        if node in after_tangents:
+            continue  # never repeated, so nobody asks for what it was computed from
+        readers = (last[user] for user in node.users if user.op != "output")
+        last[node] = max((node, *readers), key=order.__getitem__)
+    return last
+
+
+def _is_its_own(gradient: fx.Node, outputs: list[Any]) -> bool:
+    """Whether a gradient's memory is read by nobody but its update, which may overwrite it."""
+    node = gradient
+    while True:
+        num_readers = len(node.users) + max(0, outputs.count(node) - 1)
+        # The update is one, and so is the output whose place it takes.
+        if num_readers > (2 if node is gradient else 1) or node.op != "call_function":
+            return False
+        if not is_view(node):
+            return True
+        node = node.all_input_nodes[0]
+
+
+def _read_a_copy(graph: fx.Graph, update: fx.Node) -> None:
+    """As autograd does, which gives no parameter a gradient that others hold."""
+    gradient = update.args[_GRADIENT]
+    assert isinstance(gradient, fx.Node), "an update reads a gradient"
+    with graph.inserting_before(update):
+        copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    with torch_compat.fake_mode_of([gradient.meta["val"]]):
+        copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
+    update.update_arg(_GRADIENT, copy)
+
+
+def _token_like(gradient: fx.Node) -> torch.Tensor:
+    with torch_compat.fake_mode_of([gradient.meta["val"]]):
+        return gradient.meta["val"].new_empty(0)
+
+
+def _check_dense(gradient: fx.Node, parameter: fx.Node) -> None:
+    value = gradient.meta["val"]
+    if value.layout is not torch.strided:
+        raise UsageError(
+            f"the gradient of {parameter.name}, of shape {tuple(value.shape)}, is sparse, which"
+            " update_in_backward does not take; use sparse=False, or turn update_in_backward off"
+        )

@@ -1,0 +1,176 @@
+"""A `torch.compile` backend that runs each training step as planned.
+
+torch traces forward and backward into one graph; the backend rewrites it where that is free, prices
+its operators, asks for a plan, and cuts the graph into the two that torch then runs for forward and
+backward. Everything else (guards, buffers, autograd, autocast, evaluation) stays torch's.
+
+torch finds this function by its entry point. The limit is for what the graph holds: parameters,
+gradients and activations. What lies outside (the optimizer's state, the loss) `bayplan.fit` counts
+too, so prefer that where the limit is the device's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from bayplan import torch_compat as torch_compat
+from bayplan.costing.pricing import measured_prices
+from bayplan.data.errors import UsageError
+from bayplan.data.plan import StepOrder
+from bayplan.data.units import Limit, format_bytes
+from bayplan.devices.machine import cache_directory, granularity_of
+from bayplan.planning.memory.orders import FastestWithin
+from bayplan.prepared_step import machine_key
+from bayplan.rewriting.updates import (
+    updates_in,
+)
+from bayplan.running.executor import compile_graph
+from bayplan.running.partition import Step, cut
+from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
+from bayplan.running.swaps.tier import SwapStore
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
+from bayplan.simulating.swaps import Swapped, apply_order
+from bayplan.tracing.joint import JointStep
+from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
+
+__all__ = ["PlannedBackend", "bayplan", "ordered_step", "steps_of"]
+
+
+def _no_store(size_bytes: int) -> SwapStore:
+    raise UsageError(
+        f"the plan swaps {format_bytes(size_bytes)}; say where to, with --swap-dir or `swap=`"
+    )
+
+
+@dataclass
+class PlannedBackend:
+    """The backend: give it to `torch.compile`, or to a module's own `compile`.
+
+    Attributes:
+        decide: finds the plan of each graph that torch traces; a changed batch size is another.
+        context: what counts in memory beside the graph.
+        open_store: opens the place that swapped activations go to, of a size in bytes.
+        orders: what was decided for each graph so far.
+    """
+
+    decide: Decide
+    context: MemoryContext
+    open_store: Callable[[int], SwapStore] = _no_store
+    orders: list[StepOrder] = field(default_factory=list)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph, as torch asks a backend to."""
+        return torch_compat.compile_joint(
+            module,
+            inputs,
+            partition=partial(self._partition, inputs),
+            compile_graph=self._compile,
+        )
+
+    def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        run, updates = compile_graph(module), self.context.updates
+        updated = [] if updates is None else updates_in(module.graph, updates.function)
+        return updates.checked(run, updated) if updates is not None and updated else run
+
+    def _partition(
+        self,
+        inputs: Sequence[Any],
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Torch's question which part of a joint graph is forward and what it hands on."""
+        traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
+        order = self.decide(traced)
+        step, swapped = ordered_step(order, traced)
+        self.orders.append(order)
+        return cut(
+            step,
+            steps_of(swapped),
+            num_forward=swapped.program.first_backward,
+            owner=joint,
+            swapper=self._swapper(swapped),
+        )
+
+    def _swapper(self, swapped: Swapped) -> Swapper | None:
+        """Opened for the first plan that swaps, and large enough for all that are away at once."""
+        if not swapped.swap_ops:
+            return None
+        return Swapper(self.open_store(swapped.size_bytes))
+
+
+def ordered_step(
+    order: StepOrder, traced: TracedStep, *, is_here: bool = True
+) -> tuple[JointStep, Swapped]:
+    """The step as a plan wants it, and all its ops in order.
+
+    Args:
+        order: of the plan.
+        traced: the step.
+        is_here: see `TracedStep.for_order`.
+
+    Raises:
+        ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
+    """
+    step = traced.for_order(order, is_here=is_here)
+    return step, apply_order(order, step.program)
+
+
+def steps_of(swapped: Swapped) -> list[Step]:
+    """The steps that carry an arrangement out, as the executor knows them."""
+    parts: dict[int, SwapStep] = {}
+    for swap in swapped.swap_ops:
+        buffer = swapped.buffer_of[swap.buffer]
+        parts[swap.out] = SwapStep(SwapKind.OUT, buffer)
+        parts[swap.away] = SwapStep(SwapKind.AWAY, buffer)
+        for back, here in swap.returns:
+            parts[back] = SwapStep(SwapKind.BACK, buffer)
+            parts[here] = SwapStep(SwapKind.HERE, buffer, is_last=here == swap.returns[-1][1])
+    replay = replay_schedule(swapped.program, plain_schedule(swapped.program))
+    steps: list[Step] = []
+    for index, op in enumerate(swapped.op_of):
+        if index in parts:
+            steps.append(Step(parts[index]))
+        else:
+            taken = replay.taken_over[index]
+            steps.append(Step(op, None if taken is None else swapped.buffer_of[taken]))
+    return steps
+
+
+def bayplan(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Callable[..., Any]:
+    """Plan and compile one graph under a memory limit.
+
+    Args:
+        module: the traced forward.
+        inputs: examples of its inputs.
+        options: `memory`, a limit like `8GiB` or `40%`.
+        **more: the same as keywords; unknown ones are refused, so that a misspelt one is not lost.
+    """
+    given = {**(options or {}), **more}
+    memory = given.pop("memory", None)
+    if given or memory is None:
+        raise UsageError(
+            "backend 'bayplan' takes options={'memory': '8GiB'}, in bytes or as a share like '40%';"
+            f" got {sorted(given) or 'none'}"
+        )
+    cache = cache_directory()
+    tensors = (value for value in inputs if hasattr(value, "device"))
+    device_type = next((tensor.device.type for tensor in tensors), "cpu")
+    context = MemoryContext(
+        prices=partial(measured_prices, cache=cache),
+        granularity_bytes=granularity_of(device_type),
+    )
+    return PlannedBackend(
+        FastestWithin(Limit.parse(memory), cache=cache, machine=machine_key()), context
+    )(module, inputs)

@@ -1,0 +1,291 @@
+"""Gradients averaged over ranks while autograd's backward goes on.
+
+A hook on every parameter copies its gradient into its bucket and makes `.grad` a view of it. The
+sum of a bucket begins when its last gradient is there, and divides by the number of ranks before it
+adds. Backward ends when all sums are there. What autograd does otherwise is left alone: unused
+parameters, gradients that are accumulated first, parameters that are frozen later.
+
+NOTE [ Unused parameters ]
+A rank that does not use a parameter has no hook called for it. When its backward ends it takes part
+with zeros. Behind the gradients of the last bucket each rank says which parameters it has used, so
+all know which nobody has used: their `.grad` stays as it was. There a rank also says if any of its
+gradients is not finite.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from bayplan import torch_compat as torch_compat
+from bayplan.devices.copy_thread import CopyThread
+from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
+from bayplan.running.collectives.sums import Sum, Sums, room_bytes
+from bayplan.running.collectives.topology import RankTopology
+
+__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "FaultBoard", "needed_bytes"]
+
+_USED = "which parameters are used"  # no parameter has such a name
+
+
+class AveragingFault(RuntimeError):
+    """Gradients came in a way that cannot be averaged."""
+
+
+class FaultBoard:
+    """Where ranks write which of their gradients are not finite, for all to read."""
+
+    def __init__(self, topology: RankTopology) -> None:
+        self._topology = topology
+
+    def write(self, names: Sequence[str]) -> None:
+        self._topology.store.set(f"infinite{self._topology.rank}", ", ".join(names))
+
+    def read(self) -> str:
+        store, ranks = self._topology.store, range(self._topology.world_size)
+        told = [
+            f"{store.get(f'infinite{rank}').decode()} on rank {rank}"
+            for rank in ranks
+            if store.check([f"infinite{rank}"])
+        ]
+        return (
+            f"gradients are infinite or not a number: {'; '.join(told)}. Lower the learning rate,"
+            " or look for a division by zero there"
+        )
+
+
+@dataclass
+class BackwardTimes:
+    """What happened in one backward, on the clock `time.perf_counter`.
+
+    Attributes:
+        ready: by parameter, when its gradient was there.
+        begun_seconds: when the first one was.
+        ended_seconds: when backward had made all gradients.
+        cpu_seconds: processor time of this process in between.
+        done_seconds: when all sums were there.
+    """
+
+    ready: dict[str, float] = field(default_factory=dict)
+    begun_seconds: float = field(default_factory=time.perf_counter)
+    ended_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    done_seconds: float = 0.0
+    sums: list[Sum] = field(default_factory=list)
+
+    @property
+    def busy_cores(self) -> float:
+        """Cores that this process kept busy while backward made gradients."""
+        seconds = self.ended_seconds - self.begun_seconds
+        return self.cpu_seconds / seconds if seconds > 0 else 0.0
+
+    @property
+    def unhidden_seconds(self) -> float:
+        """How long the exchange went on after backward."""
+        return self.done_seconds - self.ended_seconds
+
+    @property
+    def exchange_seconds(self) -> float:
+        """How long any sum was under way on this rank."""
+        spans = sorted((sum_.begun_seconds, sum_.ended_seconds) for sum_ in self.sums)
+        total, until = 0.0, float("-inf")
+        for begin, end in spans:
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
+
+
+def needed_bytes(parameters: Mapping[str, torch.Tensor]) -> int:
+    """What rooms for all gradients take at most, however they are laid out."""
+    tensors = parameters.values()
+    widest = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
+    needed = sum(room_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
+    return needed + room_bytes(len(parameters), widest)
+
+
+class Averaging:
+    """Averages the gradients of parameters over ranks.
+
+    Args:
+        parameters: all that are trained, by name; the same on all ranks.
+        buckets: names of parameters that travel together, in the order they leave; of one dtype and
+            device each. Every parameter is in one.
+        board: for gradients that are not finite, which all ranks then refuse; None does not look.
+
+    Attributes:
+        on_end: is called after every backward, in the middle of a step.
+    """
+
+    on_end: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        sums: Sums,
+        *,
+        num_ranks: int,
+        buckets: Sequence[Sequence[str]],
+        board: FaultBoard | None = None,
+    ) -> None:
+        self._parameters, self._sums, self._num_ranks = parameters, sums, num_ranks
+        self._board, self._infinite = board, list[str]()
+        self._small: list[str] = []  # parameters whose `.grad` is not their view before the end
+        self._numbers = {name: index for index, name in enumerate(parameters)}
+        self._is_on, self._is_inside = True, False
+        self._cpu_begun_seconds = 0.0
+        self.times = BackwardTimes()
+        self._lay_out(buckets, None)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in parameters.items()
+        ]
+
+    @cached_property
+    def _copies(self) -> CopyThread:
+        return CopyThread("bayplan-copies")
+
+    def _lay_out(self, buckets: Sequence[Sequence[str]], copies: CopyThread | None) -> None:
+        self.buckets = tuple(map(tuple, buckets))
+        *_, last = self.buckets
+        first = self._parameters[last[0]]
+        marks = torch.empty(len(self._parameters), dtype=first.dtype, device=first.device)
+        members = [*self.buckets[:-1], (*last, _USED)]
+        self._buckets = BucketSums(
+            {**self._parameters, _USED: marks},
+            {n: GradientBucket(tuple(names), self._sums) for n, names in enumerate(members)},
+            factor=1 / self._num_ranks,
+            keeps_last=True,  # it has the marks, so backward is over when it begins
+            copies=copies,
+        )
+        self._expected = dict.fromkeys((*self._parameters, _USED), 1)
+
+    def lay_out(
+        self,
+        buckets: Sequence[Sequence[str]],
+        sums: Sums | None = None,
+        *,
+        copies_beside: bool = False,
+    ) -> None:
+        """Other buckets from the next backward on; gradients that are there move over.
+
+        To be called on all ranks at once, between two backwards.
+
+        Args:
+            sums: another way to make the same sums, with the same rooms; None for as before.
+            copies_beside: whether a thread of its own copies gradients, so that backward goes on
+                meanwhile; may differ between ranks.
+        """
+        views = self._buckets.views
+        kept = {
+            name: parameter.grad.clone()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and _is_same(parameter.grad, views[name])
+        }
+        self._sums.forget_rooms()
+        self._sums = self._sums if sums is None else sums
+        self._lay_out(buckets, self._copies if copies_beside else None)
+        for name, gradient in kept.items():
+            self._parameters[name].grad = self._buckets.views[name].copy_(gradient)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards in here only accumulate on this rank; the next one outside sends it all."""
+        was_on, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = was_on
+
+    def recover(self) -> None:
+        """End a backward that has failed, on all ranks at once; its gradients are worth nothing."""
+        if self._is_inside:
+            self._end()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            if self._is_on:
+                self._take(name, parameter)
+
+        return ready
+
+    def _take(self, name: str, parameter: torch.Tensor) -> None:
+        if not self._is_inside:
+            self._begin()
+        if name in self.times.ready:
+            raise AveragingFault(
+                f"{name} got a second gradient in one backward, when its first was on its way to"
+                " other ranks; use torch.utils.checkpoint with use_reentrant=False, or run all but"
+                " the last backward inside no_sync()"
+            )
+        assert parameter.grad is not None, "it was just accumulated"
+        gradient, view = parameter.grad, self._buckets.views[name]
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if gradient.layout is not torch.strided:
+            raise AveragingFault(f"the gradient of {name} is sparse; use sparse=False")
+        if gradient is not view:  # else it was added to what the last backward has left there
+            if self._buckets.put(name, gradient):
+                parameter.grad = view  # and the gradient's own memory is free
+            else:
+                self._small.append(name)
+        if self._board is not None and not torch.isfinite(gradient).all():
+            self._infinite.append(name)
+        self.times.ready[name] = time.perf_counter()
+        self._buckets.took(name)
+
+    def _begin(self) -> None:
+        self._is_inside = True
+        self.times = BackwardTimes()
+        self._cpu_begun_seconds = time.process_time()
+        self._infinite.clear()
+        self._small.clear()
+        self._buckets.hear = self.times.sums.append
+        self._buckets.begin_step(self._expected, range(len(self.buckets)))
+        torch_compat.after_backward(self._end)
+
+    def _tell_used(self) -> None:
+        """NOTE [ Unused parameters ]."""
+        marks = self._buckets.views[_USED].zero_()
+        if len(self.times.ready) == len(self._parameters):
+            marks.fill_(1)
+        else:
+            for name in self.times.ready:
+                marks[self._numbers[name]] = 1
+        if self._board is not None and self._infinite:
+            self._board.write(self._infinite)
+            marks[0] = 2 * self._num_ranks  # the mean of all is then 2, and otherwise 1 at most
+        self._buckets.took(_USED)
+
+    def _end(self) -> None:
+        self._is_inside = False
+        times = self.times
+        times.ended_seconds = time.perf_counter()
+        times.cpu_seconds = time.process_time() - self._cpu_begun_seconds
+        self._tell_used()
+        for number in range(len(self.buckets)):
+            self._buckets.finish(number)
+        self._give(self._small)
+        self._buckets.wait()
+        times.done_seconds = time.perf_counter()
+        if self._board is not None and self._buckets.views[_USED][0] > 1.5:
+            raise AveragingFault(self._board.read())
+        if len(times.ready) < len(self._parameters):  # others may have used the rest
+            marks = zip(self._parameters, self._buckets.views[_USED].tolist(), strict=True)
+            self._give(name for name, mark in marks if mark and name not in times.ready)
+        self.on_end()
+
+    def _give(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._parameters[name].grad = self._buckets.views[name]
+
+
+def _is_same(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    return gradient.data_ptr() == view.data_ptr() and gradient.shape == view.shape

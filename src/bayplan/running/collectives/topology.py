@@ -1,0 +1,212 @@
+"""`RankTopology`: which ranks share a host, and the memory that they open for each other."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import distributed
+
+from bayplan import torch_compat as torch_compat
+from bayplan.devices.machine import cache_directory
+from bayplan.native import CompileFailed
+from bayplan.running.collectives.blocks import Block, Blocks, host_identity, load
+from bayplan.running.collectives.sums import (
+    HIERARCHICAL,
+    RING,
+    SCATTERED,
+    SHARED,
+    BetweenHosts,
+    ScatteredSums,
+    SharedSums,
+    SocketSums,
+    Sums,
+)
+
+__all__ = ["RankTopology", "backend_of", "open_topology", "shares_memory"]
+
+_PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
+_YES = "yes"
+
+
+def shares_memory(environment: Mapping[str, str]) -> bool:
+    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0.
+
+    Example:
+        >>> shares_memory({}), shares_memory({"BAYPLAN_SHARED_MEMORY": "0"})
+        (True, False)
+    """
+    return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that sends a device's tensors in the default process group; "" if none does.
+
+    `get_backend()` names one backend for the whole group, and "undefined" for a group that was
+    initialised without one: torch then has a backend for each kind of device.
+    """
+    pairs = (pair.split(":") for pair in distributed.get_backend_config().split(","))
+    return {kind: backend for kind, backend in pairs}.get(device.type, "")
+
+
+def open_topology(device: torch.device | None = None) -> "RankTopology":
+    """Of all ranks of the default process group.
+
+    Args:
+        device: of the tensors that ranks exchange; the CPU by default.
+    """
+    store, rank = torch_compat.default_store(), distributed.get_rank()
+    number = store.add(f"bayplan/topologies{rank}", 1)  # the same for all ranks
+    return RankTopology(
+        store=distributed.PrefixStore(f"bayplan/topology{number}", store),
+        rank=rank,
+        world_size=distributed.get_world_size(),
+        cache=cache_directory(),
+        is_willing=shares_memory(os.environ)
+        and backend_of(device or torch.device("cpu")) == "gloo",
+    )
+
+
+class _Opened(msgspec.Struct, frozen=True):
+    process: int
+    file: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RankTopology:
+    """All ranks of a run; every rank makes the same calls in the same order.
+
+    Attributes:
+        store: that no other topology uses.
+        cache: where the compiled sums are kept.
+        is_willing: whether this rank may share memory.
+    """
+
+    store: distributed.Store
+    rank: int
+    world_size: int
+    cache: Path
+    is_willing: bool = True
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """By rank, its host; a rank that shares nothing has one of its own."""
+        self.store.set(f"host{self.rank}", self._own_host())
+        return tuple(self.store.get(f"host{rank}").decode() for rank in range(self.world_size))
+
+    def _own_host(self) -> str:
+        alone = f"alone{self.rank}"
+        if not self.is_willing or not hasattr(os, "memfd_create"):
+            return alone
+        try:
+            load(self.cache)
+            return host_identity()
+        except (CompileFailed, OSError):
+            return alone
+
+    def sums(self, ranks: Sequence[int], data_bytes: int) -> Sums | None:
+        """Sums over some ranks, in shared memory where that is possible; None on all others."""
+        ways = self.ways(ranks, data_bytes)
+        return next(iter(ways.values())) if ways else None
+
+    def ways(
+        self, ranks: Sequence[int], data_bytes: int, *, is_scattered: bool = False
+    ) -> dict[str, Sums]:
+        """Ways to sum up over some ranks, by name; none on all others.
+
+        Args:
+            data_bytes: what rooms for all that is to be summed take; the first way has them.
+            is_scattered: whether to have `ScatteredSums`, too, which needs more connections.
+        """
+        # A group of its own: its sums are begun in another thread.
+        scattered = distributed.new_group(list(ranks)) if is_scattered else None
+        number, group = next(self._numbers), distributed.new_group(list(ranks))
+        of_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            of_host.setdefault(self.hosts[rank], []).append(rank)
+        is_shared = data_bytes > 0 and len(of_host) < len(ranks)
+        leaders = None
+        if is_shared and len(of_host) > 1:
+            leaders = distributed.new_group([mates[0] for mates in of_host.values()])
+        if not isinstance(group, distributed.ProcessGroup):
+            return {}  # this rank is no member
+        sockets: dict[str, Sums] = {RING: SocketSums(group)}
+        if isinstance(scattered, distributed.ProcessGroup):
+            sockets[SCATTERED] = ScatteredSums(scattered)
+        if not is_shared:
+            return sockets
+        own = of_host[self.hosts[self.rank]]
+        name = f"{number}/{'-'.join(map(str, ranks))}"
+        opened = self.opened(ranks, own, data_bytes, name=name, what="sums")
+        if opened is None:
+            return sockets
+        blocks = Blocks(
+            load(self.cache),
+            [opened[rank] for rank in own],
+            own.index(self.rank),
+            patience_seconds=_PATIENCE_SECONDS,
+        )
+        is_leader = isinstance(leaders, distributed.ProcessGroup)
+        between, has_more_hosts = BetweenHosts(leaders) if is_leader else None, leaders is not None
+        shared = SharedSums(blocks, own, group, has_more_hosts=has_more_hosts, between=between)
+        return {HIERARCHICAL if has_more_hosts else SHARED: shared, **sockets}
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this rank's host, itself among them."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+
+    def opened(
+        self, ranks: Sequence[int], own: Sequence[int], data_bytes: int, *, name: str, what: str
+    ) -> dict[int, Block] | None:
+        """Blocks of this rank's host, by rank; None if any rank has none.
+
+        Args:
+            ranks: that have blocks on all hosts, all of which make this call.
+            own: those of them on this host.
+            name: the same for all, and for nothing else.
+            what: they are for, in a warning.
+        """
+        block: Block | None = None
+        answer, told, blocks = _YES, "", dict[int, Block]()
+        try:
+            block = Block.make(data_bytes)
+            told = msgspec.json.encode(_Opened(os.getpid(), block.file, block.size_bytes)).decode()
+        except OSError as fault:
+            answer = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/block{self.rank}", told)
+        try:
+            for rank in own:
+                opened = block if rank == self.rank else self._of_other(f"{name}/block{rank}")
+                blocks |= {} if opened is None else {rank: opened}
+        except OSError as fault:
+            answer = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/opened{self.rank}", answer)
+        answers = [self.store.get(f"{name}/opened{rank}").decode() for rank in ranks]
+        for opened in blocks.values():
+            opened.close_file()
+        faults = [answer for answer in answers if answer != _YES]
+        if faults:
+            if self.rank == ranks[0]:
+                warnings.warn(
+                    f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which"
+                    " is slower",
+                    stacklevel=2,
+                )
+            return None
+        return blocks
+
+    def _of_other(self, key: str) -> Block | None:
+        """The block of another rank; None if it has none, which it tells itself."""
+        told = self.store.get(key)
+        if not told:
+            return None
+        place = msgspec.json.decode(told, type=_Opened)
+        return Block.of_other(place.process, place.file, place.size_bytes)

@@ -1,0 +1,139 @@
+"""`bayplan.fit`: the same module, with a step that fits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bayplan import torch_compat
+from bayplan.costing.pricing import measured_prices
+from bayplan.data.units import Limit
+from bayplan.devices.machine import cache_directory
+from bayplan.planning.memory.orders import FastestWithin
+from bayplan.prepared_step import machine_key, prepare
+from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.running.backend import PlannedBackend
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
+from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.joint_trace import (
+    compile_whole,
+    untraceable,
+)
+from bayplan.tracing.traced_step import Decide, MemoryContext
+
+__all__ = ["bind", "fit"]
+
+
+def fit(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction = None,
+    *,
+    memory: str | int | Limit,
+    optimizer: OptimizerSource = None,
+    autocast: torch.dtype | None = None,
+    swap: Path | str | None = None,
+    pack: bool = True,
+    update_in_backward: bool = False,
+    time_limit_seconds: float = 10.0,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> nn.Module:
+    """Make a model's training step fit a memory limit; returns the same module.
+
+    Parameters, `state_dict` and your own loop stay as they are, and so do all numbers: losses,
+    gradients and buffers come out bit for bit as before. Calls of the module run as planned; a
+    batch of another size is planned anew when it first comes. One forward runs here, to plan.
+
+    Args:
+        model: will be changed in place, as by its own `compile`.
+        batch: as for `bayplan.capture`.
+        loss_fn: as for `bayplan.capture`.
+        memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
+        optimizer: the one you train with, so that its state is counted.
+        autocast: dtype of mixed precision that you call the model under.
+        swap: a directory for activations that pay to be swapped; None swaps nothing.
+        pack: whether activations may be packed, without loss.
+        update_in_backward: whether each parameter is updated as soon as its gradient is complete,
+            so that gradients are never all there at once. Needs the optimizer itself. `.grad`
+            stays None, and `optimizer.step()` only ends the step: not for loops that clip, scale
+            or accumulate gradients.
+        time_limit_seconds: for the search.
+        on_progress: hears the share of the search that is done.
+
+    Raises:
+        DoesNotFit: says what binds and the smallest limit that works.
+
+    Example:
+        >>> import torch
+        >>> layers = [torch.nn.Linear(64, 64) for _ in range(6)]
+        >>> model, batch = torch.nn.Sequential(*layers), torch.ones(2048, 64)
+        >>> loss_fn = lambda y: y.square().mean()
+        >>> model = fit(model, batch, loss_fn, memory="90%", time_limit_seconds=1)
+        >>> model(batch).square().mean().backward()
+    """
+    updates = ParameterUpdates.of(model, optimizer) if update_in_backward else None
+    prepared = prepare(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
+    device = prepared.model_device
+    space = None if swap is None else SwapSpace.measured(device, Path(swap))
+    decide = FastestWithin(
+        Limit.parse(memory),
+        cache=cache_directory(),
+        machine=machine_key(),
+        time_limit_seconds=time_limit_seconds,
+        plain_peak_bytes=prepared.plain_peak_bytes,
+        tier=None if space is None else space.tier,
+        may_pack=pack,
+        on_progress=on_progress,
+    )
+    # Every batch size that comes is priced by running its own operators, not scaled from others.
+    prices = partial(measured_prices, cache=cache_directory())
+    context = replace(prepared.context, prices=prices, updates=updates)
+    bind(prepared.step, decide, context, space=space)
+    return model
+
+
+def bind(
+    step: TrainingStep, decide: Decide, context: MemoryContext, *, space: SwapSpace | None = None
+) -> PlannedBackend:
+    """Let a model run as decided from now on, and have it planned by one forward.
+
+    Args:
+        step: the model, with a batch to plan for.
+        decide: finds the order of each graph.
+        context: what counts in memory beside it.
+        space: where swapped activations go.
+    """
+    backend = PlannedBackend(decide, context)
+    if space is not None:
+        backend.open_store = space.open
+    model = step.model
+    before = torch_compat.compiled_call(model)
+    compile_whole(model, backend)
+    try:
+        with _unchanged(model), step.precision():
+            call_model(model, split_batch(step.batch, step.loss_fn)[0])
+    except BaseException as fault:
+        torch_compat.set_compiled_call(model, before)
+        if isinstance(fault, Exception):
+            raise untraceable(fault) from fault
+        raise
+    return backend
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put buffers and random numbers back as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng([device.index or 0 for device in devices]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

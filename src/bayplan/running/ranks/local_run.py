@@ -1,0 +1,230 @@
+"""A plan carried out by ranks of this machine, what they tell meanwhile, and their one record."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+import torch
+
+from bayplan.data import files
+from bayplan.data.errors import DoesNotFit, PlanBroken
+from bayplan.data.plan import RankPlan
+from bayplan.data.record import Prediction, RunRecord
+from bayplan.data.units import format_bytes, format_seconds
+from bayplan.devices.machine import available_memory_bytes
+from bayplan.running.ranks.failures import INTERRUPTED
+from bayplan.running.ranks.launching import launch
+from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
+
+__all__ = ["INTERRUPTED", "RankRun", "SharedFigures", "StepLine", "check_room", "run_on_ranks"]
+
+
+class SharedFigures:
+    """The peak of each rank so far, and the step before which all stop.
+
+    A page of memory behind a file made by `create`: to write a number costs no message and no
+    wait, so a rank may tell after every step how full it has been, and be told which step is the
+    last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._numbers = np.memmap(path, dtype=np.int64, mode="r+")
+
+    @staticmethod
+    def create(path: Path, *, num_ranks: int) -> None:
+        path.write_bytes(np.zeros(1 + num_ranks, dtype=np.int64).tobytes())
+
+    def tell_peak(self, rank: int, peak_bytes: int) -> None:
+        self._numbers[1 + rank] = peak_bytes
+
+    @property
+    def peaks_bytes(self) -> tuple[int, ...]:
+        """By rank, how full it has been; 0 before its first step."""
+        return tuple(self._numbers[1:].tolist())
+
+    def stop_before(self, step: int) -> None:
+        """Let all ranks stop before a step, counted from 0; it is at least 1."""
+        self._numbers[0] = step
+
+    def is_over(self, step: int) -> bool:
+        return 0 < int(self._numbers[0]) <= step
+
+
+_LINE = re.compile(r"step ([0-9]{1,12}) of ([0-9]{1,12}), (.+)")
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """Rank 0's line for each step.
+
+    Example:
+        >>> line = StepLine.of(3, 20, loss=2.5, num_samples=8, seconds=6.0, peaks_bytes=(2**20, 0))
+        >>> str(line)
+        'step 3 of 20, loss 2.5000, 4.0 samples/s, peak 1.0 MiB, 34.0 s left'
+        >>> StepLine.parse(str(line)) == line
+        True
+    """
+
+    done: int
+    total: int
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        done: int,
+        total: int,
+        *,
+        loss: float,
+        num_samples: int,
+        seconds: float,
+        peaks_bytes: tuple[int, ...],
+    ) -> Self:
+        """Of `done` steps.
+
+        Args:
+            loss: of the last.
+            num_samples: of one.
+            seconds: of all that are done.
+            peaks_bytes: by rank, so far.
+        """
+        own, most = peaks_bytes[0], max(peaks_bytes)
+        fullest = f" ({format_bytes(most)} on rank {peaks_bytes.index(most)})" if most > own else ""
+        left = format_seconds(seconds / done * (total - done))
+        return cls(
+            done,
+            total,
+            f"loss {loss:.4f}, {num_samples * done / seconds:.1f} samples/s,"
+            f" peak {format_bytes(own)}{fullest}, {left} left",
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> "StepLine | None":
+        """None for any other line."""
+        match = _LINE.fullmatch(line)
+        return None if match is None else cls(int(match[1]), int(match[2]), match[3])
+
+    def __str__(self) -> str:
+        return f"step {self.done} of {self.total}, {self.text}"
+
+
+_TORCH_BYTES = 200 << 20  # what a process takes that has imported torch and done nothing
+# After Ctrl-C the ranks end the step they are in; a second Ctrl-C ends all at once.
+_LONGEST_STEP_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What came of a run on many ranks.
+
+    Attributes:
+        measured: a device for each rank; the step times are the slowest rank's. None if a rank
+            failed, or none had a step to tell of when Ctrl-C came.
+        exit_code: of the first rank that failed, 130 after Ctrl-C, else 0.
+    """
+
+    measured: RunRecord | None
+    exit_code: int
+
+
+def check_room(plan: RankPlan, swap: Path | None = None, *, swap_bytes: int | None = None) -> None:
+    """Refuse, before any is started, ranks that this machine has no room for.
+
+    Raises:
+        DoesNotFit: more memory is needed than there is: the machine would stop for everybody.
+        UsageError: what is swapped has no place.
+    """
+    check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
+    if torch.cuda.is_available():
+        return
+    num_ranks = len(plan.actions)
+    needed = num_ranks * _TORCH_BYTES + sum(plan.predicted_peak_bytes)
+    there = available_memory_bytes(torch.device("cpu"))
+    if needed > there:
+        raise DoesNotFit(
+            f"{num_ranks} ranks on this machine need {format_bytes(needed)}, of which"
+            f" {format_bytes(num_ranks * _TORCH_BYTES)} for torch alone, and"
+            f" {format_bytes(there)} are free; name fewer devices, or a smaller --batch"
+        )
+
+
+def run_on_ranks(
+    plan: RankPlan,
+    *,
+    num_steps: int,
+    log_folder: Path,
+    target: str | None = None,
+    seed: int = 0,
+    swap: Path | None = None,
+    swap_bytes: int | None = None,
+    epoch_samples: int | None = None,
+    on_line: Callable[[str], None],
+    on_step: Callable[[StepLine], None] = lambda step: None,
+) -> RankRun:
+    """Start a process for each rank of a plan, train, and gather what they measured.
+
+    Args:
+        plan: for ranks on this machine, which has room for them.
+        num_steps: after one to warm up.
+        log_folder: for the log of each rank; it is kept.
+        target: needed where the plan names a function of the user's own.
+        swap_bytes: the most that each rank may take in `swap`; None for what the plan needs.
+        on_line: hears what rank 0 tells, and why a run ended early.
+        on_step: hears of each step instead.
+    """
+
+    def hear(line: str) -> None:
+        step = StepLine.parse(line)
+        if step is None:
+            on_line(line)
+        else:
+            on_step(step)
+
+    with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
+        path, records = Path(folder) / "plan.json", Path(folder)
+        files.write(path, plan)
+        arguments = ["-m", "bayplan.running.ranks.rank", str(path), "--records", str(records)]
+        arguments += ["--steps", str(num_steps), "--seed", str(seed)]
+        arguments += [] if target is None else ["--target", target]
+        arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
+        arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]
+        num_ranks = len(plan.actions)
+        SharedFigures.create(records / "figures", num_ranks=num_ranks)
+        exit_code = launch(
+            arguments,
+            num_ranks=num_ranks,
+            log_folder=log_folder,
+            on_line=hear,
+            signal_seconds=_LONGEST_STEP_SECONDS,
+        )
+        paths = [records / f"rank{rank}.record.json" for rank in range(num_ranks)]
+        is_told = all(path.exists() for path in paths)
+        if not is_told or exit_code not in (0, INTERRUPTED):
+            return RankRun(None, exit_code)
+        rank_records = [files.read(path, RunRecord) for path in paths]
+    predicted = Prediction(
+        step_seconds=plan.predicted_seconds,
+        peak_bytes=plan.predicted_peak_bytes,
+        busy=plan.predicted_busy,
+    )
+    whole = msgspec.structs.replace(
+        _joined(rank_records), epoch_samples=epoch_samples, predicted=predicted
+    )
+    return RankRun(whole, exit_code)
+
+
+def _joined(rank_records: list[RunRecord]) -> RunRecord:
+    counts = {len(record.step_seconds) for record in rank_records}
+    if len(counts) != 1:
+        raise PlanBroken(f"ranks ran different numbers of steps: {sorted(counts)}")
+    steps = zip(*(record.step_seconds for record in rank_records), strict=True)
+    return msgspec.structs.replace(
+        rank_records[0],
+        step_seconds=tuple(max(seconds) for seconds in steps),
+        devices=tuple(record.devices[0] for record in rank_records),
+    )

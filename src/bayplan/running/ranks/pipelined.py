@@ -1,0 +1,388 @@
+"""`bayplan.bind`: a training step that runs on many ranks as its plan says.
+
+Every rank holds the same module and is given the whole batch; what it computes of it, and when, is
+in the plan. The first step of a batch size traces the model, without memory, and compiles the
+stages of this rank.
+"""
+
+import atexit
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from bayplan.data import files
+from bayplan.data.actions import Action
+from bayplan.data.errors import FileFault, UsageError
+from bayplan.data.graph import StorageKind
+from bayplan.data.plan import Plan, RankPlan
+from bayplan.devices.machine import check_torch_version
+from bayplan.running.collectives.sums import Sum, Sums, room_bytes
+from bayplan.running.collectives.topology import RankTopology, backend_of, open_topology
+from bayplan.running.collectives.transports import (
+    LARGE_BYTES,
+    Mailboxes,
+    Pending,
+    Transport,
+    open_peer_memory,
+)
+from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, replica_groups
+from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.rank_step import RankStep
+from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
+from bayplan.running.ranks.transfers import largest_by_sender
+from bayplan.running.ranks.watching import Watch, check_environment, open_watch
+from bayplan.running.ranks.worker import Worker
+from bayplan.running.swaps.swap_space import RankSwap
+from bayplan.simulating.checking import check_rank_plan
+from bayplan.step import Batch, LossFunction, TrainingStep
+from bayplan.tracing.stages.whole_trace import batch_tensors, num_samples_of, own_tensors
+
+__all__ = ["LossSums", "PipelinedStep", "bind"]
+
+
+_LOSS_DTYPE = torch.float64
+_NUM_LOSS_SUMS = 3
+
+
+class LossSums:
+    """Sums up the parts of one loss after the other; each rank has parts, and all are told the sum.
+
+    Beside the loss go two numbers that show whether all ranks had the same batch (`BatchMark`).
+    With stale weights, the loss of a batch is told `lag` batches later: to wait for the present
+    one would make every rank wait for the last stage. `sums` are over all ranks, used for nothing
+    else.
+    """
+
+    def __init__(self, sums: Sums | None, lag: int) -> None:
+        assert sums is not None, "all ranks take part"
+        self._sums, self._lag = sums, lag
+        device = torch.device("cpu")
+        self._rooms = deque(sums.room(_NUM_LOSS_SUMS, _LOSS_DTYPE, device) for _ in range(lag + 1))
+        self._owed: deque[tuple[Pending, torch.Tensor]] = deque()
+
+    @staticmethod
+    def needed_bytes(lag: int) -> int:
+        return (lag + 1) * room_bytes(_NUM_LOSS_SUMS, _LOSS_DTYPE)
+
+    def add(self, part: torch.Tensor) -> torch.Tensor | None:
+        """Take this rank's part of a loss; returns the sums that are due, None if none are."""
+        room = self._rooms[0]
+        room.copy_(part)
+        if not self._lag:
+            self._sums.now(room)
+            return room.clone()
+        self._rooms.rotate(-1)
+        self._owed.append((self._sums.begin(room), room))
+        if len(self._owed) <= self._lag:
+            return None
+        return self._waited()
+
+    def rest(self) -> list[torch.Tensor]:
+        """The sums still owed."""
+        return [self._waited() for _ in range(len(self._owed))]
+
+    def _waited(self) -> torch.Tensor:
+        pending, room = self._owed.popleft()
+        pending.wait()
+        return room.clone()
+
+
+def bind(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | Path | str | None = None,
+    *,
+    loss_fn: LossFunction = None,
+    autocast: torch.dtype | None = None,
+    swap: Path | str | None = None,
+    swap_bytes: int | None = None,
+) -> "PipelinedStep":
+    """Make this rank's part of a planned training step.
+
+    Call it on every rank, after `torch.distributed.init_process_group`, with the same model,
+    optimizer and plan everywhere. A rank keeps only those parameters that its stages read; when
+    `state_dict` is asked for, on all ranks, the others come from where they are.
+
+    Args:
+        model: the same on every rank.
+        optimizer: of this very model's parameters.
+        plan: for as many ranks as there are, or its file; by default the file that the environment
+            variable BAYPLAN_PLAN names.
+        loss_fn: of the model's output and the targets, a mean over samples; None if the model
+            returns its loss.
+        autocast: dtype of mixed precision.
+        swap: a directory for what the plan swaps on this rank; ranks may share it.
+        swap_bytes: the most that this rank may take there; None for what the plan needs.
+
+    On every rank of a script that torchrun has started::
+
+        step = bind(model, optimizer, plan, loss_fn=loss_fn)
+        loss = step(images, labels)
+    """
+    if not distributed.is_initialized():
+        raise UsageError(
+            "bind needs a process group; start the script with torchrun and call"
+            " torch.distributed.init_process_group() first"
+        )
+    watch = open_watch()
+    with watch.telling():
+        watch.doing = "bind, before the first step"
+        check_environment()
+        given = plan if isinstance(plan, Plan) else _read(plan)
+        check_torch_version(given.torch_version)
+        taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
+        _check_world_size(taken)
+        _check_optimizer(model, optimizer)
+        tensors = own_tensors(TrainingStep(model=model, batch=(), loss_fn=loss_fn))
+        start_alike(taken, tensors, optimizer)
+        place = RankSwap(distributed.get_rank(), None if swap is None else Path(swap), swap_bytes)
+        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch, place)
+
+
+def _read(path: Path | str | None) -> Plan:
+    given = path or os.environ.get("BAYPLAN_PLAN")
+    if not given:
+        raise UsageError("bind needs a plan: give it, or its file, or set BAYPLAN_PLAN to the file")
+    try:
+        return files.read(Path(given), Plan)
+    except FileFault as fault:
+        raise FileFault(f"{fault}{'' if path else ' (the file that BAYPLAN_PLAN names)'}") from None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def _check_world_size(plan: RankPlan) -> None:
+    world_size, num_ranks = distributed.get_world_size(), len(plan.actions)
+    if world_size != num_ranks:
+        raise UsageError(
+            f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with one"
+            f" host, torchrun --nproc-per-node {num_ranks}), or plan for these"
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of another model, whose parameters would never get a gradient."""
+    known = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_foreign = sum(id(parameter) not in known for parameter in given)
+    if num_foreign:
+        raise UsageError(
+            f"{num_foreign} of the optimizer's {len(given)} parameters are not among the model's"
+            f" {len(known)}; make the optimizer of model.parameters(), after the model's last"
+            " change"
+        )
+
+
+class PipelinedStep:
+    """One rank's part of a training step; called with a whole batch, it returns the batch's loss.
+
+    Attributes:
+        journal: what this rank does and did.
+        num_samples: of the last batch.
+    """
+
+    num_samples: int = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: RankPlan,
+        loss_fn: LossFunction,
+        autocast: torch.dtype | None,
+        watch: Watch,
+        swap: RankSwap,
+    ) -> None:
+        self._swap = swap
+        self._model, self._optimizer, self._plan = model, optimizer, plan
+        self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
+        self._rank = distributed.get_rank()
+        self._workers: dict[str, Worker] = {}  # by the form of a batch
+        self._worker: Worker | None = None  # the last one
+        self._marks: deque[BatchMark] = deque()  # of batches whose loss is owed
+        self._num_batches = 0
+        self._holdings: Holdings | None = None
+        self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
+        self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
+        watch.doing = self.journal
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Train on a batch, all of it on every rank; returns its loss, on every rank.
+
+        Under a plan with stale weights, the loss is that of as many batches ago as the plan's
+        largest lag, and not a number until there is one.
+        """
+        with self._watch.telling():
+            return self._run(batch if len(batch) > 1 else batch[0])
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """For each update so far, how many updates old the weights were it was computed with."""
+        return () if self._kept is None else tuple(self._kept[1].staleness)
+
+    @property
+    def sums(self) -> Sequence[Sum]:
+        """Of gradients over ranks, the latest that were made."""
+        return () if self._kept is None else tuple(self._kept[0].sums)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that others share, which no meter of the process counts."""
+        if self._kept is None:  # none before the first step, and to make it takes all ranks
+            return 0
+        return sum(sums.shared_bytes for sums in self._sums.values())
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that this rank has now, with what each is there for."""
+        if self._worker is not None:
+            yield from self._worker.held()
+        states = self._optimizer.state.values()
+        tensors = (value for state in states for value in state.values() if torch.is_tensor(value))
+        yield from ((StorageKind.OPTIMIZER_STATE, tensor) for tensor in tensors)
+
+    def close(self) -> None:
+        """This rank is done; happens at exit by itself."""
+        atexit.unregister(self._watch.close_at_exit)
+        self._watch.close()
+        self._swap.close()
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        self.num_samples = num_samples_of(batch)
+        mark = BatchMark.of(batch_tensors(batch))
+        self._num_batches += 1
+        self._watch.batch = (self._num_batches, mark.form)
+        if mark.form not in self._workers:
+            self._workers[mark.form] = self._prepared(batch, self.num_samples)
+        worker = self._workers[mark.form]
+        if self._lag and worker is not self._worker:
+            self.flush()  # what is in flight has another size
+        self._worker = worker
+        if self._holdings is not None:
+            self._holdings.release()
+        return self._loss(worker.run(batch_tensors(batch), self.journal), mark)
+
+    def flush(self) -> list[torch.Tensor]:
+        """End all batches in flight, on all ranks at once; returns the losses still owed.
+
+        Only a plan with stale weights has any. To be called before the model is saved or tested.
+        """
+        with self._watch.telling():
+            if self._worker is not None:
+                for _ in range(self._lag):
+                    self._worker.run(None, self.journal)
+                self._worker.rest()
+            return [self._checked(sums) for sums in self._loss_sums.rest()]
+
+    def _loss(self, part: torch.Tensor, mark: BatchMark) -> torch.Tensor:
+        """The loss of the batch that is due: this one, or with stale weights an earlier one."""
+        self._marks.append(mark)
+        sums = self._loss_sums.add(mark.beside(part))
+        if sums is None:
+            return torch.full((), math.nan, dtype=part.dtype)
+        return self._checked(sums)
+
+    def _checked(self, sums: torch.Tensor) -> torch.Tensor:
+        """A loss, once it is known that all ranks had the same batch."""
+        self._marks.popleft().check(sums)
+        return sums[0]
+
+    @property
+    def _lag(self) -> int:
+        return max(self._plan.lags, default=0)
+
+    def _prepared(self, batch: Batch, num_samples: int) -> Worker:
+        if self._holdings is not None:
+            self._holdings.collect()  # the model is traced again, for which it must be whole
+        preparation = RankStep(
+            plan=self._plan,
+            step=TrainingStep(
+                model=self._model, batch=batch, loss_fn=self._loss_fn, autocast=self._autocast
+            ),
+            rank=self._rank,
+            num_samples=num_samples,
+            has_tags=backend_of(_device_of(self._model)) == "gloo",
+            swap=self._swap,
+            replicas=self._replicas,
+            transports=self._transports,
+        )
+        preparation.check()
+        if self._kept is None:
+            self._holdings = Holdings(self._model, preparation.holders(), self._rank)
+            self._kept = preparation.gradients(self._sums), preparation.versions()
+        worker = preparation.worker(
+            self._groups, *self._kept, self.journal.updating(self._optimizer.step)
+        )
+        if self._plan.static_order:
+            parts = worker.parts.values()
+            arrivals = (way for part in parts for way in (part.arrival, part.arrival_back))
+            self._mailboxes.open(largest_by_sender(arrivals, LARGE_BYTES))
+        return worker
+
+    @cached_property
+    def _topology(self) -> RankTopology:
+        return open_topology(_device_of(self._model))
+
+    @cached_property
+    def _mailboxes(self) -> Mailboxes:
+        return Mailboxes(self._topology)
+
+    @cached_property
+    def _transports(self) -> tuple[Transport, ...]:
+        """How messages go inside a host: small ones left in a mailbox, large ones copied over.
+
+        A mailbox is for one thread; where there is no static order, several wait for messages.
+        """
+        is_static = self._plan.static_order
+        neighbours = open_peer_memory(self._topology, is_ordered=is_static)
+        return (self._mailboxes, neighbours) if is_static else (neighbours,)
+
+    @cached_property
+    def _loss_sums(self) -> LossSums:
+        ranks = range(distributed.get_world_size())
+        return LossSums(self._topology.sums(ranks, LossSums.needed_bytes(self._lag)), self._lag)
+
+    @cached_property
+    def _sums(self) -> dict[tuple[int, ...], Sums]:
+        """Over ranks that share gradients; made in the same order everywhere."""
+        parameters = dict(self._model.named_parameters())
+        needed: dict[tuple[int, ...], int] = {}
+        for bucket in self._plan.buckets:
+            stages = (self._plan.stages[stage] for stage in bucket.stages)
+            ranks = tuple(sorted({rank for stage in stages for rank in stage.devices}))
+            members = [parameters[name] for name in bucket.parameters if name in parameters]
+            count = sum(member.numel() for member in members)
+            size_bytes = room_bytes(count, members[0].dtype) if members else 0
+            needed[ranks] = needed.get(ranks, 0) + size_bytes
+        all_sums = {
+            ranks: self._topology.sums(ranks, size_bytes)
+            for ranks, size_bytes in needed.items()
+            if len(ranks) > 1
+        }
+        return {ranks: sums for ranks, sums in all_sums.items() if sums is not None}
+
+    @cached_property
+    def _replicas(self) -> dict[int, StageReplicas]:
+        """By stage of this rank, those that it synchronises BatchNorm with."""
+        ranks_of = dict(enumerate(stage.devices for stage in self._plan.stages))
+        return replica_groups(self._plan.synchronised_stages, ranks_of)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:
+        """Ranks that share a stage; groups are made in the same order everywhere."""
+        stages = self._plan.stages
+        sets = (tuple(sorted(stage.devices)) for stage in stages)
+        groups: dict[tuple[int, ...], distributed.ProcessGroup] = {}
+        for ranks in dict.fromkeys(ranks for ranks in sets if len(ranks) > 1):
+            group = distributed.new_group(list(ranks))
+            if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
+                groups[ranks] = group
+        return groups

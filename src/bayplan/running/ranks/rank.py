@@ -1,0 +1,193 @@
+"""One rank of `bayplan run`: `python -m bayplan.running.ranks.rank PLAN ...`.
+
+Trains as the plan says and writes this rank's record. Rank 0 tells of each step on stderr.
+
+NOTE [ Ctrl-C between steps ]
+All ranks must end with the same step, or some would wait for others for ever. Rank 0 alone hears
+Ctrl-C, and writes where all can see it that they stop before step `n + 2 + lag`, where `n` is the
+step it is in or has just ended. No other rank has begun that step: it would have the loss of step
+`n + 1`, of which rank 0 has done nothing yet. So all find the number in time, and stop at the same
+place with their records.
+"""
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from cyclopts import App, Parameter
+from torch import distributed
+
+from bayplan.data import files
+from bayplan.data.errors import UsageError
+from bayplan.data.plan import RankPlan
+from bayplan.data.profile import Clock
+from bayplan.data.record import RunRecord, message_classes
+from bayplan.devices.machine import cache_directory
+from bayplan.prepared_step import step_of_plan
+from bayplan.running.ranks.failures import run_to_exit
+from bayplan.running.ranks.journal import PeakBreakdown, open_breakdown
+from bayplan.running.ranks.local_run import SharedFigures, StepLine
+from bayplan.running.ranks.pipelined import PipelinedStep, bind
+from bayplan.running.ranks.watching import open_watch
+from bayplan.running.recorder import Recorder
+from bayplan.step import TrainingStep
+
+__all__ = ["main"]
+
+app = App(name="bayplan.running.ranks.rank", help=__doc__, help_format="plaintext")
+
+
+@app.default
+def train(
+    plan: Path,
+    /,
+    *,
+    records: Annotated[Path, Parameter(help="The folder for every rank's record.")],
+    steps: int = 5,
+    target: str | None = None,
+    seed: int = 0,
+    swap_dir: Path | None = None,
+    swap_bytes: int | None = None,
+) -> None:
+    """Train as one rank of a plan."""
+    given = files.read(plan, RankPlan)
+    torch.set_num_threads(1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend)
+    torch.manual_seed(seed)
+    with open_watch() as watch, watch.telling():
+        watch.doing = "building the model"
+        step = step_of_plan(given, target=target).build()
+        if step.optimizer is None:
+            raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
+    bound = bind(
+        step.model,
+        step.optimizer,
+        given,
+        loss_fn=step.loss_fn,
+        autocast=step.autocast,
+        swap=swap_dir,
+        swap_bytes=swap_bytes,
+    )
+    rank = distributed.get_rank()
+    figures = SharedFigures(records / "figures")
+    result = _Training(bound, step, figures, lag=max(given.lags, default=0)).run(steps)
+    files.write(records / f"rank{rank}.record.json", _named(result, given, rank, bound))
+    distributed.barrier()
+    bound.close()
+    distributed.destroy_process_group()
+
+
+class _Training:
+    """Some steps of one rank, and what is known of them; the loss is `lag` batches behind."""
+
+    def __init__(
+        self, bound: PipelinedStep, step: TrainingStep, figures: SharedFigures, *, lag: int
+    ) -> None:
+        batch = step.batch
+        self._batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        self._bound, self._figures, self._lag = bound, figures, lag
+        self._device = next(step.model.parameters()).device
+        self._rank = distributed.get_rank()
+        self._number = 0  # of the step that runs
+        self._breakdown: PeakBreakdown | None = None
+
+    def run(self, num_steps: int) -> RunRecord:
+        """Train for some steps after one that warms up, or until Ctrl-C."""
+        losses = [float(self._bound(*self._batch))]
+        # Of the first steps, which count least: the first that is like all after it.
+        breakdown_step = min(self._lag, num_steps - 1)
+        recorder = Recorder(
+            None, cache=cache_directory(), device=self._device, curve=False, clock=Clock.WALL
+        )
+        with self._stopping_in_order(), recorder as recording:
+            began = time.perf_counter()
+            for number in range(num_steps):
+                if self._figures.is_over(number):
+                    break
+                self._number = number
+                if number == breakdown_step:
+                    losses.append(self._run_with_breakdown())
+                else:
+                    losses.append(float(self._bound(*self._batch)))
+                self._figures.tell_peak(self._rank, recording.peak_bytes)
+                self._tell(num_steps, losses[-1], time.perf_counter() - began)
+        events = self._bound.journal.events()  # before those of the flush, which does but a part
+        losses += map(float, self._bound.flush())
+        seconds = ((made.size_bytes, made.own_seconds) for made in self._bound.sums)
+        device = msgspec.structs.replace(
+            recording.result.devices[0], events=events, messages=message_classes(seconds)
+        )
+        if self._breakdown is not None:
+            peak_bytes = max(device.step_peak_bytes[1:], default=device.peak_bytes)
+            by_kind = self._breakdown.by_kind(peak_bytes)
+            device = msgspec.structs.replace(device, peak_by_kind=by_kind)
+        return msgspec.structs.replace(
+            recording.result,
+            devices=(device,),
+            num_samples=self._bound.num_samples,
+            losses=tuple(loss for loss in losses if math.isfinite(loss)),
+        )
+
+    def _run_with_breakdown(self) -> float:
+        """A step in which what fills the memory is found out; takes a little longer."""
+        with open_breakdown(self._bound.held, self._device) as self._breakdown:
+            self._bound.journal.listener = self._breakdown
+            try:
+                return float(self._bound(*self._batch))
+            finally:
+                self._bound.journal.listener = None
+
+    @contextmanager
+    def _stopping_in_order(self) -> Iterator[None]:
+        """Let Ctrl-C end the run after a step; see the note above."""
+
+        def stop(number: int, frame: object) -> None:
+            if self._rank == 0:
+                self._figures.stop_before(self._number + 2 + self._lag)
+
+        old = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, old)
+
+    def _tell(self, num_steps: int, loss: float, seconds: float) -> None:
+        if self._rank == 0:
+            line = StepLine.of(
+                self._number + 1,
+                num_steps,
+                loss=loss,
+                num_samples=self._bound.num_samples,
+                seconds=seconds,
+                peaks_bytes=self._figures.peaks_bytes,
+            )
+            print(line, file=sys.stderr, flush=True)
+
+
+def _named(result: RunRecord, plan: RankPlan, rank: int, bound: PipelinedStep) -> RunRecord:
+    stages = tuple(n for n, stage in enumerate(plan.stages) if rank in stage.devices)
+    (device,) = result.devices
+    device = msgspec.structs.replace(
+        device,
+        device=f"rank {rank}, stage {'+'.join(map(str, stages))}",
+        stages=stages,
+        staleness=bound.staleness,
+    )
+    return msgspec.structs.replace(result, model=plan.model, devices=(device,))
+
+
+def main() -> None:
+    """Run, and end with the exit code of whatever went wrong."""
+    run_to_exit(lambda: app(exit_on_error=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""`run`: a plan carried out, with what was predicted next to what is measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bayplan.costing.pricing import free_prices
+from bayplan.data.errors import ForeignPlan, PlanBroken
+from bayplan.data.graph import StepGraph
+from bayplan.data.plan import DevicePlan
+from bayplan.data.profile import Clock
+from bayplan.data.record import DeviceRecord, RunRecord, Source
+from bayplan.data.units import format_bytes
+from bayplan.devices.machine import cache_directory, check_torch_version, device_name
+from bayplan.planning.memory.orders import as_planned
+from bayplan.prepared_step import PreparedStep
+from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.running.backend import ordered_step
+from bayplan.running.fitted import bind
+from bayplan.running.recorder import Recorder
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.tracing.explain import explained
+from bayplan.tracing.joint_trace import trace_step
+
+__all__ = [
+    "PEAK_TOLERANCE",
+    "Run",
+    "check_plan",
+    "check_run",
+    "predicted_record",
+    "run_plan",
+]
+
+PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has broken its plan
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a plan promised and what came of it.
+
+    Attributes:
+        predicted: by the plan.
+        measured: of the run's steps.
+        losses: one for each step.
+    """
+
+    predicted: RunRecord
+    measured: RunRecord
+    losses: tuple[float, ...]
+
+    def check(self, plan: DevicePlan) -> None:
+        """Refuse a run above its limit, or far from what was predicted.
+
+        Raises:
+            PlanBroken: with both numbers.
+        """
+        measured, predicted = self.measured.steady_peak_bytes, self.predicted.peak_bytes
+        beside = measured - predicted
+        numbers = f"peak is {format_bytes(measured)}, predicted was {format_bytes(predicted)}"
+        if plan.limit_bytes is not None and measured > plan.limit_bytes * (1 + PEAK_TOLERANCE):
+            change = f"something beside the step takes {format_bytes(max(beside, 0))}"
+            if 0 < beside < plan.limit_bytes:
+                change += f"; plan with a limit of {format_bytes(plan.limit_bytes - beside)}"
+            raise PlanBroken(
+                f"the run's {numbers}, above the limit of {format_bytes(plan.limit_bytes)};"
+                f" {change}"
+            )
+        tolerance_bytes = PEAK_TOLERANCE * predicted
+        if beside > tolerance_bytes:
+            raise PlanBroken(
+                f"the run's {numbers}; something beside the step takes {format_bytes(beside)}, or"
+                " the plan was made on another machine"
+            )
+        # A copy that is done early frees its memory early, which nobody minds.
+        if -beside > tolerance_bytes and not plan.order.swaps:
+            raise PlanBroken(
+                f"the run's {numbers}, which is too much; the plan was made on another machine or"
+                " edited. Plan anew"
+            )
+
+
+def predicted_record(plan: DevicePlan) -> RunRecord:
+    """A plan's promise as a record."""
+    return RunRecord(
+        model=plan.model,
+        source=Source.SIMULATED,
+        method="liveness",
+        step_seconds=(plan.predicted_seconds,),
+        devices=(
+            DeviceRecord(
+                device=device_name(torch.device("cpu")),
+                peak_bytes=plan.order.peak_bytes,
+                step_peak_bytes=(plan.order.peak_bytes,),
+            ),
+        ),
+    )
+
+
+def check_plan(plan: DevicePlan, prepared: PreparedStep) -> StepGraph:
+    """Refuse a plan for another step; returns the step's graph.
+
+    Raises:
+        ForeignPlan: model, batch, optimizer, precision, device or torch differ.
+    """
+    check_torch_version(plan.torch_version)
+    here = device_name(torch.device("cpu"))
+    if plan.cluster_fingerprint != here:
+        raise ForeignPlan(
+            f"the plan is for {plan.cluster_fingerprint}, here is {here}; plan without --device"
+        )
+    graph = prepared.graph
+    if graph.fingerprint != plan.graph_fingerprint:
+        raise ForeignPlan(
+            f"the plan is for a step with fingerprint {plan.graph_fingerprint},"
+            f" {prepared.name} at batch {prepared.samples} has {graph.fingerprint};"
+            " model, batch, optimizer or precision differ. Plan this step anew"
+        )
+    return graph
+
+
+def check_run(plan: DevicePlan, prepared: PreparedStep) -> None:
+    """Refuse a plan that could not be run; nothing is run, and nothing allocated.
+
+    Raises:
+        ForeignPlan: as `check_plan`, or the plan was edited into nonsense.
+    """
+    check_plan(plan, prepared)
+    traced = trace_step(prepared.step, replace(prepared.context, prices=free_prices))
+    ordered_step(plan.order, traced)
+
+
+def run_plan(
+    plan: DevicePlan,
+    prepared: PreparedStep,
+    *,
+    num_steps: int,
+    space: SwapSpace | None = None,
+    clock: Clock = Clock.WALL,
+    path: Path | None = None,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> Run:
+    """Train as planned, and measure.
+
+    Args:
+        plan: for this very step.
+        prepared: the step that the plan is for.
+        num_steps: after one to warm up.
+        space: where swapped activations go; needed if the plan swaps.
+        clock: of the step times.
+        path: where the measured record is written, also after Ctrl-C.
+        on_step: hears of each step and its loss.
+
+    Raises:
+        ForeignPlan: the plan is for another model, batch or torch.
+    """
+    check_plan(plan, prepared)
+    # Before the model is built: the target's builder runs for this too, and may set the seed.
+    context = replace(prepared.context, prices=free_prices, updates=None)
+    step = prepared.build()
+    if prepared.update_in_backward:
+        if step.optimizer is None:
+            raise ForeignPlan("the plan updates in backward, but names no optimizer")
+        context = replace(context, updates=ParameterUpdates.of(step.model, step.optimizer))
+    bind(replace(step, optimizer=None), as_planned(plan.order), context, space=space)
+    losses: list[float] = []
+    with explained():
+        step()  # optimizer state and kernel caches are made by the first step
+        with Recorder(
+            path, cache=cache_directory(), device=prepared.model_device, curve=False, clock=clock
+        ) as recording:
+            for number in range(num_steps):
+                losses.append(float(step()))
+                if step.optimizer is None:  # whose updates would tell steps apart
+                    recording.step()
+                on_step(number, losses[-1])
+    return Run(predicted_record(plan), recording.result, tuple(losses))

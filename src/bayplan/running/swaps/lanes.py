@@ -1,0 +1,354 @@
+"""`Lane`: what moves an activation's bytes out of its device and back, beside the computation.
+
+What moves is the whole stretch of memory from a tensor's first to its last element. That brings a
+tensor of any strides back bit for bit: transposed, expanded or with gaps. A contiguous copy would
+need memory that no plan knows of, and could not be copied back into a tensor whose elements
+overlap.
+
+`FileLane` (CPU): bytes wait in one file of fixed size without a name, written by a thread of its
+own. All space is taken before the first step, so a disk cannot fill up in the middle of one; and as
+the file has no name, nothing is left of it when the process ends, however it ends. The thread hands
+the tensor's own memory to the kernel, without a copy in between and without Python's lock.
+The kernel keeps recently written pages in memory that no one else wants and takes them back when
+someone does. So a copy runs at memory speed until dirty pages pile up, then at the disk's. Bytes
+that are overwritten within seconds, as in every step, may never reach the disk at all.
+
+`PinnedLane` (CUDA): bytes wait in page-locked host memory, copied on a stream of its own. It has
+never been run on a GPU. With a CPU as the device, torch's streams and events are empty and copies
+happen at once: that tests all the bookkeeping and none of the overlap.
+
+NOTE [ Order without record_stream ]
+1. The lane waits for the computing stream before each copy: going out, the bytes must have been
+   computed; coming in, the fresh memory may still be read by kernels queued before it was freed.
+2. The computing stream, not the host, waits for a copy's end. So the host keeps queueing kernels,
+   and memory that is freed on the host then is reused only behind the wait.
+3. The lane holds the device's memory until then, also if a ticket is lost. `record_stream` would
+   hold it longer: until the lane has finished what was queued at the time of the free, later
+   copies included, and a plan that counts on the memory would run out of it.
+4. A slot is given out again at once: the next copy that uses it is behind this one, in the lane.
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bayplan.data.errors import PlanBroken
+from bayplan.data.units import format_bytes, round_up
+from bayplan.devices.copy_thread import CopyThread
+
+__all__ = [
+    "Copy",
+    "FileLane",
+    "Lane",
+    "Layout",
+    "PinnedLane",
+    "TierError",
+    "default_directory",
+    "extent_of",
+    "free_bytes_in",
+    "lies_in_memory",
+    "pinned_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All that is needed to make a tensor again, except its bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        assert tensor.layout is torch.strided, f"{tensor.layout} tensors have no single extent"
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes from the first to the last element, gaps included.
+
+        Example:
+            >>> Layout.of(torch.zeros(4, 10)[:, :3]).size_bytes  # 33 numbers apart, 12 of its own
+            132
+            >>> Layout.of(torch.zeros(1, 3).expand(1000, 3)).size_bytes
+            12
+        """
+        if 0 in self.shape:
+            return 0
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (1 + reach) * self.dtype.itemsize
+
+    def allocate(self) -> torch.Tensor:
+        """A tensor of this layout, not filled; it takes `size_bytes`."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def extent_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes a tensor covers, as a flat uint8 tensor on the same memory."""
+    extent = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start_bytes = tensor.storage_offset() * tensor.itemsize
+    size_bytes = Layout.of(tensor).size_bytes
+    return extent.set_(tensor.untyped_storage(), start_bytes, (size_bytes,), (1,))
+
+
+class TierError(PlanBroken):
+    """A tier that cannot be opened, is full, or failed to move bytes."""
+
+
+class Copy(Protocol):
+    def wait(self) -> None:
+        """Return when the copy is done; raise its `OSError` if it failed."""
+
+
+class Lane(Protocol):
+    """Moves bytes between a device and one stretch of memory or file outside it, in order.
+
+    Extents are flat uint8 tensors; a lane lets go of them before its copy is done.
+
+    Attributes:
+        name: `file` or `pinned`.
+        place: where the bytes lie, in words.
+        device: whose tensors it moves.
+    """
+
+    name: str
+    place: str
+    capacity_bytes: int
+    granularity_bytes: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Copy: ...
+
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Copy: ...
+
+    def close(self) -> None:
+        """Stop: the copy that runs is finished, those behind it are given up."""
+
+
+_PAGE_BYTES = 4096
+# What filesystems and kernels without unnamed files answer.
+_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def default_directory() -> Path:
+    """Where swap files go when nobody says: /var/tmp, as /tmp is memory on many systems."""
+    lasting = Path("/var/tmp")
+    return lasting if os.access(lasting, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def lies_in_memory(directory: Path) -> bool:
+    """Whether a directory is a memory filesystem, where swapping frees nothing."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    mounts = [line.split() for line in lines]
+    return any(
+        fields[2] == number and fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
+        for fields in mounts
+    )
+
+
+Transfer = Callable[[int, list[Any], int], int]  # os.pwritev or os.preadv
+
+
+class FileLane:
+    """Moves bytes of CPU tensors to and from a file."""
+
+    name = "file"
+    granularity_bytes = _PAGE_BYTES
+
+    def __init__(self, device: torch.device, *, capacity_bytes: int, directory: Path) -> None:
+        """Open the file and take its space; `TierError` if that cannot be had."""
+        self.device = device
+        self.place = f"the swap file in {directory}"
+        self.capacity_bytes = round_up(capacity_bytes, _PAGE_BYTES)
+        self._file: int | None = _open_file(directory, self.capacity_bytes)
+        self._thread = CopyThread("bayplan-swap")
+
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> "_FileCopy":
+        return self._start(os.pwritev, source, offset_bytes)
+
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> "_FileCopy":
+        return self._start(os.preadv, target, offset_bytes)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._thread.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _start(self, transfer: Transfer, extent: torch.Tensor, offset_bytes: int) -> "_FileCopy":
+        assert self._file is not None, f"{self.place} is closed"
+        job = partial(_move, transfer, self._file, extent, offset_bytes)
+        return _FileCopy(self._thread.submit(job))
+
+
+@dataclass(slots=True)
+class _FileCopy:
+    future: Future[None]
+
+    def wait(self) -> None:
+        try:
+            self.future.result()
+        except CancelledError:
+            raise OSError(errno.ECANCELED, "the tier was closed before the copy ran") from None
+
+
+def _move(transfer: Transfer, file: int, extent: torch.Tensor, offset_bytes: int) -> None:
+    memory = extent.numpy().data
+    done = 0
+    while done < len(memory):  # the kernel may stop early
+        count = transfer(file, [memory[done:]], offset_bytes + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ended after {done} of {len(memory)} bytes")
+        done += count
+
+
+def _open_file(directory: Path, size_bytes: int) -> int:
+    try:
+        file = _open_unnamed(directory)
+    except OSError as fault:
+        raise TierError(
+            f"no swap file of {format_bytes(size_bytes)} in {directory}: {fault.strerror};"
+            " name a directory that can be written with --swap-dir"
+        ) from fault
+    try:
+        if size_bytes:
+            os.posix_fallocate(file, 0, size_bytes)
+    except OSError as fault:
+        os.close(file)
+        raise TierError(
+            f"no space for the swap file: needs {format_bytes(size_bytes)} in {directory},"
+            f" {format_bytes(free_bytes_in(directory))} are free there ({fault.strerror});"
+            " use a smaller --swap-size, or another --swap-dir"
+        ) from fault
+    return file
+
+
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as fault:
+        if fault.errno not in _NO_UNNAMED_FILES:
+            raise
+    file, path = tempfile.mkstemp(prefix="bayplan-swap-", dir=directory)
+    os.unlink(path)
+    return file
+
+
+def free_bytes_in(directory: Path) -> int:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+@contextmanager
+def pinned_bytes(size_bytes: int) -> Iterator[torch.Tensor]:
+    """Page-locked host memory of exactly this size.
+
+    `pin_memory=True` would take up to twice as much, as torch rounds to a power of two:
+    https://github.com/pytorch/pytorch/issues/95823.
+
+    Raises:
+        TierError: The host has or gives less.
+    """
+    cudart: Any = torch.cuda.cudart()
+    try:
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE))
+    except RuntimeError as fault:
+        raise TierError(
+            f"cannot page-lock {format_bytes(size_bytes)} of host memory: {fault};"
+            " use a smaller --swap-size"
+        ) from fault
+    try:
+        yield memory
+    finally:
+        torch.cuda.check_error(cudart.cudaHostUnregister(memory.data_ptr()))
+
+
+class PinnedLane:
+    """Moves bytes to and from pinned memory.
+
+    Begin and end of a copy are called with the same current stream, the one that computes.
+    """
+
+    name = "pinned"
+    place = "pinned host memory"
+    granularity_bytes = 512
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        capacity_bytes: int,
+        allocate: Callable[[int], AbstractContextManager[torch.Tensor]] = pinned_bytes,
+    ) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)  # on a CPU empty, whatever its argument
+        self.capacity_bytes = round_up(capacity_bytes, self.granularity_bytes)
+        self._memory_owner = ExitStack()
+        self._memory = self._memory_owner.enter_context(allocate(self.capacity_bytes))
+        self._under_way: set[_StreamCopy] = set()
+
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> "_StreamCopy":
+        slot = self._slot(offset_bytes, source)
+        return self._start(target=slot, source=source, extent=source)
+
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> "_StreamCopy":
+        slot = self._slot(offset_bytes, target)
+        return self._start(target=target, source=slot, extent=target)
+
+    def close(self) -> None:
+        """Finish what is queued and unpin the memory; a second call does nothing."""
+        self._module.synchronize(self.device)
+        self._under_way.clear()
+        self._memory_owner.close()
+
+    def _slot(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+        return self._memory[offset_bytes : offset_bytes + len(like)]
+
+    def _start(
+        self, *, target: torch.Tensor, source: torch.Tensor, extent: torch.Tensor
+    ) -> "_StreamCopy":
+        self._stream.wait_stream(self._module.current_stream(self.device))  # rule 1
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            done = self._module.Event()
+            done.record(self._stream)
+        copy = _StreamCopy(self, done, extent)
+        self._under_way.add(copy)  # rule 3
+        return copy
+
+
+@dataclass(slots=True, eq=False)
+class _StreamCopy:
+    lane: PinnedLane
+    done: Any
+    extent: torch.Tensor | None
+
+    def wait(self) -> None:
+        computing = self.lane._module.current_stream(self.lane.device)
+        computing.wait_event(self.done)  # rule 2
+        self.extent = None
+        self.lane._under_way.discard(self)

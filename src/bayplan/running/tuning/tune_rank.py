@@ -1,0 +1,75 @@
+"""One rank of `bayplan tune`: `python -m bayplan.running.tuning.tune_rank TARGET ...`.
+
+Trains its part of the batch until a setting is found. Rank 0 tells of trials on stderr and writes
+what was found.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from cyclopts import App
+from torch import distributed
+
+from bayplan.data import files
+from bayplan.data.errors import UsageError
+from bayplan.models.targets import resolve_target
+from bayplan.prepared_step import PreparedStep
+from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
+from bayplan.running.ranks.failures import run_to_exit
+from bayplan.running.tuning.space import TuningOptions
+from bayplan.running.tuning.tuned import tune
+from bayplan.step import call_model, loss_of, split_batch
+
+__all__ = ["main"]
+
+app = App(name="bayplan.running.tuning.tune_rank", help=__doc__, help_format="plaintext")
+
+
+@app.default
+def run(
+    target: str,
+    /,
+    *,
+    result: Path,
+    batch: int | None = None,
+    optimizer: str = "sgd",
+    most_steps: int | None = None,
+    log: Path | None = None,
+    fresh: bool = False,
+    seed: int = 0,
+) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.manual_seed(seed)
+    step = PreparedStep(target=resolve_target(target), batch=batch, optimizer=optimizer).build()
+    if step.optimizer is None:
+        raise UsageError("tuning trains, so it needs an optimizer; leave out none")
+    model = data_parallel(step.model)
+    tuning = tune(model, log=log, is_fresh=fresh, options=TuningOptions(most_steps=most_steps))
+    inputs, targets = split_batch(step.batch, step.loss_fn)
+    rank, number, told = distributed.get_rank(), 0, None
+    while not tuning.is_finished:
+        with tuning.step():
+            step.optimizer.zero_grad()
+            loss_of(call_model(model, inputs), step.loss_fn, targets).backward()
+            step.optimizer.step()
+        number += 1
+        if rank == 0 and tuning.settings != told:
+            told = tuning.settings
+            print(f"step {number}: trying {told}", file=sys.stderr, flush=True)
+    if rank == 0:
+        files.write(result, tuning.buckets(target))
+        print(exchange_of(model).text(), file=sys.stderr, flush=True)
+    tuning.close()
+    distributed.barrier()
+    exchange_of(model).close()
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    run_to_exit(lambda: app(exit_on_error=False))
+
+
+if __name__ == "__main__":
+    main()

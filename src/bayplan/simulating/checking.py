@@ -1,0 +1,380 @@
+"""Proving that action lists end: every message has two sides, and nobody waits in a circle.
+
+Sends and reduces never block. A receive blocks until all its messages are sent; an update until
+every rank has posted its reduce of every bucket that this rank reduces. Where replicas of a stage
+meet inside what they compute, it blocks until all of them are there.
+
+A send's buffer may be used again once its messages have been received, which a rank learns only
+from what it hears later. So each rank carries a clock, the number of actions it knows every rank
+to have done. A message brings its sender's clock along:
+
+    rank 0   0F0  0SEND_F0 ............................ 0RECV_B0    here rank 0 knows of 1RECV_F0,
+    rank 1        1RECV_F0  1F0  1B0  1SEND_B0 ........             and its send is retired
+
+Lists come from plan files that somebody may have edited, so nothing in them is trusted: every fault
+is named by rank, position and action before a process is started. A plan is checked on the smallest
+batch that it can be about: what is missing, there twice, in the wrong order or waits in a circle is
+so for every batch.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.errors import FileFault, UsageError
+from bayplan.data.plan import DevicePlan, Plan, RankPlan
+from bayplan.simulating.pipeline import Pipeline, pipeline_of
+from bayplan.simulating.routing import Message
+
+__all__ = [
+    "BACKWARDS",
+    "Proof",
+    "check_actions",
+    "check_rank_plan",
+    "orders",
+]
+
+_K = ActionKind
+_SEND_OF = {_K.RECEIVE_FORWARD: _K.SEND_FORWARD, _K.RECEIVE_BACKWARD: _K.SEND_BACKWARD}
+_RECEIVE_OF = {send: receive for receive, send in _SEND_OF.items()}
+BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+_Actions = Sequence[Sequence[Action]]
+_Clock = list[int]
+
+
+def _place(rank: int, position: int, action: Action) -> str:
+    return f"rank {rank}, position {position}, {action}"
+
+
+def _other_end(rank: int, message: Message, kind: ActionKind) -> tuple[int, Action]:
+    """The rank and action that send, or receive, the other end of a message."""
+    if message.sender == rank:
+        return message.receiver, Action(message.target_stage, kind, message.micro_batch)
+    return message.sender, Action(message.source_stage, kind, message.micro_batch)
+
+
+def _check_queues(pipeline: Pipeline, actions: _Actions) -> None:
+    """Raise FileFault if a message is received before another that the same rank sent earlier.
+
+    Without tags, the first receive that is posted gets the first message that was sent: wrong
+    numbers, and no error. Within one action the order is free, because it is the sender's.
+    """
+    # By sender and receiver, the receives that take each message, in the order of the sends.
+    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, own_actions in enumerate(actions):
+        for action in own_actions:
+            for message in pipeline.moved(rank, action) if action.kind in _RECEIVE_OF else ():
+                peer, receive = _other_end(rank, message, _RECEIVE_OF[action.kind])
+                queues[rank, peer].append(receive)
+    num_taken: dict[tuple[int, int], int] = defaultdict(int)
+    for rank, own_actions in enumerate(actions):
+        for position, action in enumerate(own_actions):
+            if action.kind not in _SEND_OF:
+                continue
+            messages = pipeline.moved(rank, action)
+            senders = Counter(_other_end(rank, message, action.kind)[0] for message in messages)
+            for sender, number in senders.items():
+                begin = num_taken[sender, rank]
+                num_taken[sender, rank] = end = begin + number
+                early = [take for take in queues[sender, rank][begin:end] if take != action]
+                if early:
+                    raise FileFault(
+                        f"{_place(rank, position, action)}: rank {sender} sends {early[0]}"
+                        " before; receive it before, or use a transport with tags"
+                    )
+
+
+def _check_collectives(pipeline: Pipeline, actions: _Actions) -> None:
+    """Raise FileFault if two ranks of a group reduce the group's buckets in different orders."""
+    for group in sorted(set(pipeline.members.values())):
+        orders = [
+            [
+                (position, action)
+                for position, action in enumerate(actions[rank])
+                if action.kind is _K.REDUCE and pipeline.members.get(action.index) == group
+            ]
+            for rank in group
+        ]
+        for rank, order in zip(group, orders, strict=True):
+            for (position, action), (_, expected) in zip(order, orders[0], strict=True):
+                if action.index != expected.index:
+                    raise FileFault(
+                        f"{_place(rank, position, action)}: rank {group[0]} reduces bucket"
+                        f" {expected.index} there; all ranks of a group must keep one order"
+                    )
+
+
+@dataclass
+class _Execution:
+    pipeline: Pipeline
+    actions: _Actions
+    # By rank and action: where it is, and the sender's clock once it has sent.
+    positions: dict[tuple[int, Action], int] = field(default_factory=dict)
+    sent: dict[tuple[int, Action], _Clock] = field(default_factory=dict)
+    posted: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def __post_init__(self) -> None:
+        num_ranks = len(self.actions)
+        self.clocks = [[0] * num_ranks for _ in self.actions]
+        # Sends that are not retired yet, each with the clock that retires it.
+        self.pending: list[dict[int, dict[int, int]]] = [{} for _ in self.actions]
+        self.retire: list[list[tuple[int, ...]]] = [[] for _ in self.actions]
+        for rank, own_actions in enumerate(self.actions):
+            for position, action in enumerate(own_actions):
+                self.positions[rank, action] = position
+
+    def run(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for rank, own_actions in enumerate(self.actions):
+                for position in range(len(self.retire[rank]), len(own_actions)):
+                    if self._blockers(rank, own_actions[position]):
+                        break
+                    self._do(rank, position, own_actions[position])
+                    is_moving = True
+        stuck = [
+            rank
+            for rank, own_actions in enumerate(self.actions)
+            if len(self.retire[rank]) < len(own_actions)
+        ]
+        if stuck:
+            raise FileFault("the actions get stuck: " + "; ".join(map(self._complaint, stuck)))
+        return tuple(map(tuple, self.retire))
+
+    def _blockers(self, rank: int, action: Action) -> list[tuple[int, Action]]:
+        """What others have not done yet, and this action waits for."""
+        if action.kind in _SEND_OF:
+            sends = (
+                _other_end(rank, message, _SEND_OF[action.kind])
+                for message in self.pipeline.moved(rank, action)
+            )
+            return [send for send in sends if send not in self.sent]
+        if action.kind is _K.UPDATE:
+            return [
+                (member, Action(self.pipeline.holders(member)[bucket][0], _K.REDUCE, bucket))
+                for bucket in self.pipeline.holders(rank)
+                for member in self.pipeline.members[bucket]
+                if member not in self.posted[bucket]
+            ]
+        if action.kind in (_K.FORWARD, *BACKWARDS) and action.stage in self.pipeline.meeting_stages:
+            return [
+                (member, action)
+                for member in self.pipeline.stages[action.stage].devices
+                if len(self.retire[member]) < self._position(member, action)
+            ]
+        return []
+
+    def _position(self, rank: int, action: Action) -> int:
+        """Where an action is; one that a rank does not do is never reached."""
+        return self.positions.get((rank, action), len(self.actions[rank]) + 1)
+
+    def _do(self, rank: int, position: int, action: Action) -> None:
+        clock = self.clocks[rank]
+        clock[rank] = position + 1
+        if action.kind in _SEND_OF:
+            for message in self.pipeline.moved(rank, action):
+                told = self.sent[_other_end(rank, message, _SEND_OF[action.kind])]
+                clock[:] = map(max, clock, told)
+        self.retire[rank].append(self._known(rank))
+        if action.kind in _RECEIVE_OF:
+            self.sent[rank, action] = list(clock)
+            awaited = self.pending[rank][position] = dict[int, int]()
+            for message in self.pipeline.moved(rank, action):
+                peer, receive = _other_end(rank, message, _RECEIVE_OF[action.kind])
+                awaited[peer] = max(awaited.get(peer, 0), self.positions[peer, receive] + 1)
+        elif action.kind is _K.REDUCE:
+            self.posted[action.index].add(rank)
+
+    def _known(self, rank: int) -> tuple[int, ...]:
+        """The sends that the rank's clock retires now; they are pending no more."""
+        clock, pending = self.clocks[rank], self.pending[rank]
+        known = tuple(
+            position
+            for position, awaited in pending.items()
+            if all(clock[peer] >= count for peer, count in awaited.items())
+        )
+        for position in known:
+            del pending[position]
+        return known
+
+    def _complaint(self, rank: int) -> str:
+        position = len(self.retire[rank])
+        action = self.actions[rank][position]
+        blockers = ", ".join(
+            f"rank {peer}'s {blocker}" for peer, blocker in self._blockers(rank, action)
+        )
+        return f"{_place(rank, position, action)} waits for {blockers}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known about lists that passed.
+
+    Attributes:
+        in_flight: by rank and stage, the most micro-batches that are past their forward and not
+            past their backward; its second part, where it is split.
+        retire: by rank and position, the positions of this rank's earlier sends of which it is
+            known, once the action there is done, that all their messages have been received, and
+            was not known before. Sends that are never known to be received are left out.
+    """
+
+    in_flight: tuple[dict[int, int], ...]
+    retire: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def most_in_flight(self, pipeline: Pipeline, rank: int, lags: Sequence[int]) -> dict[int, int]:
+        """By stage of a rank, the same over all batches.
+
+        `lags` says by stage how many batches its backward is behind its forward.
+        """
+        return {
+            stage: number + lags[stage] * len(pipeline.routing.pieces_of(stage, rank))
+            for stage, number in self.in_flight[rank].items()
+        }
+
+
+def check_actions(pipeline: Pipeline, actions: _Actions, *, has_tags: bool = False) -> Proof:
+    """Raise FileFault unless the lists are complete, ordered, and free of deadlock.
+
+    With `has_tags` the transport tells messages apart (gloo does), so that one may overtake another
+    between two ranks. Without (NCCL), they must be received as they were sent.
+    """
+    if len(actions) != len(pipeline.ranks):
+        raise FileFault(f"{len(actions)} lists of actions for {len(pipeline.ranks)} ranks")
+    for rank, own_actions in enumerate(actions):
+        positions = _check_complete(pipeline, rank, own_actions)
+        for first, then in orders(pipeline, rank, positions):
+            if positions[first] > positions[then]:
+                raise FileFault(
+                    f"{_place(rank, positions[then], then)}: comes before {first} (position"
+                    f" {positions[first]}), must come after it"
+                )
+    _check_collectives(pipeline, actions)
+    retire = _Execution(pipeline, actions).run()
+    if not has_tags:
+        _check_queues(pipeline, actions)
+    in_flight = tuple(_in_flight(pipeline, rank, each) for rank, each in enumerate(actions))
+    return Proof(in_flight=in_flight, retire=retire)
+
+
+def _check_complete(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict[Action, int]:
+    """Raise FileFault unless all that is needed is there once; return where."""
+    positions: dict[Action, int] = {}
+    for position, action in enumerate(actions):
+        if action in positions:
+            raise FileFault(
+                f"{_place(rank, position, action)}: is there twice, first at {positions[action]}"
+            )
+        positions[action] = position
+    needed = set(_needed(pipeline, rank, positions))
+    for action, position in positions.items():
+        if action not in needed:
+            raise FileFault(f"{_place(rank, position, action)}: is not this rank's to do")
+    missing = needed - positions.keys()
+    if missing:
+        first = min(missing, key=lambda action: (action.index, action.stage, action.kind))
+        raise FileFault(
+            f"rank {rank}: {first} is missing from its {len(actions)} actions, which must be"
+            f" {len(needed)}"
+        )
+    return positions
+
+
+def _needed(pipeline: Pipeline, rank: int, positions: dict[Action, int]) -> Iterator[Action]:
+    """All that a rank must do; a backward in one part or two, as the list has it."""
+    for stage in pipeline.stages_of(rank):
+        for micro_batch, _ in pipeline.routing.pieces_of(stage, rank):
+            yield Action(stage, _K.FORWARD, micro_batch)
+            yield from _backward(positions, stage, micro_batch)
+            for kind in (*_SEND_OF, *_RECEIVE_OF):
+                if pipeline.moved(rank, Action(stage, kind, micro_batch)):
+                    yield Action(stage, kind, micro_batch)
+        yield Action(stage, _K.UPDATE, 0)
+    for bucket, stages in pipeline.holders(rank).items():
+        yield Action(stages[0], _K.REDUCE, bucket)
+
+
+def _backward(positions: dict[Action, int], stage: int, micro_batch: int) -> tuple[Action, ...]:
+    """The one part of a backward, or its two; one, unless a part of two is there alone."""
+    whole, *parts = (Action(stage, kind, micro_batch) for kind in BACKWARDS)
+    is_split = whole not in positions and any(part in positions for part in parts)
+    return tuple(parts) if is_split else (whole,)
+
+
+def orders(
+    pipeline: Pipeline, rank: int, positions: dict[Action, int]
+) -> Iterator[tuple[Action, Action]]:
+    """Pairs of a rank's actions, of which the first must come before the second."""
+    for stage in pipeline.stages_of(rank):
+        update = Action(stage, _K.UPDATE, 0)
+        yield from ((action, update) for action in positions if action.kind is not _K.UPDATE)
+        for micro_batch, _ in pipeline.routing.pieces_of(stage, rank):
+            yield from _orders_of_piece(pipeline, rank, positions, stage, micro_batch)
+    for bucket, stages in pipeline.holders(rank).items():
+        for action in positions:
+            if action.kind in BACKWARDS and action.stage in stages:
+                yield action, Action(stages[0], _K.REDUCE, bucket)
+
+
+def _orders_of_piece(
+    pipeline: Pipeline, rank: int, positions: dict[Action, int], stage: int, micro_batch: int
+) -> Iterator[tuple[Action, Action]]:
+    forward = Action(stage, _K.FORWARD, micro_batch)
+    backward = _backward(positions, stage, micro_batch)
+    yield forward, backward[0]
+    yield backward[0], backward[-1]
+    for first, then in (
+        (Action(stage, _K.RECEIVE_FORWARD, micro_batch), forward),
+        (forward, Action(stage, _K.SEND_FORWARD, micro_batch)),
+        (Action(stage, _K.RECEIVE_BACKWARD, micro_batch), backward[0]),
+        (backward[0], Action(stage, _K.SEND_BACKWARD, micro_batch)),
+    ):
+        if first in positions and then in positions:
+            yield first, then
+    for message in pipeline.inputs(rank, stage, micro_batch):
+        if message.is_local:  # a stage hands over to another on this rank
+            yield Action(message.source_stage, _K.FORWARD, micro_batch), forward
+    for message in pipeline.gradients_out(rank, stage, micro_batch):
+        if message.is_local:
+            yield backward[0], _backward(positions, message.source_stage, micro_batch)[0]
+
+
+def _in_flight(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict[int, int]:
+    most = dict.fromkeys(pipeline.stages_of(rank), 0)
+    now = dict(most)
+    for action in actions:
+        if action.kind is _K.FORWARD:
+            now[action.stage] += 1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        elif action.kind in (_K.BACKWARD, _K.BACKWARD_WEIGHT):
+            now[action.stage] -= 1
+    return most
+
+
+def check_rank_plan(plan: Plan, *, has_tags: bool = True) -> RankPlan:
+    """Refuse a plan that ranks cannot carry out; for `has_tags` see `check_actions`.
+
+    Raises:
+        UsageError: it is for one device.
+        FileFault: it contradicts itself.
+    """
+    if isinstance(plan, DevicePlan):
+        raise UsageError(
+            "the plan is for one device, not for ranks; give it to `bayplan run`, or plan for"
+            " ranks with `bayplan plan --placement`"
+        )
+    num_actions = sum(map(len, plan.actions))
+    if plan.num_micro_batches * len(plan.stages) > num_actions:  # before so many are listed
+        raise FileFault(
+            f"the plan has {plan.num_micro_batches} micro-batches for {len(plan.stages)} stages,"
+            f" but only {num_actions} actions; plan anew"
+        )
+    num_replicas = max((len(stage.devices) for stage in plan.stages), default=1)
+    actions = [[Action.parse(text) for text in texts] for texts in plan.actions]
+    try:
+        pipeline = pipeline_of(plan, num_samples=num_replicas * plan.num_micro_batches)
+        check_actions(pipeline, actions, has_tags=has_tags)
+    except ValueError as fault:  # of ours, or of a part that refuses to be made
+        raise FileFault(f"the plan cannot be carried out: {fault}; plan anew") from fault
+    return plan

@@ -1,0 +1,335 @@
+"""The memory of a rank over its action list, and the seconds and bytes of one stage.
+
+what stays          parameters, buffers, optimizer state, the batch, sums of gradients
++ in flight         what backward needs of each micro-batch whose forward is done
++ messages          received ahead of need, or sent and not known to have arrived
++ what passes       the highest moment inside the action itself
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+from bayplan.data.actions import Action, ActionKind
+from bayplan.data.program import Program
+from bayplan.simulating.schedule import replay_schedule
+
+__all__ = [
+    "Key",
+    "RankMemory",
+    "StageMemory",
+    "StageSeconds",
+    "held_buffers",
+    "made_buffers",
+    "rank_peak_bytes",
+    "stage_memory",
+    "stage_seconds",
+]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one micro-batch.
+
+    Attributes:
+        backward: what is recomputed for it included.
+        backward_input: the part of it that other stages wait for.
+        gradients: of each parameter, the seconds of backward after which its gradient is there.
+    """
+
+    forward: float
+    backward: float
+    backward_input: float
+    gradients: tuple[float, ...] = ()
+
+
+def stage_seconds(
+    program: Program,
+    schedule: Sequence[int],
+    *,
+    made_back: frozenset[int] = frozenset(),
+    gradients: Sequence[frozenset[int]] = (),
+) -> StageSeconds:
+    """What a stage's program takes when it runs in an order.
+
+    Args:
+        program: of forward and backward, priced.
+        schedule: the order.
+        made_back: buffers of gradients for other stages.
+        gradients: the buffers of each parameter's gradient, one set per parameter.
+    """
+    executions = list(program.executions(schedule))
+    first = program.first_backward
+    forward, backward = executions[:first], executions[first:]
+    needed, for_others = set(made_back), 0.0
+    for op in reversed(backward):
+        if needed.intersection(op.writes):
+            needed.update(op.reads)
+            for_others += op.seconds
+    made: dict[int, float] = {}
+    for op, end in zip(backward, accumulate(op.seconds for op in backward), strict=True):
+        made |= dict.fromkeys(op.writes, end)
+    return StageSeconds(
+        forward=sum(op.seconds for op in forward),
+        backward=sum(op.seconds for op in backward),
+        backward_input=for_others,
+        gradients=tuple(
+            max((made.get(b, 0.0) for b in buffers), default=0.0) for buffers in gradients
+        ),
+    )
+
+
+_K = ActionKind
+_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
+_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
+_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+Key = tuple[int, int]  # stage, samples
+Piece = tuple[int, int]  # stage, micro-batch
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one micro-batch takes in one stage, beside what stays.
+
+    Attributes:
+        forward_bytes: the highest moment of its forward, what comes in included.
+        held_bytes: between its forward and its backward.
+        made_bytes: what forward makes for others and backward does not need.
+        backward_bytes: the highest moment of its backward, what was held included.
+        adding_bytes: the same where gradients of parameters are added to what is there already,
+            so that each is released at once.
+        made_back_bytes: what backward makes for others.
+    """
+
+    forward_bytes: int
+    held_bytes: int
+    made_bytes: int
+    backward_bytes: int
+    adding_bytes: int
+    made_back_bytes: int
+
+    @property
+    def passing_bytes(self) -> int:
+        """More than what is held, at the highest moment."""
+        return max(self.forward_bytes, self.backward_bytes) - self.held_bytes
+
+    def needed_bytes(self, in_flight: int) -> int:
+        """About what the stage takes with so many micro-batches past their forward.
+
+        It is what orders are searched for with; whether a rank fits is for `rank_peak_bytes` alone.
+        """
+        return in_flight * self.held_bytes + self.passing_bytes
+
+
+def stage_memory(
+    program: Program,
+    schedule: Sequence[int],
+    *,
+    made_back: frozenset[int] = frozenset(),
+    gradients: frozenset[int] = frozenset(),
+) -> StageMemory:
+    """What a stage's program takes when it runs in an order.
+
+    `made_back` are the buffers of gradients for other stages, `gradients` those of its parameters.
+    """
+    first, always, sizes = program.first_backward, program.always_bytes, program.buffers
+    held, made = held_buffers(program, schedule), made_buffers(program, schedule)
+    # Outputs live to the end of the whole program, but a stage's forward hands them on.
+    alone = msgspec.structs.replace(program, outputs=program.outputs - _given(program))
+    loss = _loss(program)
+    # Waits for swaps may be behind the loss; they are forward's, and it has no gradient yet.
+    gradient = sum(sizes[buffer] for index in loss for buffer in program.ops[index].writes)
+    forward = [
+        total - (gradient if index > min(loss, default=first) else 0)
+        for index, total in enumerate(replay_schedule(program, schedule).total_bytes[:first])
+        if index not in loss
+    ]
+    handing_over = msgspec.structs.replace(alone, outputs=alone.outputs - (gradients - made_back))
+    backward, adding = (
+        max(replay_schedule(variant, schedule).total_bytes[first:], default=always) - always
+        for variant in (alone, handing_over)
+    )
+    return StageMemory(
+        forward_bytes=max(forward, default=always) - always,
+        held_bytes=sum(sizes[buffer] for buffer in held),
+        made_bytes=sum(sizes[buffer] for buffer in made),
+        backward_bytes=backward,
+        adding_bytes=adding,
+        made_back_bytes=sum(sizes[buffer] for buffer in made_back),
+    )
+
+
+def held_buffers(program: Program, schedule: Sequence[int]) -> set[int]:
+    """What backward reads of forward: not made again before."""
+    here: set[int] = {b for op in program.ops[: program.first_backward] for b in op.writes}
+    held: set[int] = set()
+    for op in list(program.executions(schedule))[program.first_backward :]:
+        held |= here.intersection(op.reads)
+        here.difference_update(op.writes)
+    # What the loss makes is a gradient, and comes when backward does.
+    return held.difference(*(program.ops[index].writes for index in _loss(program)))
+
+
+def made_buffers(program: Program, schedule: Sequence[int]) -> set[int]:
+    """What forward makes for others and backward does not read."""
+    return _given(program) - held_buffers(program, schedule)
+
+
+def _given(program: Program) -> set[int]:
+    return {b for b in program.outputs if program.producers[b] < program.first_backward}
+
+
+def _loss(program: Program) -> list[int]:
+    """The op in forward's place that the caller runs; his only other one, arrival, comes first."""
+    callers = [index for index in range(1, program.first_backward) if program.ops[index].is_callers]
+    return callers[-1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What is known of a rank beside its stages.
+
+    Attributes:
+        actions: its list.
+        retire: by position, the sends that are known to have arrived after it.
+        keys: by stage and micro-batch, the stage and the samples of the piece.
+        staying_bytes: through the whole step.
+        message_bytes: by position of a receive or send, what comes or goes.
+        packed_bytes: by position of a message of several values, its copy in one piece; a single
+            value is sent from where it is, and received there.
+        num_ahead: receives that are posted ahead of the one that is waited for.
+        gradient_bytes: by stage, gradients that are there from its first backward on; those that
+            several ranks sum up have memory that stays.
+        update_bytes: what the update takes over parameters, gradients and state.
+        lags: by stage, how many batches its backward is behind its forward.
+        in_flight: by stage, the most micro-batches past their forward, of any batch.
+    """
+
+    actions: Sequence[Action]
+    retire: Sequence[Sequence[int]]
+    keys: Mapping[Piece, Key]
+    staying_bytes: int
+    message_bytes: Mapping[int, int]
+    packed_bytes: Mapping[int, int]
+    num_ahead: int
+    gradient_bytes: Mapping[int, int]
+    update_bytes: int
+    lags: Sequence[int]
+    in_flight: Mapping[int, int]
+
+
+def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
+    """The most memory that a rank needs; `stages` says what each of its stages takes."""
+    return max(_Walk(rank, stages).totals(), default=rank.staying_bytes)
+
+
+class _Walk:
+    def __init__(self, rank: RankMemory, stages: Mapping[Key, StageMemory]) -> None:
+        self.rank, self.stages = rank, stages
+        self.receives = [
+            position for position, action in enumerate(rank.actions) if action.kind in _RECEIVES
+        ]
+        self.sends = {(action.stage, action.kind, action.index) for action in rank.actions}
+        self.num_posted = 0
+        self.rooms: dict[tuple[int, ActionKind, int], int] = {}
+        self.graded: set[int] = set()  # stages that have gradients by now
+        self.sent: dict[int, int] = {}  # by position, what is kept until it has arrived
+        self.live = rank.staying_bytes + self._of_earlier_batches()
+
+    def _of_earlier_batches(self) -> int:
+        """What lags: forwards whose backward comes later, and two steps' messages on their way.
+
+        A value that is sent from where it is stays with its message, also when backward is done.
+        """
+        held = sum(
+            self.rank.lags[stage] * self.stages[key].held_bytes
+            for (stage, _), key in self.rank.keys.items()
+        )
+        if not any(self.rank.lags):
+            return held
+        sends = (
+            position for position, action in enumerate(self.rank.actions) if action.kind in _SENDS
+        )
+        return held + 2 * sum(self.rank.message_bytes[position] for position in sends)
+
+    def totals(self) -> list[int]:
+        for _ in range(self.rank.num_ahead):
+            self._post()
+        totals = []
+        for position, action in enumerate(self.rank.actions):
+            totals.append(self._do(position, action))
+            for sent in self.rank.retire[position]:
+                self.live -= self.sent.pop(sent, 0)
+        return totals
+
+    def _post(self) -> None:
+        if self.num_posted < len(self.receives):
+            position = self.receives[self.num_posted]
+            action = self.rank.actions[position]
+            self.num_posted += 1
+            room = self.rank.message_bytes[position]
+            self.rooms[action.stage, action.kind, action.index] = room
+            self.live += room + self.rank.packed_bytes.get(position, 0)
+
+    def _do(self, position: int, action: Action) -> int:
+        """Do an action; returns its highest moment."""
+        if action.kind is _K.FORWARD:
+            return self._forward(action)
+        if action.kind in _BACKWARDS:
+            return self._backward(action)
+        if action.kind in _RECEIVES:
+            self._post()
+            highest = self.live
+            self.live -= self.rank.packed_bytes.get(position, 0)
+            return highest
+        if action.kind in _SENDS:
+            self.sent[position] = self._kept(position)
+            packed = self.rank.packed_bytes.get(position, 0)
+            self.live += self.sent[position] - self._made(action)
+            return self.live + (self._made(action) if packed else 0)
+        return self.live + (self.rank.update_bytes if action.kind is _K.UPDATE else 0)
+
+    def _stage(self, action: Action) -> StageMemory:
+        return self.stages[self.rank.keys[action.stage, action.index]]
+
+    def _made(self, action: Action) -> int:
+        """What a send finds, and nobody else needs."""
+        stage = self._stage(action)
+        is_back = action.kind is _K.SEND_BACKWARD
+        return stage.made_back_bytes if is_back else stage.made_bytes
+
+    def _kept(self, position: int) -> int:
+        """What a send keeps until it has arrived: a copy, or what was made."""
+        return self.rank.packed_bytes.get(position) or self._made(self.rank.actions[position])
+
+    def _take(self, action: Action, kind: ActionKind) -> None:
+        """What came is from now on the stage's own."""
+        self.live -= self.rooms.pop((action.stage, kind, action.index), 0)
+
+    def _forward(self, action: Action) -> int:
+        self._take(action, _K.RECEIVE_FORWARD)
+        stage = self._stage(action)
+        highest = self.live + stage.forward_bytes
+        self.live += stage.held_bytes
+        if (action.stage, _K.SEND_FORWARD, action.index) in self.sends:
+            self.live += stage.made_bytes
+        return highest
+
+    def _backward(self, action: Action) -> int:
+        """Of a backward in two parts, each counts as the whole, and what is held stays for both."""
+        self._take(action, _K.RECEIVE_BACKWARD)
+        stage = self._stage(action)
+        has_gradients = action.stage in self.graded or not self.rank.gradient_bytes[action.stage]
+        passing = stage.adding_bytes if has_gradients else stage.backward_bytes
+        highest = self.live - stage.held_bytes + passing
+        is_sent = (action.stage, _K.SEND_BACKWARD, action.index) in self.sends
+        if action.kind is not _K.BACKWARD_WEIGHT and is_sent:
+            self.live += stage.made_back_bytes
+        if action.kind is not _K.BACKWARD_INPUT:
+            self.live -= stage.held_bytes
+            if action.stage not in self.graded:
+                self.graded.add(action.stage)
+                self.live += self.rank.gradient_bytes[action.stage]
+        return highest

@@ -1,0 +1,198 @@
+"""Capturing one step on fake tensors as the frozen `StepGraph` of what plain training does.
+
+The step runs twice. The first time makes what only a first step makes (optimizer state, caches) and
+meets all of the model's own errors; the second is the steady state, and is the one recorded.
+"""
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from msgspec.structs import replace
+
+from bayplan import torch_compat
+from bayplan.data.graph import Node, StepGraph, Storage, StorageKind, Value
+from bayplan.step import TrainingStep
+from bayplan.tracing.explain import explained
+from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
+
+__all__ = ["capture_step", "convert", "follow_step", "trace_step"]
+
+
+def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int]) -> StepGraph:
+    """Name every storage's kind, undo what watching changed, and freeze."""
+    kinds = dict.fromkeys(gradient_storages, StorageKind.GRADIENT)
+    values = list(tracer.values)
+    storages = [
+        Storage(
+            size_bytes=raw.size_bytes,
+            kind=raw.kind or kinds.get(index) or _kind_of(raw, tracer.num_nodes_at_backward),
+            born=raw.born,
+            released=raw.released,
+            name=raw.name,
+        )
+        for index, raw in enumerate(tracer.storages)
+    ]
+    in_place = _sum_gradients_in_place(tracer.nodes, tracer.sums, values, storages)
+    return StepGraph(
+        model=model,
+        nodes=tuple(
+            replace(node, op="aten.add_.Tensor") if index in in_place else node
+            for index, node in enumerate(tracer.nodes)
+        ),
+        values=tuple(values),
+        storages=tuple(storages),
+    )
+
+
+def _kind_of(raw: RawStorage, first_backward: int) -> StorageKind:
+    if raw.born is None:
+        return StorageKind.BUFFER  # constants the model holds without registering them
+    outlives_forward = raw.released is None or raw.released >= first_backward
+    if raw.born < first_backward and outlives_forward:
+        return StorageKind.ACTIVATION
+    return StorageKind.TEMPORARY
+
+
+def _sum_gradients_in_place(
+    nodes: list[Node], sums: Collection[int], values: list[Value], storages: list[Storage]
+) -> set[int]:
+    """Turn the engine's sums of gradients back into the in-place sums of plain training.
+
+    Where two gradients of one tensor meet, autograd's engine adds the newer into the older if it
+    alone holds the older's memory. While a dispatch mode watches, it adds out of place instead. It
+    holds it alone if the older fills its storage, is not a view (those hold their base), is not the
+    newer as well, and dies in the sum. The rewritten sum lives on in the older storage.
+
+    Returns:
+        The nodes that are in place.
+    """
+    rewritten: set[int] = set()
+    for index, node in enumerate(nodes):
+        if index not in sums or node.op != "aten.add.Tensor":
+            continue
+        older, newer, total = (values[value] for value in (*node.reads, *node.writes))
+        held, made = storages[older.storage], storages[total.storage]
+        is_whole = held.size_bytes == made.size_bytes == older.size_bytes
+        is_alone = held.released == index and older.storage != newer.storage
+        if is_whole and is_alone and not _is_view(older, nodes, values, storages, rewritten):
+            _merge(values, storages, kept=older.storage, gone=total.storage)
+            rewritten.add(index)
+    return rewritten
+
+
+def _is_view(
+    value: Value,
+    nodes: list[Node],
+    values: list[Value],
+    storages: list[Storage],
+    rewritten: set[int],
+) -> bool:
+    """Whether a value is another look at the tensor that its storage was made for."""
+    while value.producer not in (storages[value.storage].born, *rewritten):
+        assert value.producer is not None, "an older storage is born before it is looked at"
+        producer = nodes[value.producer]
+        name = producer.op.split(".")[1]
+        if not (name.endswith("_") or name == "_unsafe_view"):  # in place, or alone by contract
+            return True
+        value = next(
+            values[read] for read in producer.reads if values[read].storage == value.storage
+        )
+    return False
+
+
+def _merge(values: list[Value], storages: list[Storage], *, kept: int, gone: int) -> None:
+    """Let one storage live on in another; the emptied one stays, so that indices hold."""
+    old, new = storages[kept], storages[gone]
+    storages[kept] = Storage(
+        size_bytes=old.size_bytes, kind=new.kind, born=old.born, released=new.released
+    )
+    storages[gone] = Storage(
+        size_bytes=0, kind=StorageKind.TEMPORARY, born=new.born, released=new.born
+    )
+    for index, value in enumerate(values):
+        if value.storage == gone:
+            values[index] = replace(value, storage=kept)
+
+
+def capture_step(
+    step: TrainingStep, *, optimizer: OptimizerSource = None, name: str = ""
+) -> StepGraph:
+    """Return the graph of a steady-state step without running it for real.
+
+    Args:
+        step: the model, batch, loss and precision; its own optimizer is not looked at.
+        optimizer: one to copy, a function from parameters to one, or None for no update.
+        name: what the graph calls the model; its class by default.
+    """
+    with _untouched_generators(), explained(), without_memory():
+        fake = fake_step(step, optimizer)
+        fake()
+        return trace_step(fake, name=name or type(fake.model).__name__)
+
+
+def follow_step(
+    step: TrainingStep, *, optimizer: OptimizerSource, watcher: torch_compat.TorchDispatchMode
+) -> None:
+    """Run a steady-state step on fake tensors once more, under a mode that watches it.
+
+    The mode sees the nodes of the step's graph in their order.
+    """
+    with _untouched_generators(), explained(), without_memory():
+        fake = fake_step(step, optimizer)
+        fake()
+        fake.model.zero_grad()
+        with torch_compat.replayed_views(), watcher:
+            fake()
+
+
+def trace_step(step: TrainingStep, *, name: str) -> StepGraph:
+    """Run a warmed-up step under the tracer, on whatever tensors it has."""
+    locator = Locator(step.model)
+    tracer = StepTracer(locator)
+    # Gradients of the step before are gone when a step starts, so they must not be declared.
+    step.model.zero_grad()
+    _declare(step, tracer)
+    with torch_compat.replayed_views(), locator.watching(), tracer:
+        step(tracer.enter_phase, tracer.watch_formulas)
+    gradients = [
+        tracer.storage_index(parameter.grad)
+        for parameter in step.model.parameters()
+        if parameter.grad is not None
+    ]
+    return convert(tracer, model=name, gradient_storages=gradients)
+
+
+def _declare(step: TrainingStep, tracer: StepTracer) -> None:
+    name_of: dict[torch.Tensor, str] = {}
+    for name, parameter in step.model.named_parameters():
+        tracer.declare(parameter, StorageKind.PARAMETER, name)
+        name_of[parameter] = name
+    for name, buffer in step.model.named_buffers():
+        tracer.declare(buffer, StorageKind.BUFFER, name)
+    if isinstance(step.loss_fn, torch.nn.Module):
+        for name, tensor in step.loss_fn.state_dict(keep_vars=True).items():
+            tracer.declare(tensor, StorageKind.BUFFER, f"loss.{name}")
+    for leaf in torch_compat.tree_leaves(step.batch):
+        if isinstance(leaf, torch.Tensor):
+            tracer.declare(leaf, StorageKind.INPUT, "batch")
+    if step.optimizer is not None:
+        for parameter, state in step.optimizer.state.items():
+            for leaf in torch_compat.tree_leaves(state):
+                if isinstance(leaf, torch.Tensor):
+                    name = name_of.get(parameter, "")
+                    tracer.declare(leaf, StorageKind.OPTIMIZER_STATE, name)
+
+
+@contextmanager
+def _untouched_generators() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])

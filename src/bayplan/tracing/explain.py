@@ -1,0 +1,125 @@
+"""Turning what goes wrong inside a model into an error that names the user's line."""
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from bayplan import torch_compat
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
+from bayplan.data.source import Owner, owner_of, short_path
+from bayplan.data.units import format_bytes
+from bayplan.devices.machine import available_memory_bytes
+
+__all__ = ["explained", "out_of_memory", "users_traceback"]
+
+# What torch says of an operator made by torch.library.custom_op, in a plain RuntimeError.
+_NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # raises plain RuntimeErrors
+# As torch's CPU allocator ("4000 bytes"), its CUDA one and numpy ("20.00 MiB") write it.
+_ASKED = re.compile(r"(?:tried|unable) to allocate (?:(\d+) bytes|([\d.]+ \w+))", re.IGNORECASE)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Name the user's line behind any error of the step; ours pass through."""
+    try:
+        yield
+    except BayplanError:
+        raise
+    except torch_compat.VALUE_DEPENDENT_ERRORS as fault:
+        raise _needs_value(fault) from fault
+    except torch_compat.UnsupportedOperatorException as fault:
+        raise _needs_fake(fault, str(fault)) from fault
+    except torch_compat.UnsupportedFakeTensorException as fault:
+        raise CaptureError(
+            f"{_users_place(fault)} makes a tensor that torch cannot describe without data: {fault}"
+        ) from fault
+    except Exception as fault:
+        if ".numpy() is not supported" in str(fault):
+            raise _needs_value(fault) from fault
+        custom = _NO_FAKE.search(str(fault))
+        if custom is not None:
+            raise _needs_fake(fault, custom[1]) from fault
+        memory = out_of_memory(fault)
+        if memory is not None:
+            raise memory from fault
+        raise CaptureError(
+            f"the model fails in its own code at {_users_place(fault)}:"
+            f" {type(fault).__name__}: {_first_line(fault)}"
+        ) from fault
+
+
+def out_of_memory(fault: BaseException) -> DoesNotFit | None:
+    """What to tell where memory ran out while a model was built or traced; None for other faults.
+
+    Python's own MemoryError does not say how much was asked for.
+    """
+    cause: BaseException | None = fault
+    while cause is not None and not _is_out_of_memory(cause):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    on_gpu = isinstance(cause, torch.OutOfMemoryError)
+    device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    asked = _ASKED.search(str(cause))
+    wanted = "more" if asked is None else asked[2] or format_bytes(int(asked[1]))
+    return DoesNotFit(
+        f"out of memory while the model was built or traced, at {_users_place(cause)}: it asked for"
+        f" {wanted} where {format_bytes(available_memory_bytes(device))} of {device.type} memory"
+        " are free. Use a smaller batch, stop other processes, or build the model's large tensors"
+        " with torch factory functions, which take no memory while a step is captured"
+    )
+
+
+def _is_out_of_memory(fault: BaseException) -> bool:
+    if isinstance(fault, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(fault, RuntimeError) and _CPU_ALLOCATOR in str(fault)
+
+
+def users_traceback(fault: BaseException) -> str:
+    """The traceback behind an error, without the frames of torch, Python and us."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(fault.__traceback__)
+        if owner_of(frame.filename) is not Owner.BENEATH
+    ]
+    if not frames:
+        return ""
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    return "".join(lines + traceback.format_exception_only(fault))
+
+
+def _needs_value(fault: BaseException) -> CaptureError:
+    return CaptureError(
+        f"{_users_place(fault)} needs a tensor's value, which is not known before the step runs."
+        " Keep the decision out of the step: pass it in as a Python number, or compute both sides"
+        " and choose with torch.where."
+    )
+
+
+def _needs_fake(fault: BaseException, operator: str) -> CaptureError:
+    return CaptureError(
+        f"{_users_place(fault)} calls the operator {operator}, which torch cannot run without data."
+        " Register a fake implementation, which returns an empty tensor of the right shape, with"
+        " torch.library.register_fake."
+    )
+
+
+def _users_place(fault: BaseException) -> str:
+    """File, line and text of the innermost frame that is the user's, else a library's."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    for owner in (Owner.USER, Owner.LIBRARY):
+        for frame in reversed(frames):
+            if owner_of(frame.filename) is owner and frame.lineno is not None:
+                text = linecache.getline(frame.filename, frame.lineno).strip()
+                return f"{short_path(frame.filename)}:{frame.lineno} (`{text}`)"
+    return "a place outside the model's files"
+
+
+def _first_line(fault: BaseException) -> str:
+    return str(fault).strip().split("\n", 1)[0]

@@ -1,0 +1,235 @@
+"""A copy of a training step whose tensors have shapes and storages but no memory.
+
+Every tensor becomes a fresh fake one of the same geometry. Tensors that share a storage in the
+original (tied weights, views of a flat buffer) share one in the copy, so aliasing stays exact. The
+user's model, optimizer and batch are left untouched, and may themselves be real, fake or meta.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from bayplan import torch_compat
+from bayplan.data.errors import BayplanError, CaptureError, UsageError
+from bayplan.step import TrainingStep
+from bayplan.tracing.explain import explained, out_of_memory
+
+__all__ = ["OptimizerSource", "build_without_memory", "fake_step", "without_memory"]
+
+OptimizerSource = (
+    torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+)
+
+
+Built = TypeVar("Built")
+Copied = TypeVar("Copied")
+
+
+@contextmanager
+def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
+    """Let tensors take no memory; constants made elsewhere are faked where they are used.
+
+    torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
+    """
+    logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        # What is compiled hides its operators, and cannot run on fake tensors.
+        with (
+            torch_compat.running_eagerly(),
+            torch_compat.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
+            yield mode
+    finally:
+        logger.disabled = was_disabled
+
+
+def build_without_memory(build: Callable[[], Built]) -> Built:
+    """Call a model's builder so that its tensors take no memory; for real where that fails.
+
+    Some builders read values while they build (`tensor.item()` in a schedule of drop rates), which
+    only real tensors have.
+    """
+    try:
+        with without_memory():
+            return build()
+    except BayplanError:
+        raise
+    except Exception:  # whatever it is, a real build either works or tells it better
+        with explained():
+            return build()
+
+
+def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
+    """Copy a step onto fake tensors; to be called inside `without_memory`."""
+    _check_can_be_captured(step.model)
+    copier = _Copier()
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        state = _state_tensors(optimizer)
+        copier.add_counters(tensor for tensor in state if _is_counter(tensor))
+        tensors += state
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+    copier.add(tensors)
+    model = copier.copy(step.model, "model")
+    fake_optimizer = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        fake_optimizer = copier.copy(optimizer, "optimizer")
+    elif optimizer is not None:
+        fake_optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+    batch = copier.convert(step.batch)
+    loss_fn = copier.copy_loss(step.loss_fn)
+    if fake_optimizer is not None:
+        _check_trains(fake_optimizer, model, loss_fn)
+    return TrainingStep(
+        model=model,
+        batch=batch,
+        loss_fn=loss_fn,
+        optimizer=fake_optimizer,
+        autocast=step.autocast,
+    )
+
+
+def _check_can_be_captured(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'} is scripted ({type(module).__name__}), which hides its"
+                " operators; capture the module it was made from"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"the model has lazy parameters with no shape yet ({name}); run it once on a real"
+                " batch first"
+            )
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any) -> None:
+    """Refuse an optimizer of another model; one that leaves some parameters out is fine."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = list(model.parameters())
+    if isinstance(loss_fn, nn.Module):
+        known += loss_fn.parameters()
+    if {*map(id, held)}.isdisjoint(map(id, known)):
+        raise UsageError(
+            f"the optimizer holds {len(held)} parameters, none of them among the"
+            f" {len(known)} of the model, so it would train nothing of it; make it from"
+            " model.parameters() of this very model"
+        )
+
+
+def _is_counter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of an optimizer's state is a single number that its update reads."""
+    is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.device.type == "cpu"
+    return is_real and tensor.dim() == 0
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    leaves = torch_compat.tree_leaves(list(optimizer.state.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Copier:
+    """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
+
+    def __init__(self) -> None:
+        self.memo: dict[int, Any] = {}
+        self._base_of_storage: dict[int, torch.Tensor] = {}
+        self._keep: list[torch.Tensor] = []  # ids stay unique only while their owners live
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) not in self.memo:
+                self.memo[id(tensor)] = self._twin(tensor)
+                self._keep.append(tensor)
+
+    def add_counters(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make twins that know their value: of a number made under the mode, it is known."""
+        for tensor in tensors:
+            with torch_compat.outside_tracing():
+                value = tensor.item()
+            self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+            self._keep.append(tensor)
+
+    def convert(self, batch: Any) -> Any:
+        """Replace each tensor in a nest of tuples, lists and mappings."""
+        if isinstance(batch, torch.Tensor):
+            self.add([batch])
+            return self.memo[id(batch)]
+        if isinstance(batch, Mapping):
+            return {key: self.convert(part) for key, part in batch.items()}
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.convert(part) for part in batch))
+        if isinstance(batch, tuple | list):
+            return type(batch)(self.convert(part) for part in batch)
+        return batch
+
+    def copy_loss(self, loss_fn: Any) -> Any:
+        """A loss that is a module may hold tensors (class weights); a function is used as it is."""
+        if not isinstance(loss_fn, nn.Module):
+            return loss_fn
+        self.add([*loss_fn.parameters(), *loss_fn.buffers()])
+        return self.copy(loss_fn, "loss")
+
+    def copy(self, thing: Copied, name: str) -> Copied:
+        """A deep copy with a fake twin for each tensor, also for those that are in no register."""
+        try:
+            with _TwinsForCopies(self):
+                if isinstance(thing, nn.Module):
+                    self._add_uncompiled(thing)
+                return copy.deepcopy(thing, self.memo)
+        except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
+            raise out_of_memory(fault) or CaptureError(
+                f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
+                " generators and the like out of its attributes"
+            ) from fault
+
+    def _add_uncompiled(self, model: nn.Module) -> None:
+        """Remember the copy of each module before `torch.compile`, which hides its operators."""
+        for module in reversed(list(model.modules())):  # inner first: outer ones hold them
+            original = torch_compat.uncompiled(module)
+            if original is not module:
+                self.memo[id(module)] = copy.deepcopy(original, self.memo)
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        key = torch_compat.storage_key(tensor.untyped_storage())
+        base = self._base_of_storage.get(key)
+        if base is None:
+            itemsize = tensor.element_size()
+            numel = tensor.untyped_storage().nbytes() // itemsize
+            base = torch.empty(numel, dtype=tensor.dtype, device=device)
+            self._base_of_storage[key] = base
+        flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
+        twin = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        # A plain tensor that needs a gradient is an input of its own, never part of `base`.
+        return twin.detach().requires_grad_(tensor.requires_grad)
+
+
+class _TwinsForCopies(TorchFunctionMode):
+    """Answers `deepcopy` of a tensor with its twin."""
+
+    def __init__(self, copier: _Copier) -> None:
+        super().__init__()
+        self._copier = copier
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._copier.convert(args[0])
+        return func(*args, **(kwargs or {}))

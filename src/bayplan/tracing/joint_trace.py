@@ -1,0 +1,126 @@
+"""One training step traced for planning, without memory, as a joint graph.
+
+The model is copied onto fake tensors and compiled with a backend that only looks: it takes the
+joint graph of forward and backward and stops there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bayplan import torch_compat
+from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.tracing.explain import out_of_memory
+from bayplan.tracing.fake import fake_step, without_memory
+from bayplan.tracing.traced_step import MemoryContext, TracedStep
+
+__all__ = [
+    "Joint",
+    "compile_whole",
+    "joint_of",
+    "trace_step",
+    "untraceable",
+]
+
+_MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph as torch hands it over.
+
+    Attributes:
+        inputs: the tensors it was traced with.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    inputs: Sequence[Any]
+
+
+def trace_step(step: TrainingStep, context: MemoryContext) -> TracedStep:
+    """Return the joint graph of a step's model as the backend will see it when it runs."""
+    with without_memory() as mode:
+        fake = fake_step(step, None)
+    if context.updates is not None:
+        context = replace(context, updates=context.updates.of_copy(fake.model))
+    with mode, fake.precision():
+        joint = joint_of(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
+    # Outside: torch has traced it on fake tensors of its own.
+    return TracedStep.of(joint.module, joint.num_forward_outputs, context, joint.inputs)
+
+
+def joint_of(model: nn.Module, inputs: Any) -> Joint:
+    """Have torch trace a call of a model with its backward, and stop it there.
+
+    To be called where tensors take no memory; the model must be a copy made there.
+    """
+    stop = _Stop()
+
+    def backend(module: Any, examples: Any) -> Callable[..., Any]:
+        def take(joint: Any, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+            stop.joint = Joint(joint, num_fwd_outputs, examples)
+            raise stop
+
+        return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
+
+    compile_whole(model, backend)
+    try:
+        call_model(model, inputs)
+    except Exception as fault:
+        if torch_compat.compile_fault(fault) is not stop:
+            raise untraceable(fault) from fault
+    assert stop.joint is not None, "a model with parameters to train is traced with its backward"
+    stop.__traceback__ = None  # its frames hold the model and all that torch made of it
+    return stop.joint
+
+
+def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
+    """Let a module's calls be compiled as one graph each, anew for every batch size and mode.
+
+    Memory is exact or nothing, so neither a break in the graph nor an unknown size is allowed.
+    """
+    options: dict[str, Any] = {
+        "backend": backend,
+        "fullgraph": True,
+        "dynamic": False,
+        # Else the ninth batch size of a class of models, over all its instances, is refused.
+        "recompile_limit": _MOST_GRAPHS,
+        "isolate_recompiles": True,
+    }
+    torch_compat.ignore_logging()
+    if type(model).forward.__module__.startswith("torch."):
+        # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
+        call = torch.compile(MethodType(_call, model), **options)
+        torch_compat.set_compiled_call(model, call)
+    else:
+        model.compile(**options)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The frame of ours that torch begins with; `self` as in a forward, for the modules' paths."""
+    return torch_compat.call_of_module(self, *args, **kwargs)
+
+
+class _Stop(Exception):
+    """Raised inside the compiler once the graph is there."""
+
+    joint: Joint | None = None
+
+
+def untraceable(fault: Exception) -> BayplanError:
+    """What to tell a user whose forward torch could not trace as one graph."""
+    inner = torch_compat.compile_fault(fault)
+    if isinstance(inner, BayplanError):
+        return inner
+    memory = out_of_memory(inner)
+    if memory is not None:
+        return memory
+    return CaptureError(
+        f"torch cannot trace the model's forward as one graph, which planning needs: {fault}"
+    )

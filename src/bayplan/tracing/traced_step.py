@@ -1,0 +1,174 @@
+"""`TracedStep`: a joint graph as torch hands it over, and its packed variants as programs.
+
+Planners see the programs; the executor gets the graph. `MemoryContext` is what counts in a step's
+memory beside the graph itself.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from bayplan.data.errors import ForeignPlan
+from bayplan.data.plan import StepOrder
+from bayplan.rewriting.free import free_rewrites
+from bayplan.rewriting.packing import Pack, apply_packs, find_packs
+from bayplan.rewriting.repeats import as_eager, make_repeatable
+from bayplan.rewriting.updates import (
+    ParameterUpdates,
+    check_old_weights,
+    insert_updates,
+    updated_parameter,
+    without_backward_repeats,
+)
+from bayplan.tracing.joint import JointStep, analyse_joint
+
+__all__ = ["Decide", "MemoryContext", "Price", "TracedStep", "parameters_of_updates"]
+
+Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
+
+
+@dataclass(frozen=True)
+class MemoryContext:
+    """What surrounds a traced graph and counts in its memory.
+
+    Attributes:
+        resident_bytes: memory beside the graph's inputs, such as the optimizer's state.
+        loss_bytes: memory of a loss that is computed outside the graph.
+        update_bytes: memory that the optimizer's update takes over what is there by then; None
+            where none follows.
+        granularity_bytes: the allocator's rounding.
+        prices: makes the function that prices operators, for a device.
+        updates: of the parameters to update in backward; None leaves their gradients.
+    """
+
+    prices: Callable[[torch.device], AbstractContextManager[Price]]
+    resident_bytes: int = 0
+    loss_bytes: int = 0
+    update_bytes: int | None = None
+    granularity_bytes: int = 1
+    updates: ParameterUpdates | None = None
+
+
+@dataclass
+class TracedStep:
+    """A joint graph as torch hands it over, and its variants as programs.
+
+    Attributes:
+        joint: rewritten where that is free.
+        packs: the ways to pack its activations, as far as they are known to lose nothing.
+    """
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    context: MemoryContext
+    packs: tuple[Pack, ...] = ()
+    _variants: dict[tuple[str, ...], JointStep] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        joint: fx.GraphModule,
+        num_forward_outputs: int,
+        context: MemoryContext,
+        inputs: Sequence[Any] = (),
+    ) -> "TracedStep":
+        """Rewrite a joint graph, in place, where that costs nothing.
+
+        Args:
+            inputs: what it was traced with, to know parameters by that are updated in backward.
+        """
+        joint.graph.eliminate_dead_code()
+        free_rewrites(joint.graph)
+        as_eager(joint.graph)
+        make_repeatable(joint.graph)
+        if context.updates is not None:
+            insert_updates(
+                joint.graph,
+                num_forward_outputs=num_forward_outputs,
+                update=context.updates.function,
+                index_of_input=context.updates.among(inputs),
+            )
+        return cls(joint, num_forward_outputs, context, tuple(find_packs(joint.graph)))
+
+    def with_packs(self, names: Sequence[str] = ()) -> JointStep:
+        """The step with some activations packed, analysed and priced once."""
+        key = tuple(sorted(names))
+        if key not in self._variants:
+            self._variants[key] = self._analyse(key)
+        return self._variants[key]
+
+    def _analyse(self, names: tuple[str, ...]) -> JointStep:
+        module = self.joint
+        if names:  # on a copy: the graph is also asked for without packs
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(module.graph, {}))
+            module = fx.GraphModule(module, graph)
+            apply_packs(module.graph, names)
+        updates = self.context.updates
+        with self.context.prices(_device_of(module)) as price:
+            step = analyse_joint(
+                module,
+                num_forward_outputs=self.num_forward_outputs,
+                cost_of=price if updates is None else partial(updates.cost_of, price=price),
+                resident_bytes=self.context.resident_bytes,
+                loss_bytes=self.context.loss_bytes,
+                update_bytes=self.context.update_bytes if updates is None else None,
+                granularity_bytes=self.context.granularity_bytes,
+            )
+        if updates is None:
+            return step
+        return replace(step, program=without_backward_repeats(step.program))
+
+    def for_order(self, order: StepOrder, *, is_here: bool = True) -> JointStep:
+        """The step with the packs of a decided order.
+
+        Args:
+            order: from a plan.
+            is_here: whether the plan was made for the device that the step is traced for; on
+                another one an allocator may round sizes otherwise, and the order is the same.
+
+        Raises:
+            ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
+        """
+        unknown = {*order.packs} - {pack.name for pack in self.packs}
+        if unknown:
+            raise ForeignPlan(
+                f"the plan packs {', '.join(sorted(unknown))}, which this step has not."
+                " Plan this step anew"
+            )
+        step = self.with_packs(order.packs)
+        if is_here:
+            order.check_belongs_to(step.program)
+        updates = self.context.updates
+        if updates is not None:
+            changes = parameters_of_updates(step, updates.function)
+            try:
+                check_old_weights(step.program, order.schedule, changes)
+            except ValueError as fault:
+                raise ForeignPlan(f"{fault}. Plan this step anew") from fault
+        return step
+
+
+Decide = Callable[[TracedStep], StepOrder]
+
+
+def parameters_of_updates(step: JointStep, update: Callable[..., Any]) -> dict[int, int]:
+    """By the op of each update, the buffer that it changes."""
+    changes = {}
+    for index, node in enumerate(step.op_nodes):
+        if node is not None and node.target is update:
+            (changes[index],) = step.buffers_of[updated_parameter(node)]
+    return changes
+
+
+def _device_of(joint: fx.GraphModule) -> torch.device:
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")

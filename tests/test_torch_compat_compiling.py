@@ -1,0 +1,184 @@
+"""Torch's private names about compiling: what we rely on, so that releases break here first."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import fx, nn
+
+from bayplan import torch_compat
+
+
+def test_joint_graph_is_cut_by_our_partition_and_wrapped_again():
+    from functorch.compile import default_partition
+
+    seen = {}
+
+    def partition(joint: fx.GraphModule, inputs, *, num_fwd_outputs, **options):
+        seen["outputs"] = num_fwd_outputs
+        seen["tangents"] = [n.name for n in joint.graph.nodes if torch_compat.is_tangent(n)]
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_compat.compile_joint(
+            module, inputs, partition=partition, compile_graph=lambda graph, _: graph
+        )
+
+    x = torch.ones(2, 3)
+    model = nn.Linear(3, 3)
+    torch.compile(model, backend=backend)(x).sum().backward()
+    assert seen["outputs"] == 1
+    assert len(seen["tangents"]) == 1
+    assert model.bias.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("fixed", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.layer(x) * self.count + self.fixed
+
+
+def test_inputs_that_forward_changes_are_known_in_the_joint_graph():
+    from functorch.compile import default_partition
+
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        changed = torch_compat.changed_inputs(joint.graph)
+        seen.append([node.meta["val"].shape for node in changed])
+        # Their new values are the forward's first outputs.
+        (new, *_), (old,) = joint.graph.output_node().args[0], changed
+        seen.append([source for source in new.all_input_nodes if source is old])
+        return default_partition(joint, inputs, **options)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_compat.compile_joint(
+            module, inputs, partition=partition, compile_graph=lambda graph, _: graph
+        )
+
+    model = _Counting()
+    torch.compile(model, backend=backend)(torch.ones(2, 3)).sum().backward()
+    assert seen[0] == [(3,)]
+    assert len(seen[1]) == 1
+    assert model.count.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_graph_that_changes_nothing_has_no_changed_inputs():
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert torch_compat.changed_inputs(graph) == []
+
+
+def test_inputs_are_given_in_a_list_that_may_be_emptied():
+    """Else torch would hold what the backend has released."""
+    seen = []
+
+    def boxed(module: fx.GraphModule, _):
+        def run(inputs: list):
+            seen.append(type(inputs))
+            mine = list(inputs)
+            inputs.clear()
+            return module(*mine)
+
+        return torch_compat.boxed(run)
+
+    def backend(module: fx.GraphModule, inputs):
+        from functorch.compile import default_partition
+
+        return torch_compat.compile_joint(
+            module, inputs, partition=default_partition, compile_graph=boxed
+        )
+
+    model = nn.Linear(3, 3)
+    torch.compile(model, backend=backend)(torch.ones(2, 3)).sum().backward()
+    assert seen == [list, list]
+    assert model.bias.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_error_of_a_backend_is_unwrapped():
+    def backend(module, inputs):
+        raise KeyError("ours")
+
+    with pytest.raises(Exception, match="ours") as caught:
+        torch.compile(nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
+    assert isinstance(torch_compat.compile_fault(caught.value), KeyError)
+    other = ValueError("not wrapped")
+    assert torch_compat.compile_fault(other) is other
+
+
+def test_hooks_on_a_gradient_are_seen_until_they_are_removed():
+    weight = nn.Parameter(torch.ones(2))
+    assert not torch_compat.has_gradient_hooks(weight)
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert torch_compat.has_gradient_hooks(weight)
+        handle.remove()
+        assert not torch_compat.has_gradient_hooks(weight)
+
+
+def test_compiled_module_knows_what_it_was_made_from():
+    plain = nn.Linear(2, 2)
+    assert torch_compat.uncompiled(torch.compile(plain)) is plain
+    assert torch_compat.uncompiled(plain) is plain
+
+
+def test_compiled_call_of_a_module_is_read_and_replaced():
+    model = nn.Linear(2, 2)
+    assert torch_compat.compiled_call(model) is None
+    torch_compat.set_compiled_call(model, lambda x: x + 1)
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch_compat.compiled_call(model) is not None
+    torch_compat.set_compiled_call(model, None)
+    assert model(torch.ones(2)).requires_grad
+
+
+def test_call_without_compilation_runs_hooks_and_forward():
+    model, calls = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    torch_compat.set_compiled_call(model, lambda x: x)
+    assert torch_compat.call_of_module(model, torch.ones(2)).requires_grad
+    assert calls == [1]
+
+
+def test_compiled_function_runs_as_written_while_asked_to():
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with torch_compat.running_eagerly():
+        assert double(torch.ones(1)).item() == 2
+    assert compiled == []
+    assert double(torch.ones(1)).item() == 2
+    assert len(compiled) == 1
+
+
+def test_running_eagerly_does_not_load_the_compiler():
+    code = (
+        "import sys; from bayplan import torch_compat\n"
+        "with torch_compat.running_eagerly(): pass\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_forward_that_logs_is_compiled_as_one_graph():
+    torch_compat.ignore_logging()
+    logger = logging.getLogger("some")
+
+    def forward(x):
+        logger.warning("once more")
+        return x.sin()
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory.bounds import gap
 from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.search import plan_schedule
+from bayplan.planning.memory.search import plan_rounds, plan_schedule
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -41,9 +41,6 @@ AUTO = "auto"
 # Left free where that is possible, as a share of the limit: Python's objects and other small things
 # that a step makes are not in its program, and were seen to take up to about a thousandth.
 _MARGIN = 0.002
-# Schedules judged to rank the packed variants of a step. Variants that are more than 0.1 % of a
-# step apart after a whole search are told apart after this many; only the fastest is searched on.
-_SCOUTED = 6_000
 
 
 class Packable(Protocol):
@@ -77,8 +74,8 @@ Decide = Callable[[PackedVariants], StepOrder]
 class FastestWithin:
     """Our own way: the fastest order found within a memory limit.
 
-    A short search ranks the packed variants of the step and the plain one; the fastest of them is
-    then planned in full. Orders are kept on disk, so that the same step is planned once.
+    One round of search ranks the packed variants of the step and the plain one; only the fastest
+    goes on. Orders are kept on disk, so that the same step is planned once.
 
     Attributes:
         limit: bytes, or a share of the plain step's peak.
@@ -124,53 +121,49 @@ class FastestWithin:
         self, traced: PackedVariants, limit_bytes: int, known: dict[str, int | float]
     ) -> StepOrder:
         variants = pack_variants(traced) if self.may_pack else [()]
-        orders: list[StepOrder] = []
+        searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
         refusals: list[DoesNotFit] = []
-        if self.tier is None and len(variants) > 1:
-            for packs in variants:
-                with contextlib.suppress(DoesNotFit):
-                    scouted = self._order(
-                        traced, packs, limit_bytes, known, num_evaluations=_SCOUTED
-                    )
-                    orders.append(scouted)
-            if orders:
-                variants = [min(orders, key=_seconds).packs]
-        for number, packs in enumerate(variants):
 
-            def tell(share: float, _: float, number: int = number) -> None:
-                self.on_progress((number + share) / len(variants))
+        def tell(share: float, _: float) -> None:
+            # First each variant once, then the fastest again.
+            num_done = len(searches) + len(refusals)
+            self.on_progress((num_done + share) / (len(variants) + 1))
 
+        seconds = self.time_limit_seconds / len(variants)
+        for packs in variants:
+            rounds = self._rounds(traced, packs, limit_bytes, known, seconds, tell)
             try:
-                seconds = self.time_limit_seconds / len(variants)
-                orders.append(
-                    self._order(
-                        traced,
-                        packs,
-                        limit_bytes,
-                        known,
-                        time_limit_seconds=seconds,
-                        on_progress=tell,
-                    )
-                )
+                searches.append((next(rounds), rounds))
             except DoesNotFit as refusal:
                 refusals.append(refusal)
-        if not orders:
+        if not searches:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes or math.inf)
-        return min(orders, key=_seconds)
+        first, rounds = min(searches, key=lambda search: search[0].seconds)
+        return min([first, *rounds], key=lambda order: order.seconds)
 
-    def _order(
+    def _rounds(
         self,
         traced: PackedVariants,
         packs: tuple[str, ...],
         limit_bytes: int,
         known: dict[str, int | float],
-        **search: Any,
-    ) -> StepOrder:
-        """The fastest order found of one variant; `search` are options of `plan_schedule`."""
+        time_limit_seconds: float,
+        on_progress: Callable[[float, float], None],
+    ) -> Iterator[StepOrder]:
+        """The fastest order of one variant that is known after each round of its search."""
         program = traced.with_packs(packs).program
         as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
+        as_plan = partial(as_order, tier=self.tier, limit_bytes=limit_bytes)
+        arrangements = arrange_rounds(
+            program,
+            limit_bytes,
+            tier=self.tier,
+            cache=self.cache,
+            time_limit_seconds=time_limit_seconds,
+            on_progress=on_progress,
+        )
         try:
-            arrangement = arrange(program, limit_bytes, tier=self.tier, cache=self.cache, **search)
+            yield from map(as_plan, arrangements)
         except DoesNotFit as refusal:
             # Whoever comes back with the limit that a refusal named finds its plan.
             smallest = _Kept(self.cache, f"smallest-{program.fingerprint}")
@@ -180,8 +173,7 @@ class FastestWithin:
                 if refusal.smallest_schedule and smallest.read(traced, named_bytes) is None:
                     smallest.write(as_order(Arrangement(refusal.smallest_schedule)))
                 raise
-            arrangement = Arrangement(known_small.schedule)
-        return as_order(arrangement, tier=self.tier, limit_bytes=limit_bytes)
+            yield as_plan(Arrangement(known_small.schedule))
 
     def _key(self, program: Program, limit_bytes: int) -> str:
         settings = (limit_bytes, self.time_limit_seconds, self.may_pack, self.tier)
@@ -189,38 +181,43 @@ class FastestWithin:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def arrange(
+def arrange_rounds(
     program: Program,
     limit_bytes: int,
     *,
     tier: Tier | None,
     cache: Path,
-    time_limit_seconds: float = 10.0,
-    num_evaluations: int | None = None,
+    time_limit_seconds: float,
     on_progress: Callable[[float, float], None] | None = None,
-) -> Arrangement:
-    """The fastest repeats found within a limit, and swaps where there is a tier.
+) -> Iterator[Arrangement]:
+    """The fastest repeats within a limit after each round; with a tier, one plan with swaps.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if tier is not None:
-        return choose_swaps(
+        yield choose_swaps(
             program,
             limit_bytes,
             tier,
             plan=partial(plan_schedule, cache_dir=cache),
             time_limit_seconds=time_limit_seconds,
         ).arrangement
-    planned = plan_schedule(
+        return
+    for planned in plan_rounds(
         program,
         limit_bytes,
         time_limit_seconds=time_limit_seconds,
-        num_evaluations=num_evaluations,
         cache_dir=cache,
         on_progress=on_progress,
-    )
-    return Arrangement(planned.schedule)
+    ):
+        yield Arrangement(planned.schedule)
+
+
+def arrange(program: Program, limit_bytes: int, **options: Any) -> Arrangement:
+    """The fastest repeats and swaps of a whole search; see `arrange_rounds`."""
+    *_, arrangement = arrange_rounds(program, limit_bytes, **options)
+    return arrangement
 
 
 def planned_bytes(limit_bytes: int) -> int:
@@ -307,10 +304,6 @@ def pack_variants(traced: PackedVariants) -> list[tuple[str, ...]]:
     worth_most = tuple(pack.name for pack in traced.packs if pack.saved_bytes)
     everything = tuple(pack.name for pack in traced.packs)
     return list(dict.fromkeys([(), worth_most, everything]))
-
-
-def _seconds(order: StepOrder) -> float:
-    return order.seconds
 
 
 class _KeptOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -276,7 +276,7 @@ class PreparedStep:
 
     def changed(self, **changes: Any) -> "PreparedStep":
         """The same step with another batch size, precision, optimizer or device."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)} | changes
+        values = {part.name: getattr(self, part.name) for part in fields(self)} | changes
         variant = PreparedStep(**values)
         return self.shared.steps.setdefault(variant._key, variant)
 

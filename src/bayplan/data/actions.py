@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Action", "ActionKind"]
+__all__ = ["BACKWARDS", "COMPUTES", "RECEIVES", "SENDS", "Action", "ActionKind"]
 
 
 class ActionKind(StrEnum):
@@ -35,6 +35,11 @@ class ActionKind(StrEnum):
     SWAP_IN = "IN"
 
 
+SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+COMPUTES = (ActionKind.FORWARD, *BACKWARDS)
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _ACTION = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
 
@@ -53,7 +58,6 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read an action from its short form."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action; write stage, kind, index, like 2F0")

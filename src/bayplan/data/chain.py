@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import msgspec
 
-from bayplan.data.errors import check_not_negative
+from bayplan.data.errors import check_at_least_1, check_not_negative, check_numbers
 
 __all__ = ["Chain", "Layer"]
 
@@ -39,11 +39,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sent_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            **{name: getattr(self, name) for name in self.__struct_fields__ if name != "name"}
-        )
-        for phase in ("forward", "backward"):
-            fixed, whole = (getattr(self, f"{of}{phase}_seconds") for of in ("fixed_", ""))
+        check_numbers(self)
+        for phase, fixed, whole in (
+            ("forward", self.fixed_forward_seconds, self.forward_seconds),
+            ("backward", self.fixed_backward_seconds, self.backward_seconds),
+        ):
             if fixed > whole:
                 raise ValueError(f"fixed_{phase}_seconds is {fixed}, more than all of it: {whole}")
 
@@ -70,8 +70,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers is empty; a chain has at least one")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}, must be at least 1")
+        check_at_least_1(num_samples=self.num_samples)
         check_not_negative(spread=self.spread)
 
     def seconds(self, first: int, last: int, num_samples: float) -> tuple[float, float]:
@@ -84,44 +83,35 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             (2.0, 2.5)
         """
         share = num_samples / self.num_samples
-        forward, fixed_forward, backward, fixed_backward = (
-            column[last + 1] - column[first] for column in self._seconds_before
-        )
+        fixed_forward = self._total("fixed_forward_seconds", first, last)
+        fixed_backward = self._total("fixed_backward_seconds", first, last)
         return (
-            fixed_forward + (forward - fixed_forward) * share,
-            fixed_backward + (backward - fixed_backward) * share,
+            fixed_forward + (self._total("forward_seconds", first, last) - fixed_forward) * share,
+            fixed_backward
+            + (self._total("backward_seconds", first, last) - fixed_backward) * share,
         )
 
     def parameter_bytes(self, first: int, last: int) -> int:
         """Of the weights of some layers, the last included."""
-        return self._parameters_before[last + 1] - self._parameters_before[first]
+        return int(self._total("parameter_bytes", first, last))
 
     def held_bytes(self, first: int, last: int, num_samples: float) -> float:
         """What some layers, the last included, keep for backward, for so many samples."""
-        whole = self._held_before[last + 1] - self._held_before[first]
-        return whole * num_samples / self.num_samples
+        return self._total("held_bytes", first, last) * num_samples / self.num_samples
 
     def sent_bytes(self, last: int, num_samples: float) -> float:
         """What a cut behind a layer sends, for so many samples."""
         return self.layers[last].sent_bytes * num_samples / self.num_samples
 
-    @cached_property
-    def _seconds_before(self) -> tuple[tuple[float, ...], ...]:
-        names = (
-            "forward_seconds",
-            "fixed_forward_seconds",
-            "backward_seconds",
-            "fixed_backward_seconds",
-        )
-        return tuple(
-            tuple(accumulate((getattr(one, name) for one in self.layers), initial=0.0))
-            for name in names
-        )
+    def _total(self, field: str, first: int, last: int) -> float:
+        before = self._before[field]
+        return before[last + 1] - before[first]
 
     @cached_property
-    def _parameters_before(self) -> tuple[int, ...]:
-        return tuple(accumulate((one.parameter_bytes for one in self.layers), initial=0))
-
-    @cached_property
-    def _held_before(self) -> tuple[int, ...]:
-        return tuple(accumulate((one.held_bytes for one in self.layers), initial=0))
+    def _before(self) -> dict[str, tuple[float, ...]]:
+        """By field of a layer, its sum over all layers before each layer."""
+        return {
+            field: tuple(accumulate((getattr(layer, field) for layer in self.layers), initial=0))
+            for field in Layer.__struct_fields__
+            if field != "name"
+        }

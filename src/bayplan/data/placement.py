@@ -9,7 +9,7 @@ The empty text stands for data parallel: one stage, on every device there is.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,12 +17,28 @@ import msgspec
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["Place", "Placement"]
+__all__ = ["Place", "Placement", "numbers_text"]
 
 _EXAMPLE = "write node:device or node:first-last, like 0:0-6.0:7"
 # Longer numbers and ranges are slips of the keyboard; a range is held device by device.
 _PART = re.compile("([0-9]{1,6}):([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _MOST_DEVICES = 2**16
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Print rising numbers with their ranges.
+
+    Example:
+        >>> numbers_text([0, 1, 2, 7])
+        '0-2,7'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 class Place(NamedTuple):
@@ -70,7 +86,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls((tuple(Place(0, device) for device in range(num_devices)),))
 
     def __str__(self) -> str:
-        return ".".join(",".join(_runs(stage)) for stage in self.stages)
+        return ".".join(",".join(_ranges(stage)) for stage in self.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -123,14 +139,13 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_nodes = len(devices_per_node)
         for node, device in self.places:
             if node >= num_nodes:
-                raise UsageError(
-                    f"placement {self} names node {node}, but {_there(num_nodes, 'node')}"
-                )
-            if device >= devices_per_node[node]:
-                raise UsageError(
-                    f"placement {self} names device {device} of node {node}, but"
-                    f" {_there(devices_per_node[node], 'device')}"
-                )
+                fault = f"node {node}, but {_there(num_nodes, 'node')}"
+            elif device >= devices_per_node[node]:
+                existing = _there(devices_per_node[node], "device")
+                fault = f"device {device} of node {node}, but {existing}"
+            else:
+                continue
+            raise UsageError(f"placement {self} names {fault}")
 
 
 def _parse(text: str) -> tuple[tuple[Place, ...], ...]:
@@ -140,13 +155,10 @@ def _parse(text: str) -> tuple[tuple[Place, ...], ...]:
         places: set[Place] = set()
         for part in stage.split(","):
             where = f"placement {text!r}: {part!r} at position {position}"
-            for place in _places(part, where):
-                if place in places:
-                    raise UsageError(
-                        f"{where} names device {place.device} of node {place.node} twice in one"
-                        " stage"
-                    )
-                places.add(place)
+            named = _places(part, where)
+            for node, device in sorted(places.intersection(named)):
+                raise UsageError(f"{where} names device {device} of node {node} twice in one stage")
+            places.update(named)
             position += len(part) + 1
         stages.append(tuple(sorted(places)))
     return tuple(stages)
@@ -167,15 +179,10 @@ def _places(part: str, where: str) -> list[Place]:
     return [Place(node, device) for device in range(first, last + 1)]
 
 
-def _runs(stage: Sequence[Place]) -> list[str]:
-    """Neighbouring devices of one node, as ranges."""
-    # Along a run, device and index rise together, so their difference tells runs apart.
-    grouped = groupby(enumerate(stage), lambda item: (item[1].node, item[1].device - item[0]))
-    runs = [[place for _, place in group] for _, group in grouped]
-    return [
-        f"{run[0].node}:{run[0].device}" + (f"-{run[-1].device}" if len(run) > 1 else "")
-        for run in runs
-    ]
+def _ranges(stage: Sequence[Place]) -> Iterator[str]:
+    for node, places in groupby(stage, key=lambda place: place.node):
+        for devices in numbers_text(place.device for place in places).split(","):
+            yield f"{node}:{devices}"
 
 
 def _there(number: int, what: str) -> str:

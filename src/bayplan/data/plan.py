@@ -7,7 +7,6 @@ with its list of actions). A file says which in its field `kind`.
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,6 +16,7 @@ from bayplan.data.errors import (
     ForeignPlan,
     check_at_least_1,
     check_figures,
+    check_index,
     check_not_negative,
     check_numbers,
 )
@@ -290,9 +290,9 @@ class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     predicted_peak_bytes: tuple[int, ...]
     predicted_seconds: float
 
-    upgrades: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = MappingProxyType(
-        {1: _from_version_1}
-    )
+    upgrades: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+        1: _from_version_1
+    }
 
     def __post_init__(self) -> None:
         check_at_least_1(limit_bytes=self.limit_bytes)
@@ -362,8 +362,7 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_1(num_micro_batches=self.num_micro_batches)
-        self._check_counts()
-        self._check_placement()
+        self._check_ranks()
         self._check_stages_named()
         self._check_lags()
         self._check_static_order()
@@ -376,7 +375,8 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
             return ()
         return tuple(index for index, stage in enumerate(self.stages) if len(stage.devices) > 1)
 
-    def _check_counts(self) -> None:
+    def _check_ranks(self) -> None:
+        """Refuse figures and stages of ranks that have no actions, or that are placed elsewhere."""
         num_ranks = len(self.actions)
         busy, peaks = self.predicted_busy, self.predicted_peak_bytes
         if busy and len(busy) != num_ranks:
@@ -393,17 +393,15 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
                         f"stages[{stage_index}].devices[{position}] is {rank}, but only"
                         f" {num_ranks} devices have actions"
                     )
-
-    def _check_placement(self) -> None:
-        if not self.placement:
-            return
-        placement = Placement.parse(self.placement)
-        placed = tuple(map(placement.ranks_of, range(len(placement.stages))))
-        given = tuple(stage.devices for stage in self.stages)
-        if placed != given:
-            raise ValueError(
-                f"placement is {self.placement}, so stages are on {placed}, but they have {given}"
-            )
+        if self.placement:
+            placement = Placement.parse(self.placement)
+            placed = tuple(map(placement.ranks_of, range(len(placement.stages))))
+            given = tuple(stage.devices for stage in self.stages)
+            if placed != given:
+                raise ValueError(
+                    f"placement is {self.placement}, so stages are on {placed}, but they have"
+                    f" {given}"
+                )
 
     def _check_stages_named(self) -> None:
         """Refuse links, orders and buckets of a stage that is not there."""
@@ -415,23 +413,17 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
                         f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
                         f" one of {num_stages}"
                     )
-        orders = [(f"stage_orders[{n}]", order.stage) for n, order in enumerate(self.stage_orders)]
-        buckets = [
-            (f"buckets[{n}]", stage)
-            for n, bucket in enumerate(self.buckets)
-            for stage in bucket.stages
-        ]
-        for place, stage in orders + buckets:
-            if not 0 <= stage < num_stages:
-                raise ValueError(f"{place} names stage {stage}, but there are only {num_stages}")
+        for position, order in enumerate(self.stage_orders):
+            check_index(f"stage_orders[{position}].stage", order.stage, num_stages)
+        for position, bucket in enumerate(self.buckets):
+            for index, stage in enumerate(bucket.stages):
+                check_index(f"buckets[{position}].stages[{index}]", stage, num_stages)
 
     def _check_lags(self) -> None:
         """Refuse lags that no order of work has."""
-        if not self.lags:
-            return
-        if len(self.lags) != len(self.stages):
+        if self.lags and len(self.lags) != len(self.stages):
             raise ValueError(f"{len(self.lags)} lags for {len(self.stages)} stages")
-        if self.lags[-1] != 0:
+        if self.lags and self.lags[-1] != 0:
             raise ValueError(
                 f"lags ends with {self.lags[-1]}, must be 0: the last stage waits for none"
             )
@@ -459,21 +451,19 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
             )
 
     def _check_actions(self) -> None:
+        stages, buckets = (len(self.stages), "stages"), (len(self.buckets), "buckets")
+        micro_batches = (self.num_micro_batches, "micro-batches")
         for rank, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
+                place = f"actions[{rank}][{position}]"
                 try:
                     action = Action.parse(text)
                 except ValueError as fault:
-                    raise ValueError(f"actions[{rank}][{position}]: {fault}") from None
-                limits = [(action.stage, len(self.stages), "stages")]
-                if action.kind is ActionKind.REDUCE:
-                    limits.append((action.index, len(self.buckets), "buckets"))
-                else:
-                    limits.append((action.index, self.num_micro_batches, "micro-batches"))
-                for index, limit, word in limits:
-                    if index >= limit:
-                        place = f"actions[{rank}][{position}]"
-                        raise ValueError(f"{place} is {text!r}, but there are only {limit} {word}")
+                    raise ValueError(f"{place}: {fault}") from None
+                indexed = micro_batches if action.kind is not ActionKind.REDUCE else buckets
+                for index, (number, word) in ((action.stage, stages), (action.index, indexed)):
+                    if index >= number:
+                        raise ValueError(f"{place} is {text!r}, but there are only {number} {word}")
 
 
 Plan = DevicePlan | RankPlan

@@ -7,12 +7,7 @@ from itertools import groupby
 
 import msgspec
 
-from bayplan.data.errors import (
-    check_at_least_1,
-    check_figures,
-    check_not_negative,
-    check_numbers,
-)
+from bayplan.data.errors import check_at_least_1, check_figures, check_not_negative, check_numbers
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
@@ -65,8 +60,7 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     by_kind: dict[str, tuple[int, ...]] = {}
 
     def __post_init__(self) -> None:
-        columns = [self.seconds, self.total_bytes, *self.by_kind.values()]
-        lengths = [len(column) for column in columns]
+        lengths = [*map(len, (self.seconds, self.total_bytes, *self.by_kind.values()))]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
         check_figures("seconds", self.seconds)
@@ -113,12 +107,7 @@ _FINE_MIB, _COARSE_MIB, _COARSE_FROM_MIB = 10, 50, 100
 
 
 def size_class(size_bytes: int) -> tuple[int, int]:
-    """The bytes that a message's class begins above, and those that it ends with.
-
-    Example:
-        >>> [tuple(limit // 2**20 for limit in size_class(mib << 20)) for mib in (64, 100, 392)]
-        [(60, 70), (90, 100), (350, 400)]
-    """
+    """The bytes that a message's class begins above, and those that it ends with."""
     for begin, end in ((0, _KIB), (_KIB, _MIB), (_MIB, _FINE_MIB * _MIB)):
         if size_bytes <= end:
             return begin, end
@@ -128,11 +117,11 @@ def size_class(size_bytes: int) -> tuple[int, int]:
 
 
 def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass, ...]:
-    """Messages as a record keeps them: summed up by class.
+    """Messages, as bytes and seconds of each, summed up by class as a record keeps them.
 
     Example:
-        >>> (one,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
-        >>> one.upper_bytes, one.count, one.total_bytes, one.seconds
+        >>> (small,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
+        >>> small.upper_bytes, small.count, small.total_bytes, small.seconds
         (1048576, 2, 1572864, 2.0)
     """
     by_class = groupby(sorted(messages), key=lambda message: size_class(message[0]))
@@ -240,24 +229,20 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
         check_at_least_1(num_samples=self.num_samples, epoch_samples=self.epoch_samples)
-        self._check_predicted()
         check_not_negative(step_spread_seconds=self.step_spread_seconds)
+        for name in ("peak_bytes", "busy") if self.predicted is not None else ():
+            num_predicted, num_devices = len(getattr(self.predicted, name)), len(self.devices)
+            if num_predicted not in (num_devices, 0):
+                raise ValueError(
+                    f"predicted.{name} is of {num_predicted} devices, but there are {num_devices}"
+                )
         for index, device in enumerate(self.devices):
             if self.source is Source.SIMULATED and device.curve is not None:
-                _check_simulated(f"devices[{index}].curve", device.curve)
-
-    def _check_predicted(self) -> None:
-        if self.predicted is None:
-            return
-        for name, column in (
-            ("peak_bytes", self.predicted.peak_bytes),
-            ("busy", self.predicted.busy),
-        ):
-            if len(column) not in {len(self.devices), 0}:
-                raise ValueError(
-                    f"predicted.{name} is of {len(column)} devices, but there are"
-                    f" {len(self.devices)}"
-                )
+                # Every storage is known here, so bytes are never below 0 as in a measured curve.
+                place = f"devices[{index}].curve"
+                check_figures(f"{place}.total_bytes", device.curve.total_bytes)
+                for kind, column in device.curve.by_kind.items():
+                    check_figures(f"{place}.by_kind[{kind!r}]", column)
 
     @property
     def peak_bytes(self) -> int:
@@ -304,13 +289,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max((event.start_seconds + event.seconds for event in events), default=0.0)
 
 
-def _check_simulated(place: str, curve: MemoryCurve) -> None:
-    """Refuse bytes below 0 where every storage is known; a measured curve may have them."""
-    check_figures(f"{place}.total_bytes", curve.total_bytes)
-    for kind, column in curve.by_kind.items():
-        check_figures(f"{place}.by_kind[{kind!r}]", column)
-
-
 class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the time of a device went; the parts of a device are one step together.
 
@@ -318,7 +296,7 @@ class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compute: forwards and backwards.
         update: the optimizer's.
         messages: values are sent, or waited for.
-        sums: sums of gradients that are waited for; what is hidden behind backward is not here.
+        sums: all-reduces that are waited for; what is hidden behind backward is not here.
         samples: that are waited for, of the input pipeline.
         waiting: everything else, such as copies, the loss and other ranks.
     """

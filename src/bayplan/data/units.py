@@ -49,10 +49,6 @@ def parse_bytes(text: str | int) -> int:
     """Read a number of bytes such as `8GiB`, `7606 MB` or `1024`.
 
     `GiB` counts in 1024s and `GB` in 1000s; a bare `G` means `GiB`, as `nvidia-smi` users expect.
-
-    Example:
-        >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes("2g")
-        (8589934592, 1500, 2147483648)
     """
     match = _BYTES.fullmatch(str(text))
     if match is None or match[2].lower() not in _FACTORS:
@@ -64,12 +60,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
-    """Print bytes in the largest binary unit that leaves at least 1.
-
-    Example:
-        >>> format_bytes(8589934592), format_bytes(512), format_bytes(-2048)
-        ('8.0 GiB', '512 B', '-2.0 KiB')
-    """
+    """Print bytes in the largest binary unit that leaves at least 1, like `8.0 GiB`."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         shown = f"{size:.{0 if unit == 'B' else digits}f}"
@@ -80,12 +71,7 @@ def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration with three significant digits.
-
-    Example:
-        >>> format_seconds(0.4213), format_seconds(0.00012), format_seconds(66)
-        ('421 ms', '120 us', '66.0 s')
-    """
+    """Print a duration with three significant digits, like `421 ms` or `66.0 s`."""
     if seconds == 0:
         return "0 s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
@@ -110,12 +96,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Print a count in thousands, millions or billions.
-
-    Example:
-        >>> format_count(25557032), format_count(950)
-        ('25.6 M', '950')
-    """
+    """Print a count in thousands, millions or billions, like `25.6 M`."""
     for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(count) >= limit * (1 if limit == 1e3 else 0.99995):  # 999960 shows as 1.0 M
             return f"{count / limit:.1f}{unit}"

@@ -1,13 +1,13 @@
 """The event clock: how long the action lists of all ranks take together.
 
-The lists decide the order; `SharedResources` decides how fast. Sends, reduces and copies go on by
-themselves. A forward waits for its samples, a receive until its messages are here, an update until
-its sums are, and the end of a step until all ranks have the loss: of the same batch, or of an
-earlier one where backward lags. A sum begins in the middle of the backward that makes its last
-gradient.
+The lists decide the order; `SharedResources` decides how fast. Sends, all-reduces and copies go on
+by themselves. A forward waits for its samples, a receive until its messages are here, an update
+until its all-reduces are, and the end of a step until all ranks have the loss: of the same batch,
+or of an earlier one where backward lags. An all-reduce begins in the middle of the backward that
+makes its last gradient.
 
-Between two ranks messages go one after the other, and so do the sums of the same ranks. Messages of
-different ranks go on at once, and share the wires that they have in common.
+Between two ranks messages go one after the other, and so do all-reduces of the same ranks. Messages
+of different ranks go on at once, and share the wires that they have in common.
 """
 
 import gc
@@ -17,25 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import BACKWARDS, COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.record import Event, Lane
 from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message
 from bayplan.simulating.sharing import Loaders, Loading, Queues, SharedResources, StepCosts
 
-__all__ = ["Awaiting", "Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
+__all__ = ["Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
 
 
-class Awaiting:
-    """Things that come, and ranks that wait for several of them.
-
-    Example:
-        >>> awaiting = Awaiting()
-        >>> awaiting.has_all(7, ["a", "b"])
-        False
-        >>> awaiting.come("a"), awaiting.come("b")
-        ([], [7])
-    """
+class _Awaiting:
+    """Things that come, and ranks that wait for several of them."""
 
     def __init__(self) -> None:
         self._here: set[Hashable] = set()
@@ -61,16 +53,13 @@ class Awaiting:
                 ready.append(rank)
         return ready
 
-    def __contains__(self, thing: object) -> bool:
-        return thing in self._here
-
 
 @dataclass(frozen=True)
 class Moved:
-    """A message or a sum of the last step that was looked at.
+    """A message or an all-reduce of the last step that was looked at.
 
     Attributes:
-        ranks: that sent it, or all that have the sum.
+        ranks: that sent it, or all that have the result.
         lane: send or reduce.
         seconds: from its turn to when it was there; others on the same wires make that longer.
     """
@@ -88,7 +77,7 @@ class StepTimes:
     Attributes:
         seconds: from step to step.
         events: by rank, what it did in the last step that was looked at, from its begin on.
-        moved: what was sent and summed in that step.
+        moved: what was sent and all-reduced in that step.
     """
 
     seconds: float
@@ -98,25 +87,18 @@ class StepTimes:
     @property
     def busy(self) -> tuple[float, ...]:
         """By rank, the share of the step that it computes in."""
-        return tuple(
-            min(
-                1.0,
-                sum(event.seconds for event in events if event.lane is Lane.COMPUTE) / self.seconds,
-            )
-            if self.seconds
-            else 0.0
+        computing = (
+            sum(event.seconds for event in events if event.lane is Lane.COMPUTE)
             for events in self.events
+        )
+        return tuple(
+            min(1.0, seconds / self.seconds) if self.seconds else 0.0 for seconds in computing
         )
 
 
 _K = ActionKind
-_COMPUTES = (_K.FORWARD, _K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 _FORWARDS = (_K.FORWARD, _K.SEND_FORWARD, _K.RECEIVE_FORWARD)
-_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
-_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
 _STEADY_CALLS = 4  # that are timed, where batches overlap and one call says little
-
-_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 
 _Post = tuple[float, Callable[[], None]]  # what to do so many seconds after the begin
 _Letter = tuple[Message, bool, int]  # whether it holds gradients, and of which batch
@@ -172,7 +154,7 @@ class _Run:
         self.num_calls = num_calls
         self.clock = SharedResources(costs.num_cores)
         self.queues = Queues(self.clock)
-        self.awaiting = Awaiting()
+        self.awaiting = _Awaiting()
         self.posted: dict[tuple[int, int], set[int]] = defaultdict(set)  # by bucket and batch
         self.finished = [0] * num_calls  # by call, how many ranks are through
         self.told: dict[int, float] = {}  # by call, when its loss is known everywhere
@@ -214,7 +196,7 @@ class _Run:
             batch = self._batch(action, call)
             if batch < 0 or batch >= self.num_calls:
                 self._next(rank)  # nothing to do yet
-            elif action.kind in _COMPUTES:
+            elif action.kind in COMPUTES:
                 if self._has_samples(rank, action, batch):
                     self._compute_stage(rank, action, batch)
                 return
@@ -223,16 +205,21 @@ class _Run:
                     self._note_wait(rank, action, Lane.REDUCE)
                     self._compute(rank, action, batch, self.costs.update_seconds[rank])
                 return
-            elif action.kind in _RECEIVES:
+            elif action.kind in RECEIVES:
                 if not self._is_here(rank, self._letters(rank, action, batch)):
                     return
                 self._note_wait(rank, action, Lane.RECEIVE)
                 if self._is_busy(rank, action, Lane.RECEIVE):
                     return
+            elif action.kind in SENDS:
+                for letter in self._letters(rank, action, batch):
+                    self._send(letter)
+                if self._is_busy(rank, action, Lane.SEND):
+                    return
             else:
-                self._begin_to_send(rank, action, batch)
-                lane = Lane.SEND if action.kind in _SENDS else Lane.REDUCE
-                if self._is_busy(rank, action, lane):
+                if action.kind is _K.REDUCE:
+                    self._post(rank, action.index, batch)
+                if self._is_busy(rank, action, Lane.REDUCE):
                     return
 
     def _is_busy(self, rank: int, action: Action, lane: Lane) -> bool:
@@ -258,8 +245,8 @@ class _Run:
         self.places[rank] = (call, position + 1)
         if position + 1 == len(self.actions[rank]):
             self.finished[call] += 1
-            if self.finished[call] == len(self.actions):
-                ranks = self.pipeline.ranks
+            ranks = self.pipeline.ranks
+            if self.finished[call] == len(ranks):
                 is_alone = len(ranks) == 1
                 seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
                 self.clock.begin(seconds, then=lambda: self._tell(call))
@@ -312,7 +299,7 @@ class _Run:
         return True
 
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
-        """Compute, and post sums on the way: those that the list has right behind the action."""
+        """Compute, and post the all-reduces on the way that the list has right behind the action."""
         seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
         buckets = self.reduced_behind[rank].get(position, ())
         early = self.costs.early(rank, action) if buckets else {}
@@ -340,21 +327,14 @@ class _Run:
         self.queues.add((Lane.COPY, rank), transfer, done)
 
     def _compute(
-        self,
-        rank: int,
-        action: Action,
-        batch: int,
-        seconds: float,
-        posts: Sequence[_Post] = (),
+        self, rank: int, action: Action, batch: int, seconds: float, posts: Sequence[_Post] = ()
     ) -> None:
         """Compute for some seconds, and do something at some times within them, rising."""
-        since = self.clock.now_seconds
+        since, copied = self.clock.now_seconds, (rank, action, batch, Lane.COPY)
 
         def computed() -> None:
             self._note(rank, action, Lane.COMPUTE, since)
-            if action.kind in _BACKWARDS and not self.awaiting.has_all(
-                rank, ((rank, action, batch, Lane.COPY),)
-            ):
+            if action.kind in BACKWARDS and not self.awaiting.has_all(rank, (copied,)):
                 self.rest[rank] = partial(self._finish, rank)
             else:
                 self._finish(rank)
@@ -387,16 +367,8 @@ class _Run:
         is_back = action.kind in (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
         return [(message, is_back, batch) for message in self.pipeline.moved(rank, action)]
 
-    def _begin_to_send(self, rank: int, action: Action, batch: int) -> None:
-        """Start what goes on by itself: messages, or this rank's part of a sum."""
-        if action.kind in _SENDS:
-            for letter in self._letters(rank, action, batch):
-                self._send(letter)
-        elif action.kind is _K.REDUCE:
-            self._post(rank, action.index, batch)
-
     def _post(self, rank: int, bucket: int, batch: int) -> None:
-        """A rank has its part of a sum, which begins with the last one; again does nothing."""
+        """A rank has its part of an all-reduce, which begins with the last; again does nothing."""
         members, posted = self.pipeline.members[bucket], self.posted[bucket, batch]
         if rank in posted:
             return
@@ -432,12 +404,12 @@ class _Run:
             self.moved.append(Moved(ranks, lane, size_bytes, seconds))
 
     def _sums(self, rank: int, call: int) -> list[tuple[int, int]]:
-        """The sums that this rank's update of a call needs: of which bucket and batch."""
-        needed = (
-            (bucket, call - self.lags[stages[0]])
+        """The all-reduces that this rank's update of a call needs: of which bucket and batch."""
+        return [
+            (bucket, batch)
             for bucket, stages in self.pipeline.holders(rank).items()
-        )
-        return [(bucket, batch) for bucket, batch in needed if batch >= 0]
+            if (batch := call - self.lags[stages[0]]) >= 0
+        ]
 
 
 def _reduced_behind(actions: Sequence[Action]) -> dict[int, list[int]]:
@@ -445,7 +417,7 @@ def _reduced_behind(actions: Sequence[Action]) -> dict[int, list[int]]:
     behind: dict[int, list[int]] = {}
     computes: int | None = None
     for place, action in enumerate(actions):
-        if action.kind in _COMPUTES:
+        if action.kind in COMPUTES:
             computes = place
         elif action.kind is _K.REDUCE and computes is not None:
             behind.setdefault(computes, []).append(action.index)

@@ -5,7 +5,6 @@ import pytest
 from bayplan.data.actions import ActionKind
 from bayplan.data.errors import UsageError
 from bayplan.planning.pipelines.scheduling import SCHEDULES, schedule, timeline_of
-from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import resplit, round_robin
 
 CHAIN = [[0], [1], [2], [3]]
@@ -145,18 +144,8 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(make_pipeline):
         ([[0], [1]], {"links": ((1, 0),)}, "link 1->0 must lead from a stage to a later one of 2"),
         ([[0], [1]], {"links": ((0, 2),)}, "link 0->2 must lead"),
         ([[0], [1]], {"links": ((0, 1), (0, 1))}, "links has a pair twice"),
-        ([[0], [1]], {"buckets": ((0,),)}, "buckets of 1 stages for 2 stages"),
-        ([[0], [1]], {"buckets": ((0, 0), ())}, r"buckets\[0\] is \(0, 0\), must be distinct"),
     ],
 )
 def test_an_impossible_pipeline_is_refused(make_pipeline, ranks, more, message):
     with pytest.raises(ValueError, match=message):
         make_pipeline(ranks, micro_batches=1, **more)
-
-
-def test_a_routing_of_other_ranks_is_refused(make_stages):
-    routing = resplit(make_stages([[0, 1]]), num_samples=2, num_micro_batches=1)
-    with pytest.raises(ValueError, match=r"stage 0 is on ranks \(0,\), but rank 1 has a piece"):
-        Pipeline(make_stages([[0]]), routing)
-    with pytest.raises(ValueError, match="1 routed stages for 2 stages"):
-        Pipeline(make_stages([[0], [1]]), routing)

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bayplan.data.actions import Action, ActionKind
-from bayplan.simulating.checking import BACKWARDS, orders
+from bayplan.data.actions import BACKWARDS, Action, ActionKind
+from bayplan.simulating.checking import orders
 from bayplan.simulating.pipeline import Pipeline
 
 __all__ = ["Loose", "loosen"]

@@ -130,6 +130,12 @@ class Joint(
     reduce_bandwidth_bytes_per_s: Figure | None = None
     is_duplex: bool = True
 
+    @property
+    def step_seconds(self) -> float:
+        """Of a ring: a step sends a part twice, when it is summed up and when all get the sum."""
+        measured = self.reduce_latency_seconds
+        return 2 * self.latency_seconds.value if measured is None else measured.value
+
     def check(self, name: str, num_devices: int) -> None:
         if not self.joins:
             raise ValueError(f"{name}.joins is empty; say which devices it joins, like '0|1'")

@@ -26,7 +26,7 @@ _MOST_DEVICES = 2**16
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Print rising numbers with their ranges.
+    """Print numbers with their ranges.
 
     Example:
         >>> numbers_text([0, 1, 2, 7])

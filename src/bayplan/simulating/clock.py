@@ -299,7 +299,7 @@ class _Run:
         return True
 
     def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
-        """Compute, and post the all-reduces on the way that the list has right behind the action."""
+        """Compute, and post on the way the all-reduces that stand right behind it in the list."""
         seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
         buckets = self.reduced_behind[rank].get(position, ())
         early = self.costs.early(rank, action) if buckets else {}

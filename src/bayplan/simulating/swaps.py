@@ -65,12 +65,10 @@ class Unrolled:
 
     Attributes:
         program: one op for each step, with the peak of the schedule step by step.
-        op_of: the op that each step runs, which is the schedule.
         buffer_of: the buffer that each buffer is a copy of; the first copies keep their numbers.
     """
 
     program: Program
-    op_of: tuple[int, ...]
     buffer_of: tuple[int, ...]
 
 
@@ -94,7 +92,7 @@ def unroll(program: Program, schedule: Sequence[int]) -> Unrolled:
         done.add(index)
         ops.append(op.renamed(latest, latest))  # no op reads what it makes
     unrolled = structs.replace(program, buffers=tuple(sizes), ops=tuple(ops))
-    return Unrolled(unrolled, tuple(schedule), tuple(buffer_of))
+    return Unrolled(unrolled, tuple(buffer_of))
 
 
 _OUT, _AWAY, _BACK, _HERE = range(4)  # the order of what is inserted before the same op
@@ -428,13 +426,11 @@ class Arrangement:
         swapped = insert_swaps(unrolled.program, self.swaps)
         return replace(
             swapped,
-            op_of=tuple(_through(unrolled.op_of, index) for index in swapped.op_of),
-            buffer_of=tuple(_through(unrolled.buffer_of, index) for index in swapped.buffer_of),
+            op_of=tuple(-1 if step < 0 else self.schedule[step] for step in swapped.op_of),
+            buffer_of=tuple(
+                -1 if copy < 0 else unrolled.buffer_of[copy] for copy in swapped.buffer_of
+            ),
         )
-
-
-def _through(numbers: tuple[int, ...], index: int) -> int:
-    return numbers[index] if index >= 0 else -1
 
 
 def arrangement_of(order: StepOrder) -> Arrangement:

@@ -175,15 +175,7 @@ _RUN = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?")
 
 
 def parse_join(text: str, num_devices: int) -> Join:
-    """Read a join among so many devices.
-
-    Raises:
-        ValueError: with what is wrong; the caller knows where the text stands.
-
-    Example:
-        >>> parse_join("0,1 | 2-3", 4)
-        ((0, 1), (2, 3))
-    """
+    """Read a join like `0,1|2-3`; the caller puts the place of the text before a fault."""
     return tuple(tuple(_devices(side, text, num_devices)) for side in text.split("|"))
 
 
@@ -296,11 +288,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(map(tuple, devices))
 
     def numbers_of(self, placement: Placement) -> tuple[tuple[int, ...], ...]:
-        """The devices of each stage of a placement, whose nodes are the hosts.
-
-        Raises:
-            UsageError: if it names a host or device that is not here.
-        """
+        """The devices of each stage of a placement, whose nodes are the hosts of this cluster."""
         try:
             placement.check_exists([len(devices) for devices in self.devices_of_hosts])
         except UsageError as fault:

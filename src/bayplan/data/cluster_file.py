@@ -146,14 +146,7 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
     joints: tuple[JointEntry, ...] = ()
 
     def cluster(self, find_kind: Callable[[str], DeviceKind]) -> Cluster:
-        """The cluster, device by device.
-
-        Args:
-            find_kind: looks a name up in a catalogue, and raises its own error.
-
-        Raises:
-            ValueError: with the place of what is wrong.
-        """
+        """The cluster, device by device; `find_kind` looks a name up in a catalogue."""
         hosts = tuple(host for entry in self.hosts for host in entry.hosts())
         devices, joints = self._devices_and_joints()
         joints += [
@@ -176,11 +169,7 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
         )
 
     def times(self, number: int) -> "ClusterFile":
-        """So many of the same hosts, joined by the network.
-
-        Raises:
-            ValueError: if the file does not say what would join them.
-        """
+        """So many of the same hosts, joined by the network."""
         if number > 1 and self.network is None:
             raise ValueError(f"{self.name} has no network, which {number} of its hosts would need")
         if self.devices or self.links or self.joints:

@@ -125,11 +125,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @classmethod
     def parse(cls, text: str) -> "ExchangeSettings":
-        """Read what `str` prints; settings that are not named have their defaults.
-
-        Raises:
-            UsageError: a name or value that is not one.
-        """
+        """Read what `str` prints; settings that are not named have their defaults."""
         if text in ("", "planned"):
             return cls()
         fields = dict(map(_parse_setting, text.split(",")))
@@ -215,14 +211,7 @@ class BucketFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a bucket is empty; leave it out")
 
     def check(self, parameters: Iterable[str]) -> None:
-        """Refuse buckets of another model.
-
-        Args:
-            parameters: names of all that are trained.
-
-        Raises:
-            ForeignPlan: with what is missing, or too much.
-        """
+        """Raise ForeignPlan unless the buckets have each trained parameter, and no others."""
         named = {name for bucket in self.buckets for name in bucket}
         known = set(parameters)
         faults = [

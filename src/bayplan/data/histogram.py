@@ -41,12 +41,7 @@ class HistogramRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def histogram(messages: Iterable[tuple[int, float]], *, num_ranks: int) -> list[HistogramRow]:
-    """Sort messages into size classes; classes without any are left out.
-
-    Args:
-        messages: bytes and seconds of each.
-        num_ranks: that all-reduce each message.
-    """
+    """Sort messages, as bytes and seconds of each, into those size classes that have any."""
     if num_ranks < 1:
         raise UsageError(f"messages of {num_ranks} ranks; name at least 1")
     by_size = sorted(messages)

@@ -87,14 +87,11 @@ class LinkCost:
 
     @classmethod
     def table(cls, points: Iterable[tuple[int, float]]) -> "LinkCost":
-        """Straight lines between measured messages.
+        """Straight lines between the sizes and seconds of measured messages, in any order.
 
         What is smaller than all takes as long as the smallest; what is larger goes at the rate of
         the largest. A measurement that is slower than a larger message's was disturbed, because
         noise only ever adds, and counts as being as fast as that.
-
-        Args:
-            points: size and seconds of two messages or more, in any order.
         """
         best = dict(sorted(points, reverse=True))  # of equal sizes the fastest
         sizes = sorted(best)

@@ -48,10 +48,8 @@ def replay_memory(
 ) -> LiveMemory:
     """Walk the step and add up what is alive.
 
-    Args:
-        graph: the step; must have at least one node.
-        workspace_bytes: scratch memory of each node.
-        granularity_bytes: the allocator's rounding of each storage.
+    `workspace_bytes` is the scratch memory of each node, `granularity_bytes` what the allocator
+    rounds each storage up to.
     """
     num_nodes = len(graph.nodes)
     assert num_nodes, "an empty step has no peak"

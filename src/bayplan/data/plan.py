@@ -37,17 +37,19 @@ __all__ = [
     "Stage",
     "StageOrder",
     "StepOrder",
-    "SwapOrder",
+    "Swap",
 ]
 
 
-class SwapOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An activation that is offloaded; times are steps of the schedule.
 
     Attributes:
-        away_before: the step before which it must have left the device.
-        backs_before: the steps before which a prefetch begins, one for each stretch of backward
-            that reads it.
+        buffer: made in forward, read in backward, no output.
+        away_before: the step of forward before which it must have left the device; the index of
+            the first backward op means at the end of forward.
+        backs_before: the steps of backward before which a prefetch begins, ascending. Each serves
+            the readers up to the next one; readers before the first read the buffer itself.
     """
 
     buffer: int
@@ -75,7 +77,7 @@ class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     program_fingerprint: str
     schedule: tuple[int, ...]
     packs: tuple[str, ...] = ()
-    swaps: tuple[SwapOrder, ...] = ()
+    swaps: tuple[Swap, ...] = ()
     strategy: str
     peak_bytes: int
     plain_peak_bytes: int

@@ -121,12 +121,7 @@ def ports_of(device: str) -> Ports | None:
 
 
 def pcie_figures(kind: LinkKind, ports: Ports) -> LinkFigures:
-    """Of one wire of a joint through PCIe.
-
-    Example:
-        >>> pcie_figures(LinkKind.PIX, Ports(pcie_generation=4))["bandwidth_bytes_per_s"].value
-        24000000000.0
-    """
+    """Of one wire of a joint through PCIe."""
     generation = ports.pcie_generation
     if kind is LinkKind.SYS:
         bandwidth, processor = _SYS_BYTES_PER_S[min(max(generation, 3), 5)]
@@ -201,10 +196,7 @@ class Topology:
 
 
 def read_topology(text: str, *, name: str = "topology") -> Topology:
-    """Read the text, wherever in it the matrix stands.
-
-    Raises:
-        FileFault: with the number of the line that is not as expected.
+    """Read the text, wherever in it the matrix stands; a FileFault names the line that is wrong.
 
     Example:
         >>> pair = read_topology('''
@@ -351,9 +343,9 @@ def cluster_file_of(
         topology: of one host.
         device: the kind of its GPUs: a name in the catalogue, or of a file.
         name: of the cluster.
-        host_memory_bytes: of each host; a guess if it is not known.
-        num_hosts: how many are joined by their network cards.
-        card_gbits_per_s: what one card carries, if there are several hosts.
+        host_memory_bytes: a guess if it is not known.
+        num_hosts: that are joined by their network cards.
+        card_gbits_per_s: what one card carries.
     """
     ports = ports_of(device) or Ports(pcie_generation=3)
     num_devices = topology.num_devices
@@ -384,11 +376,7 @@ def with_measured_copies(
     """The same with measured figures in place of guesses.
 
     A joint gets the slowest of what was measured across it; one that no pair takes stays a guess.
-
-    Args:
-        file: of one host.
-        copies: latency and bytes/s between devices, measured one pair at a time.
-        source: how they were measured.
+    `copies` are latency and bytes/s between devices of the one host, measured a pair at a time.
     """
     replace = msgspec.structs.replace
     (host,) = file.hosts

@@ -26,22 +26,9 @@ def no_progress(what: str, done: int, total: int) -> None:
     """For callers that do not want to hear."""
 
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-}
+_FACTORS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _FACTORS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -118,12 +105,7 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 @dataclass(frozen=True)
 class Limit:
-    """Exactly one of the two is set.
-
-    Example:
-        >>> Limit.parse("8GiB").of(123), Limit.parse("40%").of(1000)
-        (8589934592, 400)
-    """
+    """Bytes, or a share of the plain peak: exactly one of the two is set."""
 
     size_bytes: int | None = None
     share: float | None = None

@@ -30,10 +30,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(content: bytes) -> object:
-    """Read a document.
-
-    Raises:
-        YamlFault: it is none.
+    """Read a document, or raise YamlFault.
 
     Example:
         >>> load_yaml(b"flops: 12e9")

@@ -335,11 +335,9 @@ def _in_flight(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict
 
 
 def check_rank_plan(plan: Plan, *, has_tags: bool = True) -> RankPlan:
-    """Refuse a plan that ranks cannot carry out; for `has_tags` see `check_actions`.
+    """Refuse a plan for one device, or one that ranks cannot carry out.
 
-    Raises:
-        UsageError: it is for one device.
-        FileFault: it contradicts itself.
+    For `has_tags` see `check_actions`.
     """
     if isinstance(plan, DevicePlan):
         raise UsageError(

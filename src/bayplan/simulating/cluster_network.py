@@ -99,11 +99,7 @@ class ClusterNetwork:
         return min(transfers, key=lambda transfer: transfer.alone_seconds)
 
     def host_copy(self, device: int, size_bytes: float, *, outward: bool = True) -> Transfer:
-        """Between a device and the memory of its host.
-
-        Raises:
-            ValueError: if the cluster does not say how fast that is.
-        """
+        """Between a device and the memory of its host; ValueError if that speed is not known."""
         host = self.cluster.hosts[self.cluster.devices[device].host]
         if host.copy_bytes_per_s is None:
             raise ValueError(

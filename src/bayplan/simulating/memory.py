@@ -21,14 +21,7 @@ def simulate_step(
     granularity_bytes: int = CPU_GRANULARITY_BYTES,
     not_counted: tuple[str, ...] = (),
 ) -> RunRecord:
-    """Replay a step with the costs of a profile.
-
-    Args:
-        graph: the step.
-        profile: its costs; refused if it is of another step.
-        granularity_bytes: the rounding of the device's allocator.
-        not_counted: what the reader should know is left out.
-    """
+    """Replay a step with the costs of its profile; `not_counted` tells what is left out."""
     profile.check_belongs_to(graph)
     memory = replay_memory(graph, profile.workspace_bytes, granularity_bytes=granularity_bytes)
     starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]

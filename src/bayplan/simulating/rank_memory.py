@@ -54,11 +54,7 @@ def stage_seconds(
 ) -> StageSeconds:
     """What a stage's program takes when it runs in an order.
 
-    Args:
-        program: of forward and backward, priced.
-        schedule: the order.
-        made_back: buffers of gradients for other stages.
-        gradients: the buffers of each parameter's gradient, one set per parameter.
+    `made_back` are the buffers of gradients for other stages, `gradients` those of each parameter.
     """
     executions = list(program.executions(schedule))
     first = program.first_backward

@@ -13,7 +13,7 @@ import msgspec
 
 from bayplan.data import files
 from bayplan.data.errors import DoesNotFit, FileFault
-from bayplan.data.plan import StepOrder, SwapOrder
+from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory.bounds import gap
@@ -281,12 +281,7 @@ def order_of(
         program_fingerprint=program.fingerprint,
         schedule=tuple(arrangement.schedule),
         packs=tuple(packs),
-        swaps=tuple(
-            SwapOrder(
-                buffer=swap.buffer, away_before=swap.away_before, backs_before=swap.backs_before
-            )
-            for swap in arrangement.swaps
-        ),
+        swaps=arrangement.swaps,
         strategy=strategy,
         peak_bytes=replay.peak_bytes,
         plain_peak_bytes=int(plain_peak_bytes),

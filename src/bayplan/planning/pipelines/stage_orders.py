@@ -126,7 +126,9 @@ def without_op_between(program: Program, arrangement: Arrangement) -> Arrangemen
     step = arrangement.schedule.index(first)
     schedule = tuple(index - (index > first) for index in arrangement.schedule if index != first)
     swaps = tuple(
-        replace(swap, backs_before=tuple(back - (back > step) for back in swap.backs_before))
+        structs.replace(
+            swap, backs_before=tuple(back - (back > step) for back in swap.backs_before)
+        )
         for swap in arrangement.swaps
     )
     return Arrangement(schedule, swaps)

@@ -11,13 +11,13 @@ of different ranks go on at once, and share the wires that they have in common.
 """
 
 import gc
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from bayplan.data.actions import BACKWARDS, COMPUTES, RECEIVES, SENDS, Action, ActionKind
+from bayplan.data.actions import COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.record import Event, Lane
 from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message
@@ -100,8 +100,8 @@ _K = ActionKind
 _FORWARDS = (_K.FORWARD, _K.SEND_FORWARD, _K.RECEIVE_FORWARD)
 _STEADY_CALLS = 4  # that are timed, where batches overlap and one call says little
 
-_Post = tuple[float, Callable[[], None]]  # what to do so many seconds after the begin
 _Letter = tuple[Message, bool, int]  # whether it holds gradients, and of which batch
+_Wishes = Iterator[float | Sequence[Hashable]]  # seconds of work, or things to wait for
 
 
 def step_times(
@@ -142,6 +142,8 @@ def _no_collecting() -> Iterator[None]:
 
 
 class _Run:
+    """All ranks at once; each is a generator of what it wishes before it can go on."""
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -160,11 +162,10 @@ class _Run:
         self.told: dict[int, float] = {}  # by call, when its loss is known everywhere
         self.events: list[list[Event]] = [[] for _ in actions]
         self.moved: list[Moved] = []
-        self.places = [(0, 0) for _ in actions]  # call and position
+        self.calls = [0 for _ in actions]  # that each rank is in
         self.began = [0.0 for _ in actions]  # the call
-        self.waits_since: list[float | None] = [None for _ in actions]
         self.reduced_behind = [_reduced_behind(own_actions) for own_actions in actions]
-        self.rest: dict[int, Callable[[], None]] = {}  # of what a rank does, after a wait inside it
+        self.ranks = [self._work(rank) for rank in pipeline.ranks]
         self.loaders = None
         if costs.loading is not None:
             self.loaders = Loaders(costs.loading, actions, num_calls, self.clock, self._come)
@@ -180,136 +181,94 @@ class _Run:
         return [self.told[call] for call in range(self.num_calls)]
 
     def _go_on(self, rank: int) -> None:
-        """Do what takes no time, up to what does or has to wait."""
-        actions = self.actions[rank]
-        while True:
-            call, position = self.places[rank]
-            if call == self.num_calls:
+        """Let a rank do what takes no time, up to what does or has to wait."""
+        for wish in self.ranks[rank]:
+            if not isinstance(wish, Sequence):
+                self.clock.begin(wish, cores=1.0, then=partial(self._go_on, rank))
                 return
-            if position == len(actions):
-                if not self._may_begin(rank, call + 1):
-                    return
-                self.places[rank] = (call + 1, 0)
-                self.began[rank] = self.clock.now_seconds
-                continue
-            action = actions[position]
-            batch = self._batch(action, call)
-            if batch < 0 or batch >= self.num_calls:
-                self._next(rank)  # nothing to do yet
-            elif action.kind in COMPUTES:
-                if self._has_samples(rank, action, batch):
-                    self._compute_stage(rank, action, batch)
+            if not self.awaiting.has_all(rank, wish):
                 return
-            elif action.kind is _K.UPDATE and position == len(actions) - 1:
-                if self._is_here(rank, self._sums(rank, call)):
-                    self._note_wait(rank, action, Lane.REDUCE)
-                    self._compute(rank, action, batch, self.costs.update_seconds[rank])
-                return
-            elif action.kind in RECEIVES:
-                if not self._is_here(rank, self._letters(rank, action, batch)):
-                    return
-                self._note_wait(rank, action, Lane.RECEIVE)
-                if self._is_busy(rank, action, Lane.RECEIVE):
-                    return
-            elif action.kind in SENDS:
-                for letter in self._letters(rank, action, batch):
-                    self._send(letter)
-                if self._is_busy(rank, action, Lane.SEND):
-                    return
-            else:
-                if action.kind is _K.REDUCE:
-                    self._post(rank, action.index, batch)
-                if self._is_busy(rank, action, Lane.REDUCE):
-                    return
 
-    def _is_busy(self, rank: int, action: Action, lane: Lane) -> bool:
-        """Whether a rank has something to do itself for what goes on by itself."""
-        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
-        if not seconds:
-            self._next(rank)
-            return False
+    def _come(self, thing: Hashable) -> None:
+        """Something is here: whoever waited for it alone goes on."""
+        for rank in self.awaiting.come(thing):
+            self._go_on(rank)
 
-        def done() -> None:
-            self._note(rank, action, lane, since)
-            self._finish(rank)
+    def _work(self, rank: int) -> _Wishes:
+        for call in range(self.num_calls):
+            for position, action in enumerate(self.actions[rank]):
+                batch = call if action.kind in _FORWARDS else call - self.lags[action.stage]
+                if 0 <= batch < self.num_calls:
+                    yield from self._do(rank, position, action, batch)
+            self._finish(call)
+            if call >= max(self.lags):
+                yield (call - max(self.lags),)  # the loss that this call gives back
+            self.calls[rank], self.began[rank] = call + 1, self.clock.now_seconds
 
-        self.clock.begin(seconds, cores=1.0, then=done)
-        return True
-
-    def _batch(self, action: Action, call: int) -> int:
-        return call if action.kind in _FORWARDS else call - self.lags[action.stage]
-
-    def _next(self, rank: int) -> None:
-        """Go to the next action, and at the end of the list tell the loss."""
-        call, position = self.places[rank]
-        self.places[rank] = (call, position + 1)
-        if position + 1 == len(self.actions[rank]):
-            self.finished[call] += 1
-            ranks = self.pipeline.ranks
-            if self.finished[call] == len(ranks):
-                is_alone = len(ranks) == 1
-                seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
-                self.clock.begin(seconds, then=lambda: self._tell(call))
+    def _finish(self, call: int) -> None:
+        """A rank is through; the last one has the loss told to all."""
+        self.finished[call] += 1
+        ranks = self.pipeline.ranks
+        if self.finished[call] == len(ranks):
+            is_alone = len(ranks) == 1
+            seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
+            self.clock.begin(seconds, then=partial(self._tell, call))
 
     def _tell(self, call: int) -> None:
         self.told[call] = self.clock.now_seconds
         self._come(call)
 
-    def _may_begin(self, rank: int, call: int) -> bool:
-        """Whether the loss is known that the call before gives back."""
-        awaited = call - 1 - max(self.lags)
-        return awaited < 0 or self.awaiting.has_all(rank, (awaited,))
+    def _do(self, rank: int, position: int, action: Action, batch: int) -> _Wishes:
+        if action.kind in COMPUTES:
+            yield from self._compute(rank, position, action, batch)
+        elif action.kind is _K.UPDATE and position == len(self.actions[rank]) - 1:
+            yield from self._wait(rank, action, Lane.REDUCE, self._sums(rank))
+            since = self.clock.now_seconds
+            yield self.costs.update_seconds[rank]
+            self._note(rank, action, Lane.COMPUTE, since)
+        elif action.kind in RECEIVES:
+            yield from self._wait(rank, action, Lane.RECEIVE, self._letters(rank, action, batch))
+            yield from self._take_part(rank, action, Lane.RECEIVE)
+        elif action.kind in SENDS:
+            for letter in self._letters(rank, action, batch):
+                self._send(letter)
+            yield from self._take_part(rank, action, Lane.SEND)
+        else:
+            if action.kind is _K.REDUCE:
+                self._post(rank, action.index, batch)
+            yield from self._take_part(rank, action, Lane.REDUCE)
 
-    def _come(self, thing: Hashable) -> None:
-        """Something is here: whoever waited for it alone goes on."""
-        for rank in self.awaiting.come(thing):
-            self.rest.pop(rank, partial(self._go_on, rank))()
+    def _wait(self, rank: int, action: Action, lane: Lane, things: Sequence[Hashable]) -> _Wishes:
+        since = self.clock.now_seconds
+        yield things
+        self._note(rank, action, lane, since)
 
-    def _is_here(self, rank: int, things: Sequence[Hashable]) -> bool:
-        is_here = self.awaiting.has_all(rank, things)
-        if not is_here and self.waits_since[rank] is None:
-            self.waits_since[rank] = self.clock.now_seconds
-        return is_here
+    def _take_part(self, rank: int, action: Action, lane: Lane) -> _Wishes:
+        """What a rank does itself for what goes on by itself."""
+        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
+        if seconds:
+            yield seconds
+            self._note(rank, action, lane, since)
 
-    def _note_wait(self, rank: int, action: Action, lane: Lane) -> None:
-        since = self.waits_since[rank]
-        self.waits_since[rank] = None
-        self._note(rank, action, lane, self.clock.now_seconds if since is None else since)
-
-    def _note(self, rank: int, action: Action, lane: Lane, since: float) -> None:
-        if self.places[rank][0] == self.num_calls - 1:
-            self.events[rank].append(
-                Event(
-                    lane=lane,
-                    name=str(action),
-                    start_seconds=max(0.0, since - self.began[rank]),
-                    seconds=self.clock.now_seconds - since,
-                )
-            )
-
-    def _has_samples(self, rank: int, action: Action, batch: int) -> bool:
-        """Whether a forward may begin; else the rank waits for its samples."""
-        loaders = self.loaders
-        if loaders is None or action.kind is not _K.FORWARD or not loaders.needs(rank, action):
-            return True
-        if not self._is_here(rank, ((rank, action, batch),)):
-            return False
-        loaders.take(rank, batch)
-        self._note_wait(rank, action, Lane.COPY)
-        return True
-
-    def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
+    def _compute(self, rank: int, position: int, action: Action, batch: int) -> _Wishes:
         """Compute, and post on the way the all-reduces that stand right behind it in the list."""
-        seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
+        loaders, is_forward = self.loaders, action.kind is _K.FORWARD
+        if loaders is not None and is_forward and loaders.needs(rank, action):
+            yield from self._wait(rank, action, Lane.COPY, ((rank, action, batch),))
+            loaders.take(rank, batch)
+        self._copy(rank, action, batch)
+        seconds, since, elapsed = self.costs.seconds(rank, action), self.clock.now_seconds, 0.0
         buckets = self.reduced_behind[rank].get(position, ())
         early = self.costs.early(rank, action) if buckets else {}
-        posts: list[_Post] = []
-        elapsed = 0.0
         for bucket in buckets:  # in their order, so none before the one before it
-            elapsed = max(elapsed, seconds - early.get(bucket, 0.0))
-            posts.append((elapsed, partial(self._post, rank, bucket, batch)))
-        self._copy(rank, action, batch)
-        self._compute(rank, action, batch, seconds, posts)
+            posted = max(elapsed, seconds - early.get(bucket, 0.0))
+            yield posted - elapsed
+            self._post(rank, bucket, batch)
+            elapsed = posted
+        yield seconds - elapsed
+        self._note(rank, action, Lane.COMPUTE, since)
+        if not is_forward:
+            yield ((rank, action, batch, Lane.COPY),)
 
     def _copy(self, rank: int, action: Action, batch: int) -> None:
         transfer = self.costs.copies(rank, action)
@@ -326,42 +285,16 @@ class _Run:
 
         self.queues.add((Lane.COPY, rank), transfer, done)
 
-    def _compute(
-        self, rank: int, action: Action, batch: int, seconds: float, posts: Sequence[_Post] = ()
-    ) -> None:
-        """Compute for some seconds, and do something at some times within them, rising."""
-        since, copied = self.clock.now_seconds, (rank, action, batch, Lane.COPY)
-
-        def computed() -> None:
-            self._note(rank, action, Lane.COMPUTE, since)
-            if action.kind in BACKWARDS and not self.awaiting.has_all(rank, (copied,)):
-                self.rest[rank] = partial(self._finish, rank)
-            else:
-                self._finish(rank)
-
-        self._pass(0.0, deque(posts), seconds, computed)
-
-    def _pass(
-        self, elapsed: float, posts: deque[_Post], seconds: float, then: Callable[[], None]
-    ) -> None:
-        """Let the time of an action pass from some moment of it on.
-
-        No function in here knows itself: only Python's search for garbage would find such a circle.
-        """
-        if not posts:
-            self.clock.begin(seconds - elapsed, cores=1.0, then=then)
-            return
-        until, post = posts.popleft()
-
-        def reached() -> None:
-            post()
-            self._pass(until, posts, seconds, then)
-
-        self.clock.begin(until - elapsed, cores=1.0, then=reached)
-
-    def _finish(self, rank: int) -> None:
-        self._next(rank)
-        self._go_on(rank)
+    def _note(self, rank: int, action: Action, lane: Lane, since: float) -> None:
+        if self.calls[rank] == self.num_calls - 1:
+            self.events[rank].append(
+                Event(
+                    lane=lane,
+                    name=str(action),
+                    start_seconds=max(0.0, since - self.began[rank]),
+                    seconds=self.clock.now_seconds - since,
+                )
+            )
 
     def _letters(self, rank: int, action: Action, batch: int) -> list[_Letter]:
         is_back = action.kind in (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
@@ -399,16 +332,16 @@ class _Run:
     def _note_moved(
         self, ranks: tuple[int, ...], lane: Lane, size_bytes: float, since: float
     ) -> None:
-        if self.places[ranks[0]][0] == self.num_calls - 1:
+        if self.calls[ranks[0]] == self.num_calls - 1:
             seconds = self.clock.now_seconds - since
             self.moved.append(Moved(ranks, lane, size_bytes, seconds))
 
-    def _sums(self, rank: int, call: int) -> list[tuple[int, int]]:
-        """The all-reduces that this rank's update of a call needs: of which bucket and batch."""
+    def _sums(self, rank: int) -> list[tuple[int, int]]:
+        """The all-reduces that this rank's next update needs: of which bucket and batch."""
         return [
             (bucket, batch)
             for bucket, stages in self.pipeline.holders(rank).items()
-            if (batch := call - self.lags[stages[0]]) >= 0
+            if (batch := self.calls[rank] - self.lags[stages[0]]) >= 0
         ]
 
 

@@ -11,47 +11,44 @@ of different ranks go on at once, and share the wires that they have in common.
 """
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from bayplan.data.actions import COMPUTES, RECEIVES, SENDS, Action, ActionKind
+from bayplan.data.actions import BACKWARDS, COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.record import Event, Lane
 from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message
-from bayplan.simulating.sharing import Loaders, Loading, Queues, SharedResources, StepCosts
+from bayplan.simulating.sharing import Loading, Queues, SharedResources, StepCosts
 
 __all__ = ["Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
 
 
 class _Awaiting:
-    """Things that come, and ranks that wait for several of them."""
+    """Things that come, and workers that wait for several of them."""
 
     def __init__(self) -> None:
         self._here: set[Hashable] = set()
-        self._waiters: dict[Hashable, list[int]] = {}
-        self._num_lacking: dict[int, int] = {}
+        self._waiters: dict[Hashable, list[Hashable]] = defaultdict(list)
+        self._num_lacking: dict[Hashable, int] = {}
 
-    def has_all(self, rank: int, things: Iterable[Hashable]) -> bool:
-        """Whether all are here; else the rank waits for those that are not."""
+    def has_all(self, worker: Hashable, things: Iterable[Hashable]) -> bool:
+        """Whether all are here; else the worker waits for those that are not."""
         missing = [thing for thing in things if thing not in self._here]
         for thing in missing:
-            self._waiters.setdefault(thing, []).append(rank)
-        if missing:
-            self._num_lacking[rank] = len(missing)
+            self._waiters[thing].append(worker)
+        self._num_lacking[worker] = len(missing)
         return not missing
 
-    def come(self, thing: Hashable) -> list[int]:
+    def come(self, thing: Hashable) -> list[Hashable]:
         """Something is here; returns who lacks nothing any more, whoever waited first first."""
         self._here.add(thing)
-        ready = []
-        for rank in self._waiters.pop(thing, ()):
-            self._num_lacking[rank] -= 1
-            if not self._num_lacking[rank]:
-                ready.append(rank)
-        return ready
+        waiters = self._waiters.pop(thing, [])
+        for worker in waiters:
+            self._num_lacking[worker] -= 1
+        return [worker for worker in waiters if not self._num_lacking[worker]]
 
 
 @dataclass(frozen=True)
@@ -165,34 +162,61 @@ class _Run:
         self.calls = [0 for _ in actions]  # that each rank is in
         self.began = [0.0 for _ in actions]  # the call
         self.reduced_behind = [_reduced_behind(own_actions) for own_actions in actions]
-        self.ranks = [self._work(rank) for rank in pipeline.ranks]
-        self.loaders = None
+        self.wanted: dict[Hashable, list[tuple[int, Action]]] = defaultdict(list)  # by loader
+        self.num_taken: Counter[Hashable] = Counter()
         if costs.loading is not None:
-            self.loaders = Loaders(costs.loading, actions, num_calls, self.clock, self._come)
+            for rank, own_actions in enumerate(actions):
+                self.wanted[costs.loading.loader(rank)] += [
+                    (rank, action) for action in own_actions if self._needs_samples(rank, action)
+                ]
+        loaders = {("loader", key): self._load(key) for key, own in self.wanted.items() if own}
+        self.workers = {**loaders, **{rank: self._work(rank) for rank in pipeline.ranks}}
 
     def ends(self) -> list[float]:
         """When each call's loss is known; by then all its work is done."""
-        if self.loaders is not None:
-            self.loaders.start()
-        for rank in self.pipeline.ranks:
-            self._go_on(rank)
+        for worker in self.workers:
+            self._go_on(worker)
         self.clock.run()
         assert len(self.told) == self.num_calls, "lists that were checked come to their end"
         return [self.told[call] for call in range(self.num_calls)]
 
-    def _go_on(self, rank: int) -> None:
-        """Let a rank do what takes no time, up to what does or has to wait."""
-        for wish in self.ranks[rank]:
+    def _go_on(self, worker: Hashable) -> None:
+        """Let a rank or loader do what takes no time, up to what does or has to wait."""
+        for wish in self.workers[worker]:
             if not isinstance(wish, Sequence):
-                self.clock.begin(wish, cores=1.0, then=partial(self._go_on, rank))
+                self.clock.begin(wish, cores=1.0, then=partial(self._go_on, worker))
                 return
-            if not self.awaiting.has_all(rank, wish):
+            if not self.awaiting.has_all(worker, wish):
                 return
 
     def _come(self, thing: Hashable) -> None:
         """Something is here: whoever waited for it alone goes on."""
-        for rank in self.awaiting.come(thing):
-            self._go_on(rank)
+        for worker in self.awaiting.come(thing):
+            self._go_on(worker)
+
+    def _needs_samples(self, rank: int, action: Action) -> bool:
+        loading, is_forward = self.costs.loading, action.kind is _K.FORWARD
+        return loading is not None and is_forward and loading.seconds(rank, action) > 0
+
+    def _load(self, loader: Hashable) -> _Wishes:
+        """Make samples ready one micro-batch after the other, as far as the buffer has room."""
+        loading = self.costs.loading
+        assert loading is not None, "there are loaders only with a loading"
+        wanted = sorted(self.wanted[loader], key=lambda item: (item[1].index, item[0]))
+        for batch in range(self.num_calls):
+            if batch >= loading.num_ahead:
+                yield (("taken", loader, batch - loading.num_ahead),)
+            for rank, action in wanted:
+                samples = (rank, action, batch)
+                seconds = loading.seconds(rank, action)
+                self.clock.begin(seconds, then=partial(self._come, samples))
+                yield (samples,)
+
+    def _take(self, loader: Hashable, batch: int) -> None:
+        """A forward took its samples; the last one of a batch makes room for another batch."""
+        self.num_taken[loader, batch] += 1
+        if self.num_taken[loader, batch] == len(self.wanted[loader]):
+            self._come(("taken", loader, batch))
 
     def _work(self, rank: int) -> _Wishes:
         for call in range(self.num_calls):
@@ -252,10 +276,10 @@ class _Run:
 
     def _compute(self, rank: int, position: int, action: Action, batch: int) -> _Wishes:
         """Compute, and post on the way the all-reduces that stand right behind it in the list."""
-        loaders, is_forward = self.loaders, action.kind is _K.FORWARD
-        if loaders is not None and is_forward and loaders.needs(rank, action):
+        loading = self.costs.loading
+        if loading is not None and self._needs_samples(rank, action):
             yield from self._wait(rank, action, Lane.COPY, ((rank, action, batch),))
-            loaders.take(rank, batch)
+            self._take(loading.loader(rank), batch)
         self._copy(rank, action, batch)
         seconds, since, elapsed = self.costs.seconds(rank, action), self.clock.now_seconds, 0.0
         buckets = self.reduced_behind[rank].get(position, ())
@@ -267,7 +291,7 @@ class _Run:
             elapsed = posted
         yield seconds - elapsed
         self._note(rank, action, Lane.COMPUTE, since)
-        if not is_forward:
+        if action.kind in BACKWARDS:
             yield ((rank, action, batch, Lane.COPY),)
 
     def _copy(self, rank: int, action: Action, batch: int) -> None:

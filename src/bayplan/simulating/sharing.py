@@ -18,11 +18,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import Action
 from bayplan.simulating.network import Network, Transfer
 from bayplan.simulating.routing import Message
 
-__all__ = ["Loaders", "Loading", "Queues", "SharedResources", "StepCosts"]
+__all__ = ["Loading", "Queues", "SharedResources", "StepCosts"]
 
 _NOTHING = 1e-12  # seconds; what is left of work that is done, by rounding
 
@@ -202,70 +202,6 @@ class StepCosts:
     own_seconds: Callable[[int, Action], float] = lambda rank, action: 0.0
     copies: Callable[[int, Action], Transfer | None] = lambda rank, action: None
     loading: Loading | None = None
-
-
-_Samples = tuple[int, Action, int]  # of a rank's forward, of a batch
-
-
-class Loaders:
-    """All loaders of a step that is done some times; `ready` hears of samples that are there."""
-
-    def __init__(
-        self,
-        loading: Loading,
-        actions: Sequence[Sequence[Action]],
-        num_batches: int,
-        clock: SharedResources,
-        ready: Callable[[_Samples], None],
-    ) -> None:
-        self.loading, self.num_batches, self.clock, self.ready = loading, num_batches, clock, ready
-        self._wanted: dict[Hashable, list[tuple[int, Action]]] = defaultdict(list)
-        self._num_loaded: dict[Hashable, int] = defaultdict(int)
-        self._idle: set[Hashable] = set()
-        for rank, own_actions in enumerate(actions):
-            for action in own_actions:
-                if action.kind is ActionKind.FORWARD and self.needs(rank, action):
-                    self._wanted[loading.loader(rank)].append((rank, action))
-        for wanted in self._wanted.values():
-            wanted.sort(key=lambda item: (item[1].index, item[0]))
-        self._num_left = {
-            (loader, batch): len(wanted)
-            for loader, wanted in self._wanted.items()
-            for batch in range(num_batches)
-        }
-
-    def needs(self, rank: int, action: Action) -> bool:
-        return self.loading.seconds(rank, action) > 0
-
-    def start(self) -> None:
-        for loader in self._wanted:
-            self._load(loader)
-
-    def take(self, rank: int, batch: int) -> None:
-        """A forward took its samples, so there is room for others."""
-        loader = self.loading.loader(rank)
-        self._num_left[loader, batch] -= 1
-        if not self._num_left[loader, batch] and loader in self._idle:
-            self._idle.discard(loader)
-            self._load(loader)
-
-    def _load(self, loader: Hashable) -> None:
-        """Begin with the next samples, if there is room for them."""
-        wanted = self._wanted[loader]
-        batch, index = divmod(self._num_loaded[loader], len(wanted))
-        if batch == self.num_batches:
-            return
-        if self._num_left.get((loader, batch - self.loading.num_ahead), 0):
-            self._idle.add(loader)
-            return
-        rank, action = wanted[index]
-
-        def done() -> None:
-            self._num_loaded[loader] += 1
-            self._load(loader)
-            self.ready((rank, action, batch))
-
-        self.clock.begin(self.loading.seconds(rank, action), then=done)
 
 
 _Then = Callable[[float], None]  # hears when it began

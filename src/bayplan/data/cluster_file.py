@@ -158,10 +158,16 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
             devices_of.setdefault(device.host, []).append(number)
         if self.network is not None and len(devices_of) > 1:
             joints.append(self.network.joint(list(devices_of.values())))
+        kinds = dict(self.kinds)
+        for device in devices:
+            kinds.setdefault(device.kind, device.kind)
         return Cluster(
             name=self.name,
             title=self.title,
-            kinds=self._kinds(devices, find_kind),
+            kinds={
+                name: find_kind(given) if isinstance(given, str) else given
+                for name, given in kinds.items()
+            },
             hosts=hosts,
             devices=tuple(devices),
             links=self.links,
@@ -202,14 +208,3 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
                 for index, joint in enumerate(entry.joints)
             ]
         return devices, joints
-
-    def _kinds(
-        self, devices: list[ClusterDevice], find_kind: Callable[[str], DeviceKind]
-    ) -> dict[str, DeviceKind]:
-        named = {**self.kinds}
-        for device in devices:
-            named.setdefault(device.kind, device.kind)
-        return {
-            name: find_kind(given) if isinstance(given, str) else given
-            for name, given in named.items()
-        }

@@ -109,18 +109,15 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         torchrun starts ranks 0, 1, ... on each of nodes 0, 1, ..., so that device 5 of a node means
         its sixth rank, and a placement without devices 0 to 4 means no job that can be started.
         """
-        counts = self.devices_per_node
         for node, device in self.places:
-            if 0 in counts[:node]:
-                missing = f"node {node}, but not node {counts.index(0)}"
-            elif device >= counts[node]:
-                named = {place.device for place in self.places if place.node == node}
-                first = min(set(range(device)) - named)
-                missing = f"device {device} of node {node}, but not device {first}"
+            if device and Place(node, device - 1) not in self.places:
+                gap = f"device {device} of node {node}, but not device {device - 1}"
+            elif node and not device and Place(node - 1, 0) not in self.places:
+                gap = f"node {node}, but not node {node - 1}"
             else:
                 continue
             raise UsageError(
-                f"placement {self} names {missing}; number them from 0 without a gap, like"
+                f"placement {self} names {gap}; number them from 0 without a gap, like"
                 f" {self.without_gaps()}"
             )
 

@@ -170,7 +170,10 @@ class _Run:
                     (rank, action) for action in own_actions if self._needs_samples(rank, action)
                 ]
         loaders = {("loader", key): self._load(key) for key, own in self.wanted.items() if own}
-        self.workers = {**loaders, **{rank: self._work(rank) for rank in pipeline.ranks}}
+        self.workers: dict[Hashable, _Wishes] = {
+            **loaders,
+            **{rank: self._work(rank) for rank in pipeline.ranks},
+        }
 
     def ends(self) -> list[float]:
         """When each call's loss is known; by then all its work is done."""

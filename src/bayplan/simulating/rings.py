@@ -58,7 +58,11 @@ def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
 
 
 def _packed(wiring: Wiring, devices: tuple[int, ...]) -> list[Ring]:
-    left: dict[Wire, float] = {}
+    left = {  # bytes/s of each wire
+        wire: wire.reduce_bytes_per_s
+        for pair in permutations(devices, 2)
+        for wire in wiring.route(*pair).wires
+    }
     rings: list[Ring] = []
     while len(rings) < _MOST_RINGS:
         best = max(
@@ -69,17 +73,13 @@ def _packed(wiring: Wiring, devices: tuple[int, ...]) -> list[Ring]:
             break
         rings.append(best)
         for wire, number in ring_flows(wiring, [best.devices]).items():
-            left[wire] = _left(left, wire) - number * best.bytes_per_s
+            left[wire] -= number * best.bytes_per_s
     return rings
-
-
-def _left(left: dict[Wire, float], wire: Wire) -> float:
-    return left.get(wire, wire.reduce_bytes_per_s)
 
 
 def _rated(wiring: Wiring, order: tuple[int, ...], left: dict[Wire, float]) -> Ring:
     flows = ring_flows(wiring, [order])
-    rate = min(_left(left, wire) / number for wire, number in flows.items())
+    rate = min(left[wire] / number for wire, number in flows.items())
     return Ring(devices=order, bytes_per_s=max(0.0, rate))
 
 
@@ -88,7 +88,7 @@ def _candidates(
 ) -> list[tuple[int, ...]]:
     """The plain order, and the first ring of links that are as wide as can be."""
     rates = {
-        pair: min(_left(left, wire) for wire in wiring.route(*pair).wires)
+        pair: min(left[wire] for wire in wiring.route(*pair).wires)
         for pair in permutations(devices, 2)
     }
     for least in sorted({rate for rate in rates.values() if rate > 0}, reverse=True):

@@ -45,12 +45,7 @@ _ACTION = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce.
-
-    Example:
-        >>> str(Action.parse("1SEND_F3"))
-        '1SEND_F3'
-    """
+    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce."""
 
     stage: int
     kind: ActionKind

@@ -82,14 +82,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             >>> Chain(name="one", num_samples=2, layers=(layer,), source="guess").seconds(0, 0, 1)
             (2.0, 2.5)
         """
-        share = num_samples / self.num_samples
-        fixed_forward = self._total("fixed_forward_seconds", first, last)
-        fixed_backward = self._total("fixed_backward_seconds", first, last)
-        return (
-            fixed_forward + (self._total("forward_seconds", first, last) - fixed_forward) * share,
-            fixed_backward
-            + (self._total("backward_seconds", first, last) - fixed_backward) * share,
-        )
+
+        def scaled(field: str) -> float:
+            fixed = self._total(f"fixed_{field}", first, last)
+            whole = self._total(field, first, last)
+            return fixed + (whole - fixed) * (num_samples / self.num_samples)
+
+        return scaled("forward_seconds"), scaled("backward_seconds")
 
     def parameter_bytes(self, first: int, last: int) -> int:
         """Of the weights of some layers, the last included."""

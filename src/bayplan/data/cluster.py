@@ -265,9 +265,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if device.kind not in self.kinds:
                 raise ValueError(f"devices[{index}].kind is {device.kind!r}, not one of kinds")
             check_index(f"devices[{index}].host", device.host, len(self.hosts))
-        for index, link in enumerate(self.links):
-            link.check(f"links[{index}]", len(self.devices))
-        self._check_links_differ()
+        self._check_links()
         for index, joint in enumerate(self.joints):
             joint.check(f"joints[{index}]", len(self.devices))
         if self.links or self.joints:
@@ -313,11 +311,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     " or leave the device out"
                 )
 
-    def _check_links_differ(self) -> None:
-        seen: dict[tuple[tuple[int, int], LinkKind], int] = {}
+    def _check_links(self) -> None:
+        seen: dict[tuple[int, int, LinkKind], int] = {}
         for index, link in enumerate(self.links):
+            link.check(f"links[{index}]", len(self.devices))
             first, second = sorted(link.ends)
-            before = seen.setdefault(((first, second), link.kind), index)
+            before = seen.setdefault((first, second, link.kind), index)
             if before != index:
                 raise ValueError(
                     f"links[{index}] joins devices {first} and {second} by {link.kind}, as"

@@ -59,7 +59,7 @@ class JointEntry(_Entry, frozen=True, kw_only=True):
         return msgspec.structs.replace(joint, joins=shifted)
 
 
-class HostEntry(_Entry, frozen=True, kw_only=True):
+class HostEntry(Host, frozen=True, kw_only=True, omit_defaults=True):
     """A `Host`, or several that are alike.
 
     Attributes:
@@ -68,16 +68,12 @@ class HostEntry(_Entry, frozen=True, kw_only=True):
         joints: among these devices, which count from 0 here.
     """
 
-    name: str
     count: int = 1
-    memory_bytes: Figure
-    pinned_bytes: Figure | None = None
-    input_samples_per_s: Figure | None = None
-    copy_bytes_per_s: Figure | None = None
     devices: dict[str, int] = {}
     joints: tuple[JointEntry, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, count in (("count", self.count), *self.devices.items()):
             if not 1 <= count <= MOST_DEVICES:
                 raise ValueError(f"{name} is {count}, must be from 1 to {MOST_DEVICES}")

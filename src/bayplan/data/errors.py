@@ -15,6 +15,7 @@ import msgspec
 __all__ = [
     "BayplanError",
     "CaptureError",
+    "CheckedStruct",
     "DoesNotFit",
     "ExitCode",
     "FileFault",
@@ -122,6 +123,13 @@ def check_numbers(struct: msgspec.Struct) -> None:
             check_not_negative(**{name: value})
         elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
             check_figures(name, value)
+
+
+class CheckedStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A noun, or a part of one, that may hold no negative or infinite number."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
 
 def check_index(name: str, index: int | None, bound: int) -> None:

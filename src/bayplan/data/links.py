@@ -78,12 +78,8 @@ class LinkCost:
     @classmethod
     def affine(cls, *, latency_seconds: float, bytes_per_second: float) -> "LinkCost":
         """So many seconds at once, and a second for so many bytes."""
-        if not latency_seconds >= 0 or not bytes_per_second > 0:
-            raise ValueError(
-                f"a link of {latency_seconds} s latency and {bytes_per_second} bytes/s; these must"
-                " be 0 or more, and more than 0"
-            )
-        return cls(seconds=lambda size_bytes: latency_seconds + size_bytes / bytes_per_second)
+        speed = LinkSpeed(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)
+        return cls(seconds=speed.seconds)
 
     @classmethod
     def table(cls, points: Iterable[tuple[int, float]]) -> "LinkCost":

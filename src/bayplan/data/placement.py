@@ -26,12 +26,7 @@ _MOST_DEVICES = 2**16
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """Print numbers with their ranges.
-
-    Example:
-        >>> numbers_text([0, 1, 2, 7])
-        '0-2,7'
-    """
+    """Print numbers with their ranges, like `0-2,7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -49,15 +44,7 @@ class Place(NamedTuple):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The places of each stage, sorted and without repeats.
-
-    Example:
-        >>> placement = Placement.parse("0:0-6.0:7")
-        >>> placement.ranks_of(1)
-        (7,)
-        >>> str(Placement.parse("0:3,0:1-2"))
-        '0:1-3'
-    """
+    """The places of each stage, sorted and without repeats."""
 
     stages: tuple[tuple[Place, ...], ...]
 

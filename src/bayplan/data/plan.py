@@ -13,11 +13,10 @@ import msgspec
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import (
+    CheckedStruct,
     ForeignPlan,
     check_at_least_1,
-    check_figures,
     check_index,
-    check_not_negative,
     check_numbers,
 )
 from bayplan.data.placement import Placement
@@ -137,7 +136,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_at_least_1(**{f"shares[{index}]": share for index, share in enumerate(self.shares)})
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Decision(CheckedStruct, frozen=True, kw_only=True):
     """The choice for one activation, and what it costs.
 
     Attributes:
@@ -150,9 +149,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     place: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,7 +170,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     update_in_backward: bool = False
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Bucket(CheckedStruct, frozen=True, kw_only=True):
     """Gradients that travel in one message, by parameter name.
 
     Attributes:
@@ -184,9 +180,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameters: tuple[str, ...]
     size_bytes: int
     stages: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,7 +233,7 @@ class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What fills the memory when it is fullest.
 
     Attributes:
-        op: the op that runs then; `place` is the module it runs for.
+        op, place: the op that runs then, and the module it runs for.
         always_bytes: what no plan can release: parameters, buffers, batch, optimizer state.
         outputs_bytes: gradients and other results so far.
         values: activations and temporaries, the largest first.
@@ -298,8 +291,7 @@ class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_at_least_1(limit_bytes=self.limit_bytes)
-        check_not_negative(predicted_seconds=self.predicted_seconds)
-        check_figures("predicted_peak_bytes", self.predicted_peak_bytes)
+        check_numbers(self)
 
 
 class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="device"):

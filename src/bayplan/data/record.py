@@ -7,7 +7,13 @@ from itertools import groupby
 
 import msgspec
 
-from bayplan.data.errors import check_at_least_1, check_figures, check_not_negative, check_numbers
+from bayplan.data.errors import (
+    CheckedStruct,
+    check_at_least_1,
+    check_figures,
+    check_not_negative,
+    check_numbers,
+)
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
@@ -66,7 +72,7 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_figures("seconds", self.seconds)
 
 
-class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LiveStorage(CheckedStruct, frozen=True, kw_only=True):
     """One of the largest storages alive at the peak, named as the user knows it."""
 
     size_bytes: int
@@ -74,11 +80,8 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     source: str
 
-    def __post_init__(self) -> None:
-        check_not_negative(size_bytes=self.size_bytes)
 
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Event(CheckedStruct, frozen=True, kw_only=True):
     """Something a device did, from `start_seconds` on for `seconds`."""
 
     lane: Lane
@@ -86,20 +89,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_seconds: float
     seconds: float
 
-    def __post_init__(self) -> None:
-        check_not_negative(start_seconds=self.start_seconds, seconds=self.seconds)
 
-
-class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessageClass(CheckedStruct, frozen=True, kw_only=True):
     """Messages of one size class, summed."""
 
     upper_bytes: int
     count: int
     total_bytes: int
     seconds: float
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 _KIB, _MIB = 2**10, 2**20
@@ -178,7 +175,7 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(self.step_peak_bytes[1:], default=self.peak_bytes)
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Prediction(CheckedStruct, frozen=True, kw_only=True):
     """What the plan of a run promised, to be shown next to what came.
 
     Attributes:
@@ -190,9 +187,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_seconds: float
     peak_bytes: tuple[int, ...]
     busy: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

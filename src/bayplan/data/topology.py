@@ -196,16 +196,7 @@ class Topology:
 
 
 def read_topology(text: str, *, name: str = "topology") -> Topology:
-    """Read the text, wherever in it the matrix stands; a FileFault names the line that is wrong.
-
-    Example:
-        >>> pair = read_topology('''
-        ...         GPU0    GPU1    CPU Affinity
-        ... GPU0     X      NV2     0-7
-        ... GPU1    NV2      X      0-7''')
-        >>> pair.kinds[0][1].value, pair.nvlinks[0][1], pair.affinities
-        ('NVLINK', 2, ('0-7', '0-7'))
-    """
+    """Read the text, wherever in it the matrix stands; a FileFault names the line that is wrong."""
     lines = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
     number = head = _head(lines, name)
     rows: dict[str, list[str]] = {}

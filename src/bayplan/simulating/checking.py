@@ -125,11 +125,8 @@ class _Execution:
                         break
                     self._do(rank, position, own_actions[position])
                     is_moving = True
-        stuck = [
-            rank
-            for rank, own_actions in enumerate(self.actions)
-            if len(self.retire[rank]) < len(own_actions)
-        ]
+        done = map(len, self.retire)
+        stuck = [rank for rank, num in enumerate(done) if num < len(self.actions[rank])]
         if stuck:
             raise FileFault("the actions get stuck: " + "; ".join(map(self._complaint, stuck)))
         return tuple(map(tuple, self.retire))
@@ -184,10 +181,8 @@ class _Execution:
     def _complaint(self, rank: int) -> str:
         position = len(self.retire[rank])
         action = self.actions[rank][position]
-        blockers = ", ".join(
-            f"rank {peer}'s {blocker}" for peer, blocker in self._blockers(rank, action)
-        )
-        return f"{_place(rank, position, action)} waits for {blockers}"
+        blockers = [f"rank {peer}'s {blocker}" for peer, blocker in self._blockers(rank, action)]
+        return f"{_place(rank, position, action)} waits for {', '.join(blockers)}"
 
 
 @dataclass(frozen=True)
@@ -206,10 +201,7 @@ class Proof:
     retire: tuple[tuple[tuple[int, ...], ...], ...]
 
     def most_in_flight(self, pipeline: Pipeline, rank: int, lags: Sequence[int]) -> dict[int, int]:
-        """By stage of a rank, the same over all batches.
-
-        `lags` says by stage how many batches its backward is behind its forward.
-        """
+        """By stage of a rank, the same over all batches; `lags` is that of the plan."""
         return {
             stage: number + lags[stage] * len(pipeline.routing.pieces_of(stage, rank))
             for stage, number in self.in_flight[rank].items()
@@ -335,10 +327,7 @@ def _in_flight(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict
 
 
 def check_rank_plan(plan: Plan, *, has_tags: bool = True) -> RankPlan:
-    """Refuse a plan for one device, or one that ranks cannot carry out.
-
-    For `has_tags` see `check_actions`.
-    """
+    """Refuse a plan for one device, or one that `check_actions` refuses."""
     if isinstance(plan, DevicePlan):
         raise UsageError(
             "the plan is for one device, not for ranks; give it to `bayplan run`, or plan for"

@@ -336,12 +336,8 @@ class _Run:
         if len(posted) == len(members):
             size_bytes = self.costs.bucket_bytes[bucket]
             transfer = self.costs.network.reduce(members, size_bytes)
-
-            def done(since: float) -> None:
-                self._note_moved(members, Lane.REDUCE, size_bytes, since)
-                self._come((bucket, batch))
-
-            self.queues.add(members, transfer, done)
+            note = partial(self._note_moved, members, Lane.REDUCE, size_bytes, (bucket, batch))
+            self.queues.add(members, transfer, note)
 
     def _send(self, letter: _Letter) -> None:
         message, is_back, _ = letter
@@ -349,19 +345,21 @@ class _Run:
         sender, receiver = reversed(ends) if is_back else ends
         size_bytes = self.costs.message_bytes(message, is_back)
         transfer = self.costs.network.message(sender, receiver, size_bytes)
-
-        def done(since: float) -> None:
-            self._note_moved((sender,), Lane.SEND, size_bytes, since)
-            self._come(letter)
-
-        self.queues.add((*ends, is_back), transfer, done)
+        note = partial(self._note_moved, (sender,), Lane.SEND, size_bytes, letter)
+        self.queues.add((*ends, is_back), transfer, note)
 
     def _note_moved(
-        self, ranks: tuple[int, ...], lane: Lane, size_bytes: float, since: float
+        self,
+        ranks: tuple[int, ...],
+        lane: Lane,
+        size_bytes: float,
+        thing: Hashable,
+        since: float,
     ) -> None:
         if self.calls[ranks[0]] == self.num_calls - 1:
             seconds = self.clock.now_seconds - since
             self.moved.append(Moved(ranks, lane, size_bytes, seconds))
+        self._come(thing)
 
     def _sums(self, rank: int) -> list[tuple[int, int]]:
         """The all-reduces that this rank's next update needs: of which bucket and batch."""

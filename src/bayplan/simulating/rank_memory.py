@@ -6,7 +6,7 @@ what stays          parameters, buffers, optimizer state, the batch, gradients o
 + what passes       the highest moment inside the action itself
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -233,26 +233,23 @@ class _Walk:
 
         A value that is sent from where it is stays with its message, also when backward is done.
         """
-        held = sum(
-            self.rank.lags[stage] * self.stages[key].held_bytes
-            for (stage, _), key in self.rank.keys.items()
+        lags, messages = self.rank.lags, self.rank.message_bytes
+        held = (
+            lags[stage] * self.stages[key].held_bytes for (stage, _), key in self.rank.keys.items()
         )
-        if not any(self.rank.lags):
-            return held
-        return held + 2 * sum(
-            self.rank.message_bytes[position]
+        sent = (
+            2 * messages[position]
             for position, action in enumerate(self.rank.actions)
-            if action.kind in SENDS
+            if action.kind in SENDS and any(lags)
         )
+        return sum(held) + sum(sent)
 
-    def totals(self) -> list[int]:
+    def totals(self) -> Iterator[int]:
+        """The highest moment of each action."""
         self._post(self.rank.num_ahead)
-        totals = []
         for position, action in enumerate(self.rank.actions):
-            totals.append(self._do(position, action))
-            for sent in self.rank.retire[position]:
-                self.live -= self.sent.pop(sent, 0)
-        return totals
+            yield self._do(position, action)
+            self.live -= sum(self.sent.pop(sent, 0) for sent in self.rank.retire[position])
 
     def _post(self, number: int = 1) -> None:
         """Make room for the next receives."""
@@ -261,7 +258,6 @@ class _Walk:
             self.live += self.rooms[receive] + self.rank.packed_bytes.get(position, 0)
 
     def _do(self, position: int, action: Action) -> int:
-        """Do an action; returns its highest moment."""
         packed = self.rank.packed_bytes.get(position, 0)
         if action.kind in RECEIVES:
             self._post()

@@ -17,6 +17,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from bayplan.data.actions import Action
 from bayplan.simulating.network import Network, Transfer
@@ -231,11 +232,13 @@ class Queues:
                 self._begin_first(queue)
             then(began_seconds)
 
-        def move() -> None:
-            self._clock.begin(
-                transfer.seconds, cores=transfer.cores, wires=transfer.wires, then=done
-            )
-
+        move = partial(
+            self._clock.begin,
+            transfer.seconds,
+            cores=transfer.cores,
+            wires=transfer.wires,
+            then=done,
+        )
         if transfer.latency_seconds:
             self._clock.begin(transfer.latency_seconds, then=move)
         else:

@@ -9,6 +9,8 @@ wires of their own, which nothing else passes.
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain
 
 from bayplan.data.cluster import Cluster, Join, Joint, LinkKind, numbers_text
 from bayplan.data.device import Figure
@@ -24,7 +26,6 @@ _PASSED: dict[LinkKind, frozenset[LinkKind]] = {
     # A network card hangs on some processor, and which one is not said: SYS is left out.
     LinkKind.NET: frozenset({LinkKind.PIX, LinkKind.PXB, LinkKind.PHB}),
 }
-_MOST_ROUTES = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +87,9 @@ class Wiring:
                 for device in side:
                     self._sides[device].append((index, side_index))
         self._hosts = [device.host for device in cluster.devices]
-        self._wires: dict[tuple[int, int, bool], Wire] = {}
-        self._names: dict[int, str] = {}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self.route = lru_cache(maxsize=2**17)(self._route)
+        self._wire = cache(self._make_wire)
+        self._members = cache(self._join_members)
 
     @property
     def joins(self) -> Iterator[tuple[LinkKind, float, float, Join]]:
@@ -97,22 +98,15 @@ class Wiring:
             joint = medium.joint
             yield joint.kind, joint.latency_seconds.value, joint.bandwidth_bytes_per_s.value, join
 
-    def route(self, sender: int, receiver: int) -> Route:
+    def _route(self, sender: int, receiver: int) -> Route:
         """The fastest way for large messages, among those of the fewest hops."""
-        key = (sender, receiver)
-        route = self._routes.get(key)
-        if route is None:
-            if len(self._routes) >= _MOST_ROUTES:
-                self._routes.clear()
-            route = self._direct(sender, receiver) or self._by_others(sender, receiver)
-            self._routes[key] = route
-        return route
+        return self._direct(sender, receiver) or self._by_others(sender, receiver)
 
     def near_wires(self, device: int, *, outward: bool) -> tuple[Wire, ...]:
         """What a device's traffic with its host passes: its slot."""
         passed = _PASSED[LinkKind.NET]
         return tuple(
-            self._wire(index, side_index, outward=outward)
+            self._wire(index, side_index, outward)
             for index, side_index in self._sides[device]
             if self._kind(index) in passed
         )
@@ -149,7 +143,7 @@ class Wiring:
         passed = _PASSED.get(joint.kind, frozenset())
         out, back = dict(self._sides[sender]), dict(self._sides[receiver])
         wires = [
-            self._wire(join, side_index, outward=outward)
+            self._wire(join, side_index, outward)
             for here, there, outward in ((out, back, True), (back, out, False))
             for join, side_index in here.items()
             if join == index or (self._kind(join) in passed and there.get(join) != side_index)
@@ -195,30 +189,22 @@ class Wiring:
             num_hops=len(hops),
         )
 
-    def _wire(self, index: int, side: int, *, outward: bool) -> Wire:
+    def _make_wire(self, index: int, side: int, outward: bool) -> Wire:
         medium, join = self._joins[index]
         joint, name = medium.joint, medium.label
-        key = (index, side, outward and joint.is_duplex)
-        wire = self._wires.get(key)
-        if wire is None:
-            if not medium.is_shared:
-                name += f" {numbers_text(join[side])} of {self._members(index)}"
-            if joint.is_duplex:
-                name += " out" if outward else " in"
-            measured = joint.reduce_bandwidth_bytes_per_s or joint.bandwidth_bytes_per_s
-            wire = self._wires[key] = Wire(
-                name=name,
-                bandwidth_bytes_per_s=joint.bandwidth_bytes_per_s.value,
-                reduce_bytes_per_s=measured.value,
-            )
-        return wire
+        if not medium.is_shared:
+            name += f" {numbers_text(join[side])} of {self._members(index)}"
+        if joint.is_duplex:
+            name += " out" if outward else " in"
+        measured = joint.reduce_bandwidth_bytes_per_s or joint.bandwidth_bytes_per_s
+        return Wire(
+            name=name,
+            bandwidth_bytes_per_s=joint.bandwidth_bytes_per_s.value,
+            reduce_bytes_per_s=measured.value,
+        )
 
-    def _members(self, index: int) -> str:
-        name = self._names.get(index)
-        if name is None:
-            members = sorted(device for side in self._joins[index][1] for device in side)
-            name = self._names[index] = numbers_text(members)
-        return name
+    def _join_members(self, index: int) -> str:
+        return numbers_text(sorted(chain.from_iterable(self._joins[index][1])))
 
 
 def _joins(cluster: Cluster) -> Iterator[tuple[_Medium, Join]]:

@@ -1,8 +1,7 @@
 """`Action`: one entry of a device's list, written short.
 
-The text is that of torch.distributed.pipelining where it has the same action, so a list reads the
-same in both: `2F0` is stage 2, forward, micro-batch 0, and `1SEND_F3` sends what that stage made of
-micro-batch 3.
+The text is that of torch.distributed.pipelining where it has the same action: `2F0` is stage 2,
+forward, micro-batch 0, and `1SEND_F3` sends what stage 1 made of micro-batch 3.
 """
 
 import re

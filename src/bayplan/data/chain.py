@@ -10,12 +10,12 @@ from itertools import accumulate
 
 import msgspec
 
-from bayplan.data.errors import check_at_least_1, check_not_negative, check_numbers
+from bayplan.data.errors import CheckedStruct, check_at_least_1, check_not_negative
 
 __all__ = ["Chain", "Layer"]
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Layer(CheckedStruct, frozen=True, kw_only=True):
     """What lies between two places to cut; seconds and bytes are of the chain's samples.
 
     Attributes:
@@ -24,8 +24,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         parameter_bytes: of weights that are trained.
         held_bytes: what is kept from forward to backward if nothing is recomputed.
         passing_bytes: more than that, at the highest moment inside it.
-        sent_bytes: what a cut behind it sends on, and gets back as gradients: skip connections that
-            pass there included.
+        sent_bytes: what a cut behind it sends and gets back as gradients, with skip connections.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sent_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         for phase, fixed, whole in (
             ("forward", self.fixed_forward_seconds, self.forward_seconds),
             ("backward", self.fixed_backward_seconds, self.backward_seconds),

@@ -116,8 +116,7 @@ class Joint(
         joins: its places; each has sides, and each side devices. What is on different sides is
             joined, and what is on one side shares that side's wire.
         bandwidth_bytes_per_s: of one wire, in each direction.
-        reduce_bandwidth_bytes_per_s: the same for a sum in a ring, where it was measured; by
-            default as for messages.
+        reduce_bandwidth_bytes_per_s: the same for a ring all-reduce; by default as for messages.
         reduce_latency_seconds: of one of the n - 1 steps of a ring of n; by default two messages.
         is_duplex: whether both directions go on at once at full bandwidth.
     """

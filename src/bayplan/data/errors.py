@@ -26,7 +26,6 @@ __all__ = [
     "check_figures",
     "check_index",
     "check_not_negative",
-    "check_numbers",
     "did_you_mean",
 ]
 
@@ -115,21 +114,20 @@ def check_figures(name: str, figures: Iterable[float]) -> None:
             raise ValueError(f"{name}[{index}] is {figure}, must be 0 or more")
 
 
-def check_numbers(struct: msgspec.Struct) -> None:
-    """Check every field that is a number or a column of numbers like `check_not_negative`."""
-    for name in struct.__struct_fields__:
-        value = getattr(struct, name)
-        if isinstance(value, int | float):
-            check_not_negative(**{name: value})
-        elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
-            check_figures(name, value)
-
-
 class CheckedStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A noun, or a part of one, that may hold no negative or infinite number."""
+    """A noun, or a part of one, whose numbers are finite and 0 or more, in columns and by name."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int | float):
+                check_not_negative(**{name: value})
+            elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
+                check_figures(name, value)
+            elif isinstance(value, dict):
+                for key, figure in value.items():
+                    if isinstance(figure, int | float):
+                        check_not_negative(**{f"{name}[{key!r}]": figure})
 
 
 def check_index(name: str, index: int | None, bound: int) -> None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from bayplan.data.errors import ForeignPlan, UsageError, check_numbers, did_you_mean
+from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
 from bayplan.data.units import parse_bytes
 
 __all__ = [
@@ -266,7 +266,7 @@ class TuningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:24]
 
 
-class ComparedSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComparedSetting(CheckedStruct, frozen=True, kw_only=True):
     """A setting that was compared with the best."""
 
     setting: ExchangeSettings
@@ -274,12 +274,12 @@ class ComparedSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spread: float  # how far that may be off, as a share
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.ratio:
             raise ValueError("ratio is 0, must be more")
 
 
-class TuningRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TuningRecord(CheckedStruct, frozen=True, kw_only=True):
     """The end of a search."""
 
     schema: str = "bayplan/tuning"
@@ -293,6 +293,6 @@ class TuningRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compared: tuple[ComparedSetting, ...] = ()  # the others that were measured
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.step_seconds:
             raise ValueError("step_seconds is 0, must be more")

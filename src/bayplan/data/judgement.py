@@ -68,8 +68,8 @@ class StageJudgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         transfer_seconds: of all messages that one device sends to the next stage, one after the
             other on an idle network; gradients that come back take about as long.
         sum_seconds: of the gradients over all replicas, on an idle network.
-        receive_wait_seconds, sum_wait_seconds: in which the device that waits least does nothing,
-            for a message is not here, or a sum.
+        receive_wait_seconds, sum_wait_seconds: in which the device that waits least is idle,
+            because a message or an all-reduce is not done.
         in_flight: the most micro-batches that are past their forward at once.
     """
 
@@ -160,8 +160,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         data_parallel_seconds: of pure data parallel on the same devices; None if it does not fit.
         gains: parts of the difference to it, and together all of it.
         alternatives: other splits, the fastest first.
-        estimate_factor: by which estimates by layers were multiplied, so that the split's own is
-            what its replay takes.
+        estimate_factor: scales estimates by layers, so that the split's own equals its replay.
     """
 
     schema: str = "bayplan/why"

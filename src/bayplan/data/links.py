@@ -12,12 +12,12 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from bayplan.data.errors import check_numbers
+from bayplan.data.errors import CheckedStruct
 
 __all__ = ["LinkCost", "LinkSpeed", "LinkSpeeds"]
 
 
-class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkSpeed(CheckedStruct, frozen=True, kw_only=True):
     """One way to move bytes: so many seconds at once, and a second for so many bytes.
 
     Attributes:
@@ -29,7 +29,7 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cores: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}, must be more than 0")
 

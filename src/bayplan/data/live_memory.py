@@ -47,10 +47,9 @@ class LiveMemory:
 def replay_memory(
     graph: StepGraph, workspace_bytes: Sequence[int], *, granularity_bytes: int = 1
 ) -> LiveMemory:
-    """Walk the step and add up what is alive.
+    """Walk the step and add up what is alive, each storage rounded up as its allocator does.
 
-    `workspace_bytes` is the scratch memory of each node, `granularity_bytes` what the allocator
-    rounds each storage up to.
+    `workspace_bytes` is the scratch memory of each node.
     """
     num_nodes = len(graph.nodes)
     assert num_nodes, "an empty step has no peak"
@@ -62,5 +61,5 @@ def replay_memory(
             changes[storage.kind][max(storage.released, born) + 1] -= size_bytes
     by_kind = {str(kind): tuple(accumulate(column))[:-1] for kind, column in changes.items()}
     by_kind[WORKSPACE] = tuple(workspace_bytes)
-    totals = tuple(map(sum, zip(*by_kind.values(), strict=True)))
+    totals = tuple(sum(column) for column in zip(*by_kind.values(), strict=True))
     return LiveMemory(totals, by_kind, peak_node=totals.index(max(totals)))

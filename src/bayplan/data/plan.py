@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.errors import (
-    CheckedStruct,
-    ForeignPlan,
-    check_at_least_1,
-    check_index,
-    check_numbers,
-)
+from bayplan.data.errors import CheckedStruct, ForeignPlan, check_at_least_1, check_index
 from bayplan.data.placement import Placement
 from bayplan.data.program import Program
 
@@ -40,7 +34,7 @@ __all__ = [
 ]
 
 
-class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Swap(CheckedStruct, frozen=True):
     """An activation that is offloaded; times are steps of the schedule.
 
     Attributes:
@@ -56,12 +50,12 @@ class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backs_before: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.backs_before:
             raise ValueError("backs_before is empty; a swapped activation must come back")
 
 
-class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     """The order of a program's ops, with repeats, and how its values are stored in between.
 
     Attributes:
@@ -87,7 +81,7 @@ class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if not self.schedule:
             raise ValueError("schedule is empty; a step has at least one op")
-        check_numbers(self)
+        super().__post_init__()
 
     @property
     def time_ratio(self) -> float:
@@ -111,7 +105,7 @@ class Choice(StrEnum):
     PACK = "pack"
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stage(CheckedStruct, frozen=True, kw_only=True):
     """A run of consecutive forward nodes with their backward and update, and who computes it.
 
     Attributes:
@@ -132,7 +126,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("devices is empty; a stage needs at least one")
         if len(self.shares) != len(self.devices):
             raise ValueError(f"{len(self.shares)} shares for {len(self.devices)} devices")
-        check_numbers(self)
+        super().__post_init__()
         check_at_least_1(**{f"shares[{index}]": share for index, share in enumerate(self.shares)})
 
 
@@ -155,8 +149,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The step that was asked about, so that a plan can be run without repeating it.
 
     Attributes:
-        target: a reference model, or `module:function`; the latter is code, so it is never
-            imported from a plan alone.
+        target: a reference model, or `module:function`, which is never imported from a plan alone.
         batch: samples; None for the target's own.
         memory: the limit as it was given, `8GiB` or `40%`.
         update_in_backward: each parameter is updated as soon as its gradient is complete.
@@ -190,7 +183,7 @@ class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size_bytes: int
 
 
-class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageOrder(CheckedStruct, frozen=True, kw_only=True):
     """What a stage keeps, repeats, packs and swaps when it computes so many samples at a time.
 
     Attributes:
@@ -213,7 +206,7 @@ class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decisions: tuple[Decision, ...] = ()
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         check_at_least_1(num_samples=self.num_samples, in_flight=self.in_flight)
 
     @property
@@ -265,7 +258,7 @@ def _from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     return {"kind": kind, **kept, "version": 2}
 
 
-class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PlanBase(CheckedStruct, frozen=True, kw_only=True):
     """What every plan says: what it belongs to, and what it is predicted to cost.
 
     Attributes:
@@ -291,7 +284,7 @@ class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_at_least_1(limit_bytes=self.limit_bytes)
-        check_numbers(self)
+        super().__post_init__()
 
 
 class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="device"):
@@ -330,8 +323,7 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
         static_order: whether every rank keeps the order of its list; else it does what is ready.
         sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
             replicas' samples, instead of each replica's own.
-        stage_orders: what stages keep, repeat, pack and swap, where memory is limited; else they
-            keep all.
+        stage_orders: what stages keep, repeat, pack and swap; stages that are not named keep all.
         actions: by rank, its whole list in order.
         predicted_busy: by rank, the share of the step that it computes in; empty if unknown.
     """

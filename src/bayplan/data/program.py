@@ -23,8 +23,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         name: for messages; ops of equal blocks should differ in digits only, so that the planner
             sees that they play the same role.
         can_repeat: whether a repeat gives the same bits.
-        takes_over: buffers among `reads` whose memory the only output may take over, if the copy
-            that is read dies here.
+        takes_over: buffers among `reads` that die here, so that the only output may reuse one.
         place: the module it runs for, `layer1.0.conv2`; empty where that is not known.
         is_callers: whether the caller runs it, out of our hands, like the loss of a model.
         repeat_reads: buffers that every execution after the first needs, which may be some that

@@ -7,13 +7,7 @@ from itertools import groupby
 
 import msgspec
 
-from bayplan.data.errors import (
-    CheckedStruct,
-    check_at_least_1,
-    check_figures,
-    check_not_negative,
-    check_numbers,
-)
+from bayplan.data.errors import CheckedStruct, check_at_least_1, check_figures, check_not_negative
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
@@ -134,7 +128,7 @@ def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass
     )
 
 
-class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     """One device's memory and events over the recorded steps.
 
     Attributes:
@@ -164,11 +158,6 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: tuple[MessageClass, ...] = ()
     staleness: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        for kind, size_bytes in self.peak_by_kind.items():
-            check_not_negative(**{f"peak_by_kind[{kind!r}]": size_bytes})
-
     @property
     def steady_peak_bytes(self) -> int:
         """The largest peak, the first step left out where there are others (it warms up)."""
@@ -193,8 +182,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Everything known about some steps.
 
     Attributes:
-        method: how memory was found: `liveness` (simulated), `malloc`, `cuda-allocator` or
-            `storages`.
+        method: of finding memory: `liveness` (simulated), `malloc`, `cuda-allocator`, `storages`.
         fingerprint: of the step graph; empty where a loop was recorded without one.
         step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
         num_samples: of one step; None if unknown.

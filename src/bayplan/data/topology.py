@@ -1,8 +1,7 @@
 """What `nvidia-smi topo -m` prints, and the cluster file that explains it.
 
 A topology names kinds of links and no speed. The figures here stand in until someone measures.
-Where they are NCCL's, they come from the table by which it chooses its rings
-(`src/graph/topo.h`).
+Most are from the table by which NCCL chooses its rings (`src/graph/topo.h`).
 
 The text is a matrix, one row and one column for each GPU and each network card, followed by the
 processors that are near. Its form has changed over the years: cards were added, then columns of
@@ -10,10 +9,9 @@ NUMA nodes, then a second legend; old drivers wrote SOC for SYS; a terminal unde
 People paste it out of documents, with what stands around it. All of this is read, and anything else
 is refused with the line that was not understood.
 
-PCIe is a tree, so the matrix is that of a tree: GPUs that are PIX to each other hang on one switch,
-switches that are PHB on one processor, and so on. Each level becomes a joint whose sides are the
-groups of the level before, because these share the way up. A matrix that is no tree gives each pair
-a link of its own.
+PCIe is a tree: GPUs that are PIX to each other hang on one switch, switches that are PHB on one
+processor, and so on. Each level becomes a joint whose sides are the groups of the level before,
+because these share the way up. A matrix that is no tree gives each pair a link of its own.
 """
 
 import re
@@ -310,15 +308,9 @@ def cluster_file_of(
     num_hosts: int = 1,
     card_gbits_per_s: float = 100.0,
 ) -> ClusterFile:
-    """A cluster of hosts that are all as the topology says.
+    """A cluster of hosts that are all as the topology says, joined by their network cards.
 
-    Args:
-        topology: of one host.
-        device: the kind of its GPUs: a name in the catalogue, or of a file.
-        name: of the cluster.
-        host_memory_bytes: a guess if it is not known.
-        num_hosts: that are joined by their network cards.
-        card_gbits_per_s: what one card carries.
+    `device` is the kind of all GPUs: a name in the catalogue, or of a file.
     """
     ports = ports_of(device) or Ports(pcie_generation=3)
     num_devices = topology.num_devices
@@ -417,7 +409,10 @@ def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
     explained: dict[tuple[int, int], LinkKind] = {}
     for kind in _PCIE:
         if kind is LinkKind.SYS:
-            _unite_behind_nvlinks(groups, topology)
+            # NVLinks hide the PCIe between two GPUs, but GPUs near one processor are joined there.
+            for first, second in topology.pairs(LinkKind.NVLINK):
+                if topology.affinities[first] == topology.affinities[second] != "":
+                    groups.unite((first, second))
         before = groups.groups()
         for pair in topology.pairs(kind):
             groups.unite(pair)
@@ -433,13 +428,6 @@ def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
     return [
         _entry(kind, joins, pcie_figures(kind, ports)) for kind, joins in joins_of.items() if joins
     ]
-
-
-def _unite_behind_nvlinks(groups: Union, topology: Topology) -> None:
-    """NVLinks hide how two GPUs are joined by PCIe; the processor near both is the same, though."""
-    for first, second in topology.pairs(LinkKind.NVLINK):
-        if topology.affinities[first] and topology.affinities[first] == topology.affinities[second]:
-            groups.unite((first, second))
 
 
 def _one_by_one(pairs: list[tuple[int, int]]) -> list[Join]:

@@ -13,8 +13,7 @@ to have done. A message brings its sender's clock along:
 
 Lists come from plan files that somebody may have edited, so nothing in them is trusted: every fault
 is named by rank, position and action before a process is started. A plan is checked on the smallest
-batch that it can be about: what is missing, there twice, in the wrong order or waits in a circle is
-so for every batch.
+batch that it can be about, because its faults are those of every batch.
 """
 
 import math

@@ -3,8 +3,7 @@
 The lists decide the order; `SharedResources` decides how fast. Sends, all-reduces and copies go on
 by themselves. A forward waits for its samples, a receive until its messages are here, an update
 until its all-reduces are, and the end of a step until all ranks have the loss: of the same batch,
-or of an earlier one where backward lags. An all-reduce begins in the middle of the backward that
-makes its last gradient.
+or of an earlier one where backward lags. An all-reduce may begin in the middle of a backward.
 
 Between two ranks messages go one after the other, and so do all-reduces of the same ranks. Messages
 of different ranks go on at once, and share the wires that they have in common.

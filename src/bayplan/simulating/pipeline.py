@@ -94,18 +94,8 @@ class Pipeline:
 
     def moved(self, rank: int, action: Action) -> tuple[Message, ...]:
         """The messages between ranks that a send or receive moves, in the order they are sent."""
-        messages = self._moved.get(action.kind)
-        return () if messages is None else messages.get((rank, action.stage, action.index), ())
-
-    @cached_property
-    def _moved(self) -> dict[ActionKind, _Messages]:
-        return {
-            kind: {
-                key: tuple(message for message in messages if not message.is_local)
-                for key, messages in by_key.items()
-            }
-            for kind, by_key in self._messages.items()
-        }
+        messages = self._messages.get(action.kind, {}).get((rank, action.stage, action.index), ())
+        return tuple(message for message in messages if not message.is_local)
 
     @cached_property
     def _messages(self) -> dict[ActionKind, _Messages]:

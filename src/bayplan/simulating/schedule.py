@@ -51,8 +51,7 @@ def plain_schedule(program: Program) -> tuple[int, ...]:
 def check_schedule(program: Program, schedule: Sequence[int]) -> None:
     """Raise ValueError unless the schedule is the plain order with allowed repeats inserted.
 
-    Which of several executions of an op is the plain one does not show in the sequence: it is the
-    first.
+    The first of several executions of an op is the plain one.
     """
     first = program.first_backward
     if tuple(schedule[:first]) != tuple(range(first)):

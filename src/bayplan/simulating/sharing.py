@@ -2,8 +2,7 @@
 
 More processes than cores take turns so quickly that each seems to run slower, and so do messages on
 one wire. So work is a fluid: whatever goes on at a time wants so much of some resources, and where
-more is wanted than there is, all of it goes on at `there / wanted` of its speed; of several
-resources, the scarcest decides.
+more is wanted than there is, it goes on at `there / wanted` of its speed; the scarcest decides.
 
     2 cores, 3 ranks that compute:          each goes on at 2/3 of its speed
     a message on wires a and b, one on b:   both go on at 1/2 of their speed

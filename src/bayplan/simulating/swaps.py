@@ -376,8 +376,7 @@ class Arrangement:
     Attributes:
         schedule: op indices, repeats included.
         swaps: in numbers of the unrolled schedule: op indices are steps of the schedule, and
-            buffers that are made in forward have their own numbers. Without repeats these are the
-            program's own numbers.
+            buffers that are made in forward have their own numbers.
     """
 
     schedule: tuple[int, ...]

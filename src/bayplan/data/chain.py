@@ -73,14 +73,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_not_negative(spread=self.spread)
 
     def seconds(self, first: int, last: int, num_samples: float) -> tuple[float, float]:
-        """Forward and backward of some layers, the last included, for so many samples.
-
-        Example:
-            >>> layer = Layer(name="fc", forward_seconds=3.0, backward_seconds=5.0,
-            ...     fixed_forward_seconds=1.0)
-            >>> Chain(name="one", num_samples=2, layers=(layer,), source="guess").seconds(0, 0, 1)
-            (2.0, 2.5)
-        """
+        """Forward and backward of some layers, the last included, for so many samples."""
 
         def scaled(field: str) -> float:
             fixed = self._total(f"fixed_{field}", first, last)

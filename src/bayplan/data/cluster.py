@@ -26,7 +26,7 @@ import msgspec
 
 from bayplan.data.device import DeviceKind, Figure
 from bayplan.data.errors import UsageError, check_index
-from bayplan.data.placement import Placement, numbers_text
+from bayplan.data.placement import MOST_DEVICES, Placement, numbers_text
 
 __all__ = [
     "MOST_DEVICES",
@@ -200,9 +200,6 @@ def _devices(side: str, text: str, num_devices: int) -> Iterator[int]:
 def join_text(join: Join) -> str:
     """Print a join like `0-3|5`, so that it reads back."""
     return "|".join(map(numbers_text, join))
-
-
-MOST_DEVICES = 2**16  # more is a slip of the keyboard
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

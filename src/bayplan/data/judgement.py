@@ -12,7 +12,7 @@ class Binding(StrEnum):
 
     COMPUTE = "compute"
     TRANSFER = "transfer"  # from a stage to the next, or gradients back
-    SUM = "sum"  # of the gradients of a stage's replicas
+    SUM = "sum"  # the all-reduce of the gradients of a stage's replicas
     MEMORY = "memory"
 
 
@@ -23,7 +23,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         version_bytes: of older weights, which batches in flight still need.
         activation_bytes: of all micro-batches in flight, and what passes in one of them.
         transfer_bytes: of messages that come ahead of need, or are on their way.
-        bucket_bytes: of gradients that are being summed up.
+        bucket_bytes: of gradients in all-reduces.
         allocated_bytes: with what an allocator cannot use.
         context_bytes: taken before the first tensor.
         device_bytes: what the device has; 0 if unknown.

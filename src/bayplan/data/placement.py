@@ -17,12 +17,12 @@ import msgspec
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["Place", "Placement", "numbers_text"]
+__all__ = ["MOST_DEVICES", "Place", "Placement", "numbers_text"]
 
 _EXAMPLE = "write node:device or node:first-last, like 0:0-6.0:7"
 # Longer numbers and ranges are slips of the keyboard; a range is held device by device.
 _PART = re.compile("([0-9]{1,6}):([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_MOST_DEVICES = 2**16
+MOST_DEVICES = 2**16
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
@@ -96,10 +96,11 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         torchrun starts ranks 0, 1, ... on each of nodes 0, 1, ..., so that device 5 of a node means
         its sixth rank, and a placement without devices 0 to 4 means no job that can be started.
         """
+        named = set(self.places)
         for node, device in self.places:
-            if device and Place(node, device - 1) not in self.places:
+            if device and Place(node, device - 1) not in named:
                 gap = f"device {device} of node {node}, but not device {device - 1}"
-            elif node and not device and Place(node - 1, 0) not in self.places:
+            elif node and not device and Place(node - 1, 0) not in named:
                 gap = f"node {node}, but not node {node - 1}"
             else:
                 continue
@@ -156,9 +157,9 @@ def _places(part: str, where: str) -> list[Place]:
     last = int(match[3] or first)
     if last < first:
         raise UsageError(f"{where} is a range that goes down; write {node}:{last}-{first}")
-    if last - first >= _MOST_DEVICES:
+    if last - first >= MOST_DEVICES:
         raise UsageError(
-            f"{where} has {last - first + 1} devices, at most {_MOST_DEVICES} are allowed"
+            f"{where} has {last - first + 1} devices, at most {MOST_DEVICES} are allowed"
         )
     return [Place(node, device) for device in range(first, last + 1)]
 

@@ -247,13 +247,13 @@ def _from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     belongs to the other kind only ever had its default, or said again what `order` says.
     """
     is_for_ranks = fields.get("order") is None
-    kind, other = ("ranks", DevicePlan) if is_for_ranks else ("device", RankPlan)
+    kind, unlike = ("ranks", DevicePlan) if is_for_ranks else ("device", RankPlan)
     actions = fields.get("actions")
     if not is_for_ranks and isinstance(actions, list) and len(actions) != 1:
         raise ValueError(
             f"a plan for one device has an `order`, but there are {len(actions)} lists of `actions`"
         )
-    dropped = {*other.__struct_fields__} - {*_PlanBase.__struct_fields__} | {"gap"}
+    dropped = {*unlike.__struct_fields__} - {*_PlanBase.__struct_fields__} | {"gap"}
     kept = {name: value for name, value in fields.items() if name not in dropped}
     return {"kind": kind, **kept, "version": 2}
 

@@ -64,15 +64,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, **changed, **as_now)
 
     def renamed(self, reads: Mapping[int, int], writes: Mapping[int, int]) -> "Op":
-        """The op with other numbers for some of the buffers it reads or makes.
-
-        Example:
-            >>> op = Op(name="f", reads=(0,), writes=(1, 2), seconds=1.0,
-            ...         repeat_reads=(0, 2), repeat_writes=(1,))
-            >>> new = op.renamed({0: 7}, {2: 9})
-            >>> new.reads, new.writes, new.repeat_reads, new.repeat_writes
-            ((7,), (1, 9), (7, 9), (1,))
-        """
+        """The op with other numbers for some of the buffers it reads or makes."""
         made = {buffer: writes.get(buffer, buffer) for buffer in self.writes}
         again = self.repeat_reads, self.repeat_writes
         return msgspec.structs.replace(

@@ -108,13 +108,7 @@ def size_class(size_bytes: int) -> tuple[int, int]:
 
 
 def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass, ...]:
-    """Messages, as bytes and seconds of each, summed up by class as a record keeps them.
-
-    Example:
-        >>> (small,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
-        >>> small.upper_bytes, small.count, small.total_bytes, small.seconds
-        (1048576, 2, 1572864, 2.0)
-    """
+    """Messages, as bytes and seconds of each, summed up by class as a record keeps them."""
     by_class = groupby(sorted(messages), key=lambda message: size_class(message[0]))
     return tuple(
         MessageClass(

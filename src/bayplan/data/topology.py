@@ -349,11 +349,8 @@ def with_measured_copies(
     joints: list[JointEntry] = []
     # The first joint that has a pair is the fastest, which its copies take.
     for joint in host.joints:
-        across = {
-            pair
-            for join in joint.joint("joint", (0,), host.num_devices).joins
-            for pair in _across(join)
-        }
+        joins = joint.joint("joint", (0,), host.num_devices).joins
+        across = {pair for join in joins for pair in _across(join)}
         pairs = {pair for pair in copies if (min(pair), max(pair)) in across} - taken
         taken |= pairs
         if pairs:

@@ -70,12 +70,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Print bytes per second in 1000s, as data sheets of links do.
-
-    Example:
-        >>> format_rate(3.53e9), format_rate(125e6)
-        ('3.53 GB/s', '125 MB/s')
-    """
+    """Print bytes per second in 1000s, as data sheets of links do."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
@@ -91,12 +86,7 @@ def format_count(count: float) -> str:
 
 
 def round_up(size_bytes: int, granularity_bytes: int) -> int:
-    """Return what an allocator of this granularity takes for a request.
-
-    Example:
-        >>> round_up(1000, 512), round_up(0, 512)
-        (1024, 0)
-    """
+    """What an allocator of this granularity takes for a request."""
     return -(-size_bytes // granularity_bytes) * granularity_bytes
 
 

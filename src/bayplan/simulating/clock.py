@@ -214,12 +214,6 @@ class _Run:
                 self.clock.begin(seconds, then=partial(self._come, samples))
                 yield (samples,)
 
-    def _take(self, loader: Hashable, batch: int) -> None:
-        """A forward took its samples; the last one of a batch makes room for another batch."""
-        self.num_taken[loader, batch] += 1
-        if self.num_taken[loader, batch] == len(self.wanted[loader]):
-            self._come(("taken", loader, batch))
-
     def _work(self, rank: int) -> _Wishes:
         for call in range(self.num_calls):
             for position, action in enumerate(self.actions[rank]):
@@ -281,7 +275,10 @@ class _Run:
         loading = self.costs.loading
         if loading is not None and self._needs_samples(rank, action):
             yield from self._wait(rank, action, Lane.COPY, ((rank, action, batch),))
-            self._take(loading.loader(rank), batch)
+            taken = ("taken", loading.loader(rank), batch)
+            self.num_taken[taken] += 1
+            if self.num_taken[taken] == len(self.wanted[loading.loader(rank)]):
+                self._come(taken)  # there is room for another batch
         self._copy(rank, action, batch)
         seconds, since, elapsed = self.costs.seconds(rank, action), self.clock.now_seconds, 0.0
         buckets = self.reduced_behind[rank].get(position, ())

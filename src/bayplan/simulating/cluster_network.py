@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
-from bayplan.data.cluster import Cluster, LinkKind, Union
+from bayplan.data.cluster import Cluster, Join, Joint, LinkKind, Union
 from bayplan.simulating.network import Transfer
 from bayplan.simulating.rings import find_rings, ring_flows, ring_rate
 from bayplan.simulating.wiring import Route, Wire, Wiring
@@ -44,7 +44,7 @@ class Level:
 
 # A wire that is less than half busy slows nothing down that goes on at once: two still fit.
 _BUSY = 0.5
-_MOST_KEPT = 2**20  # devices over all groups whose sums are kept
+_MOST_KEPT = 2**20  # devices over all groups whose ways are kept
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,18 @@ class ClusterNetwork:
     def _levels(self) -> tuple[Level, ...]:
         together = Union(len(self.cluster.devices))
         levels: list[Level] = []
-        joins = sorted(self._wiring.joins, key=lambda join: (join[0] is LinkKind.NET, -join[2]))
-        for (_, bandwidth), same in groupby(joins, lambda join: (join[0] is LinkKind.NET, join[2])):
-            added = [
-                (kind, latency)
-                for kind, latency, _, join in same
-                if together.unite(device for side in join for device in side)
-            ]
+
+        def farness(item: tuple[Joint, Join]) -> tuple[bool, float]:
+            return item[0].kind is LinkKind.NET, -item[0].bandwidth_bytes_per_s.value
+
+        for (_, slowness), alike in groupby(sorted(self._wiring.joins, key=farness), farness):
+            added = [joint for joint, join in alike if together.unite(chain.from_iterable(join))]
             if added:
                 levels.append(
                     Level(
-                        kind=max((kind for kind, _ in added), key=list(LinkKind).index),
-                        bandwidth_bytes_per_s=bandwidth,
-                        latency_seconds=max(latency for _, latency in added),
+                        kind=max((joint.kind for joint in added), key=list(LinkKind).index),
+                        bandwidth_bytes_per_s=-slowness,
+                        latency_seconds=max(joint.latency_seconds.value for joint in added),
                         groups=together.groups(),
                     )
                 )
@@ -154,7 +153,7 @@ class ClusterNetwork:
         if devices in self._ways:
             return self._ways[devices]
         if len(set(devices)) < len(devices):
-            raise ValueError(f"a sum over {devices} counts a device twice")
+            raise ValueError(f"an all-reduce over {devices} counts a device twice")
         ordered = sorted(devices, key=lambda device: (self._places[device], device))
         ways = (self._ring(ordered), *self._by_hosts(ordered))
         if self._num_kept + len(devices) > _MOST_KEPT:

@@ -46,9 +46,7 @@ def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
     """Rings through all of some devices, which are sorted by closeness."""
     plain = tuple(devices)
     among = set(devices)
-    has_pairs = any(
-        other in among for device in devices for other in wiring.neighbours_by_pairs(device)
-    )
+    has_pairs = any(among.intersection(wiring.neighbours_by_pairs(device)) for device in devices)
     # Between hosts, rings that leave one before they have seen all of it would be found as well;
     # nobody goes around like that.
     is_searched = 2 < len(devices) <= _MOST_SEARCHED and wiring.are_on_one_host(devices)
@@ -100,9 +98,7 @@ def _candidates(
 
 def _cycle(devices: tuple[int, ...], joined: set[tuple[int, int]]) -> tuple[int, ...] | None:
     """A ring along pairs that are joined; None if there is none, or it is not found in time."""
-    after = {
-        device: [other for other in devices if (device, other) in joined] for device in devices
-    }
+    after = {device: [peer for peer in devices if (device, peer) in joined] for device in devices}
     if not all(after.values()):
         return None
     steps = count(1)

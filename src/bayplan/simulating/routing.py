@@ -158,8 +158,8 @@ def _widest(stages: Sequence[Stage], num_samples: int, num_micro_batches: int) -
         raise UsageError(f"a batch of {num_samples} samples; must be at least 1")
     if num_micro_batches < 1:
         raise UsageError(f"{num_micro_batches} micro-batches; must be at least 1")
-    numbers = [len(stage.devices) for stage in stages]
-    return numbers.index(max(numbers)), max(numbers)
+    widest = max(range(len(stages)), key=lambda stage: len(stages[stage].devices))
+    return widest, len(stages[widest].devices)
 
 
 def _fewer(num_micro_batches: int) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bayplan.data.actions import Action
+from bayplan.data.errors import check_at_least_1
 from bayplan.simulating.network import Network, Transfer
 from bayplan.simulating.routing import Message
 
@@ -167,8 +168,7 @@ class Loading:
     num_ahead: int = 2
 
     def __post_init__(self) -> None:
-        if self.num_ahead < 1:
-            raise ValueError(f"num_ahead is {self.num_ahead}, must be at least 1")
+        check_at_least_1(num_ahead=self.num_ahead)
 
 
 @dataclass(frozen=True, kw_only=True)

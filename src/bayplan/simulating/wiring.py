@@ -92,11 +92,9 @@ class Wiring:
         self._members = cache(self._join_members)
 
     @property
-    def joins(self) -> Iterator[tuple[LinkKind, float, float, Join]]:
-        """Each place of each joint: kind, latency, bandwidth, sides."""
-        for medium, join in self._joins:
-            joint = medium.joint
-            yield joint.kind, joint.latency_seconds.value, joint.bandwidth_bytes_per_s.value, join
+    def joins(self) -> Iterator[tuple[Joint, Join]]:
+        """Each place of each joint, and of each link as a joint."""
+        return ((medium.joint, join) for medium, join in self._joins)
 
     def _route(self, sender: int, receiver: int) -> Route:
         """The fastest way for large messages, among those of the fewest hops."""

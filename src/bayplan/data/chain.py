@@ -1,8 +1,8 @@
-"""`Chain`: a model as layers in a row, with what each costs, for planners of whole clusters.
+"""`Chain`: a model as layers in a row, with what each costs.
 
-A planner that looks for cuts needs no operators: it needs to know, for every place where the model
-can be cut, what lies before it and what would be sent. Published profiles say no more, and
-a captured step is boiled down to it.
+A planner for clusters needs no operators: it needs to know what lies before each place where the
+model can be cut, and what a cut there sends. Published profiles say no more, and a captured step is
+reduced to the same.
 """
 
 from functools import cached_property
@@ -51,10 +51,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Layers in a row, as they are on one kind of device.
 
     Attributes:
-        num_samples: that all figures are of.
-        device: the kind they are of, by name; empty if unknown.
+        num_samples: the batch that all figures hold for.
+        device: the kind of device that they hold for, by name; empty if unknown.
         source: where they come from, in words.
-        spread: by what part the seconds may be off, either way.
+        spread: the share by which the seconds may be off, either way.
     """
 
     schema: str = "bayplan/chain"
@@ -73,7 +73,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_not_negative(spread=self.spread)
 
     def seconds(self, first: int, last: int, num_samples: float) -> tuple[float, float]:
-        """Forward and backward of some layers, the last included, for so many samples."""
+        """Forward and backward seconds of layers `first` to `last`, inclusive."""
 
         def scaled(field: str) -> float:
             fixed = self._total(f"fixed_{field}", first, last)
@@ -83,15 +83,15 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return scaled("forward_seconds"), scaled("backward_seconds")
 
     def parameter_bytes(self, first: int, last: int) -> int:
-        """Of the weights of some layers, the last included."""
+        """Bytes of the weights of layers `first` to `last`, inclusive."""
         return int(self._total("parameter_bytes", first, last))
 
     def held_bytes(self, first: int, last: int, num_samples: float) -> float:
-        """What some layers, the last included, keep for backward, for so many samples."""
+        """Bytes that layers `first` to `last`, inclusive, keep for backward."""
         return self._total("held_bytes", first, last) * num_samples / self.num_samples
 
     def sent_bytes(self, last: int, num_samples: float) -> float:
-        """What a cut behind a layer sends, for so many samples."""
+        """Bytes that a cut behind a layer sends."""
         return self.layers[last].sent_bytes * num_samples / self.num_samples
 
     def _total(self, field: str, first: int, last: int) -> float:

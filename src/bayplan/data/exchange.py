@@ -35,34 +35,35 @@ _STRIP_BYTES = 1 << 20  # 1 MiB: chunks below that cost more than their overlap 
 
 EXCHANGE_HELP: Mapping[str, str] = {
     "fusion_threshold_bytes": (
-        "gradients are packed into buckets of at most so many bytes, in the order in which"
-        " backward makes them; 0 sends each alone; by default the plan decides"
+        "the most bytes of a bucket; gradients go in the order in which backward makes them;"
+        " 0 sends each gradient alone; by default the plan decides"
     ),
     "cycle_time_ms": (
-        "ready buckets are looked at only every so many milliseconds, as Horovod does; 0 sends"
-        " them at once. For comparison only: a bucket that is full gains nothing by waiting"
+        "ready buckets are sent only every so many milliseconds, as Horovod does; 0 sends them at"
+        " once. For comparison only: a full bucket gains nothing by waiting"
     ),
     "cache_enabled": (
-        "Horovod's response cache. No effect here: the order of sums is planned, the same on"
-        " all ranks, so nothing is negotiated"
+        "Horovod's response cache. No effect here: all ranks all-reduce in the planned order, so"
+        " nothing is negotiated"
     ),
     "hierarchical_allreduce": (
-        "sum inside each host first, then between hosts; by default chosen by measured cost"
+        "all-reduce inside each host first, then between hosts; by default the measured cost"
+        " decides"
     ),
     "hierarchical_allgather": (
-        "Horovod's setting for all-gather. No effect here: gradients are summed, not gathered"
+        "Horovod's setting for all-gather. No effect here: gradients are all-reduced, not gathered"
     ),
     "algorithm": (
-        "how a bucket is summed: ring, reduce_scatter (and all-gather), hierarchical, or shared"
-        " (memory that the ranks of a host share); auto takes what costs least at its size"
+        "how a bucket is all-reduced: ring, reduce_scatter (and all-gather), hierarchical, or"
+        " shared (memory that the ranks of a host share); auto takes the cheapest at its size"
     ),
     "strip_bytes": (
-        "hierarchical sums go in strips of so many bytes: one is between hosts while the next"
-        " is summed inside them"
+        "a hierarchical all-reduce goes in strips of this size: one strip is between hosts while"
+        " the next is inside them"
     ),
     "compression": (
-        "fp16 or bf16 halves what is sent, and rounds gradients to 11 or 8 bits before they are"
-        " summed: results change; none, the default, leaves them as they are"
+        "fp16 or bf16 halves what is sent and rounds gradients to 11 or 8 bits before they are"
+        " added, so results change; none, the default, sends them as they are"
     ),
 }
 

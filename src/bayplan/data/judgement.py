@@ -42,7 +42,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def needed_bytes(self) -> int:
-        """The sum of what is there for a reason."""
+        """All parts together, without what the allocator cannot use."""
         parts = ("weight", "version", "gradient", "state", "activation", "transfer", "bucket")
         return sum(getattr(self, f"{part}_bytes") for part in parts)
 

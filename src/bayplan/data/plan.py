@@ -167,7 +167,7 @@ class Bucket(CheckedStruct, frozen=True, kw_only=True):
     """Gradients that travel in one message, by parameter name.
 
     Attributes:
-        stages: whose ranks sum them; several if weights are tied across stages.
+        stages: whose ranks all-reduce them; several if weights are tied across stages.
     """
 
     parameters: tuple[str, ...]

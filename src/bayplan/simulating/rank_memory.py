@@ -193,8 +193,8 @@ class RankMemory:
         packed_bytes: by position of a message of several values, its copy in one piece; a single
             value is sent from where it is, and received there.
         num_ahead: receives that are posted ahead of the one that is waited for.
-        gradient_bytes: by stage, gradients that are there from its first backward on; those that
-            several ranks sum up have memory that stays.
+        gradient_bytes: by stage, gradients that are there from its first backward on; those in
+            all-reduces have memory that stays.
         update_bytes: what the update takes over parameters, gradients and state.
         lags: by stage, how many batches its backward is behind its forward.
         in_flight: by stage, the most micro-batches past their forward, of any batch.

@@ -1,10 +1,10 @@
-"""Rings through devices: in which order they sum up, and how fast.
+"""Rings through devices: the order in which they all-reduce, and how fast.
 
-Each of n devices sends 2 (n - 1) / n of all bytes to the next one. The narrowest wire decides, with
-as many parts as it has ways of the ring through it. Devices that are sorted by closeness pass each
-of the slow wires once, and one ring is all there is. Where pairs have links of their own, as in a
-cube of NVLinks, no order is given: rings are looked for one after the other in what the ones before
-have left, in both directions, as NCCL does.
+Each of n devices sends 2 (n - 1) / n of all bytes to the next one. The narrowest wire decides: each
+hop of the ring that passes it gets an equal part of it. Devices that are sorted by closeness pass
+each slow wire once, and one ring is enough. Where pairs have links of their own, as in a cube of
+NVLinks, no order is given: the search takes one ring after the other, in both directions, out of
+the bandwidth that the rings before have left, as NCCL does.
 """
 
 from collections import Counter

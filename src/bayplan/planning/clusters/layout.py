@@ -15,24 +15,19 @@ from bayplan.simulating.network import Network
 
 __all__ = ["Layout", "MessageCost", "layout_of"]
 
-# Sizes of sums that are looked up; between them lines, for the best way changes with the size.
+# All-reduces are looked up at these sizes and interpolated, because the best way changes with size.
 _SIZES = np.array([0, *(4**power for power in range(5, 19))], dtype=float)
 _MOST_SENDERS = 64  # of a run, next to its end; farther ones share no wire with these
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """Of messages that all devices of a run send, or get, at once.
-
-    Attributes:
-        seconds_per_byte: of what one device sends.
-    """
+    """Of messages that all devices of a run send, or get, at once; bytes are of one device."""
 
     latency_seconds: float
     seconds_per_byte: float
 
     def seconds(self, size_bytes: Any) -> Any:
-        """Of so many bytes per device; nothing for nothing."""
         return np.where(
             size_bytes > 0, self.latency_seconds + size_bytes * self.seconds_per_byte, 0.0
         )
@@ -58,7 +53,7 @@ class Layout:
     def sum_seconds(self, begin: int, number: int, size_bytes: Any) -> Any:
         if number < 2:
             return 0.0 * size_bytes
-        key = self._key(begin, number)
+        key = self.key(begin, number)
         if key not in self._sums:
             devices = sorted(self.run(begin, number))
             self._sums[key] = np.array(
@@ -78,7 +73,7 @@ class Layout:
         if not 0 < border < len(self.order):
             return MessageCost(0.0, 0.0)
         width = min(number, border, len(self.order) - border, _MOST_SENDERS)
-        key = self._key(border, width)
+        key = self.key(border, width)
         if key not in self._messages:
             self._messages[key] = self._message_cost(border, width)
         return self._messages[key]
@@ -96,7 +91,8 @@ class Layout:
             ),
         )
 
-    def _key(self, begin: int, number: int) -> tuple[int, int]:
+    def key(self, begin: int, number: int) -> tuple[int, int]:
+        """The same for runs that are alike."""
         return (begin % self.period if self.period else begin, number)
 
 

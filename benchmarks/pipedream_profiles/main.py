@@ -27,7 +27,7 @@ from pipedream_profiles.published import (
 )
 
 from bayplan.data.chain import Chain
-from bayplan.data.cluster import Cluster
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.planner import Candidate, memory_of, plan_on
 from bayplan.planning.clusters.refining import passings
@@ -153,6 +153,9 @@ def _verdict(
     same memory.
     """
     cluster = cluster_of(machines, bandwidths)
+    costs = ClusterCosts.of(
+        chain, ClusterNetwork(cluster), memory=memory_of(cluster), training=TRAINING
+    )
     staleness = len(split.stages) - 1
     batches = {
         split.num_samples,
@@ -165,7 +168,7 @@ def _verdict(
     planning_seconds = 0.0
     for num_samples in sorted(batches):
         given = replace(split, num_samples=num_samples)
-        theirs += (_judged(chain, way, cluster) for way in passings(given, staleness=staleness))
+        theirs += (_judged(costs, way) for way in passings(given, staleness=staleness))
         began = time.process_time()
         plan = plan_on(chain, cluster, num_samples, training=TRAINING, staleness=staleness)
         planning_seconds = max(planning_seconds, time.process_time() - began)
@@ -181,16 +184,8 @@ def _verdict(
     )
 
 
-def _judged(chain: Chain, split: Split, cluster: Cluster) -> Candidate:
-    judgement = judge(
-        chain,
-        split,
-        ClusterNetwork(cluster),
-        memory=memory_of(cluster),
-        training=TRAINING,
-        has_interval=False,
-        most_micro_batches=MOST_SIMULATED,
-    )
+def _judged(costs: ClusterCosts, split: Split) -> Candidate:
+    judgement = judge(costs, split, has_interval=False, most_micro_batches=MOST_SIMULATED)
     refusal = "" if judgement.fits else "does not fit"
     return Candidate(name=split.partitioner, split=split, judgement=judgement, refusal=refusal)
 

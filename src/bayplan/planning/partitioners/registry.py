@@ -31,13 +31,7 @@ class Partitioner(Protocol):
     """Decides which layers are on which devices."""
 
     def __call__(
-        self,
-        chain: Chain,
-        machines: Machines,
-        /,
-        *,
-        num_samples: int,
-        num_micro_batches: int = 1,
+        self, chain: Chain, machines: Machines, /, *, num_samples: int, num_micro_batches: int = 1
     ) -> Split: ...
 
 

@@ -185,9 +185,8 @@ def _verdict(
 
 
 def _judged(costs: ClusterCosts, split: Split) -> Candidate:
-    judgement = judge(costs, split, has_interval=False, most_micro_batches=MOST_SIMULATED)
-    refusal = "" if judgement.fits else "does not fit"
-    return Candidate(name=split.partitioner, split=split, judgement=judgement, refusal=refusal)
+    judgement = judge(costs, split, most_micro_batches=MOST_SIMULATED)
+    return Candidate(name=split.partitioner, split=split, judgement=judgement)
 
 
 def _rate(one: Candidate) -> float:

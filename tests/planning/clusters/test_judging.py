@@ -10,7 +10,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.judgement import Binding
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.cluster_costs import ClusterCosts
-from bayplan.planning.clusters.judging import judge
+from bayplan.planning.clusters.judging import judge, with_interval
 from bayplan.planning.clusters.split import DeviceMemory, Training
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.simulating.checking import check_actions
@@ -19,12 +19,9 @@ from bayplan.simulating.routing import resplit
 
 
 def judged(chains, split, network, *, is_folded=None, most_micro_batches=None, **more):
-    return judge(
-        ClusterCosts.of(chains, network, **more),
-        split,
-        is_folded=is_folded,
-        most_micro_batches=most_micro_batches,
-    )
+    cluster = ClusterCosts.of(chains, network, **more)
+    judgement = judge(cluster, split, is_folded=is_folded, most_micro_batches=most_micro_batches)
+    return with_interval(judgement, cluster, split, most_micro_batches=most_micro_batches)
 
 
 FAST = {"inner": 1e18, "outer": 1e18, "latency": 0.0}

@@ -94,7 +94,7 @@ def test_no_reference_is_faster_than_the_plan(staleness, bandwidth):
     assert max(plan.best.split.lags, default=0) <= staleness
     for name in ("pipedream", "pipedream-no-transfer"):
         for way in passings(reference(name, bandwidth), staleness=staleness):
-            judged = judge(cluster_of(bandwidth), way, has_interval=False)
+            judged = judge(cluster_of(bandwidth), way)
             assert seconds <= judged.seconds * 1.001
     others = [one.judgement.seconds for one in plan.alternatives if one.is_possible]
     assert seconds <= min(others) * 1.001
@@ -103,7 +103,7 @@ def test_no_reference_is_faster_than_the_plan(staleness, bandwidth):
 def test_no_small_change_makes_a_plan_faster():
     plan = planned()
     for split in neighbours(plan.best.split):
-        judged = judge(cluster_of(1e4), split, has_interval=False)
+        judged = judge(cluster_of(1e4), split)
         assert judged.seconds >= plan.best.judgement.seconds * 0.999
 
 

@@ -43,7 +43,6 @@ def judge(
     split: Split,
     *,
     is_folded: bool | None = None,
-    has_interval: bool = True,
     most_micro_batches: int | None = None,
 ) -> Judgement:
     """Simulate batches of a split until their time is steady.
@@ -52,7 +51,6 @@ def judge(
         cluster: the model, the devices and the network.
         split: which layers on which devices.
         is_folded: whether replicas that do the same are simulated once; None where it is worth it.
-        has_interval: whether the time is also found for figures off by their spread.
         most_micro_batches: that are simulated of a batch whose backward does not lag; each further
             one adds as much as the last of these did. None for all.
     """
@@ -68,7 +66,7 @@ def judge(
         for stage_index, need in enumerate(cluster.memory_needs(split))
     )
     binding, stage_index = _binding(stages)
-    judgement = Judgement(
+    return Judgement(
         seconds=times.seconds,
         low_seconds=times.seconds,
         high_seconds=times.seconds,
@@ -79,24 +77,19 @@ def judge(
         bubble=max(0.0, 1 - max(max(stage.busy) for stage in stages)),
         num_simulated=len(costs.folded.devices),
     )
-    if not has_interval:
-        return judgement
-    return _with_interval(judgement, costs, most_micro_batches)
 
 
 def with_interval(
-    judgement: Judgement, cluster: ClusterCosts, split: Split, most_micro_batches: int | None
+    judgement: Judgement,
+    cluster: ClusterCosts,
+    split: Split,
+    *,
+    most_micro_batches: int | None = None,
 ) -> Judgement:
-    """The same with the times, were everything faster or slower by its spread."""
-    return _with_interval(judgement, _split_costs(cluster, split, None), most_micro_batches)
-
-
-def _with_interval(
-    judgement: Judgement, costs: SplitCosts, most_micro_batches: int | None
-) -> Judgement:
-    used = {costs.cluster.kind_of(devices[0]) for devices in costs.folded.devices}
-    spread = max(costs.cluster.chains[kind].spread for kind in used)
-    link_spread = costs.cluster.training.link_spread
+    """A judgement with its times, were everything faster or slower by its spread."""
+    costs = _split_costs(cluster, split, None)
+    spread = max(cluster.chain_of(devices[0]).spread for devices in costs.folded.devices)
+    link_spread = cluster.training.link_spread
 
     def seconds(sign: int) -> float:
         compute, links = (max(0.0, 1 + sign * share) for share in (spread, link_spread))
@@ -176,7 +169,7 @@ def _simulated(costs: SplitCosts) -> _Times:
     times = step_times(costs.pipeline, costs.actions(), costs.costs(), lags=costs.split.lags)
     ranks = costs.pipeline.ranks
     seconds = times.seconds
-    if len(ranks) == 1 and len(costs.folded.devices[0]) > 1:
+    if len(ranks) == 1 and costs.folded.num_columns > 1:
         # A rank that is alone needs nobody to know the loss; those that it stands for do.
         seconds += costs.network.reduce(ranks, 0).alone_seconds
     lanes = (Lane.COMPUTE, Lane.RECEIVE, Lane.REDUCE)

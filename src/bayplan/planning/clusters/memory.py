@@ -10,7 +10,6 @@ transfers       on each side a message that comes and one that goes
 buckets         one that is filled and one that is summed up, where there are replicas
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +68,8 @@ class StageSizes:
         return cls(
             parameter_bytes=chain.parameter_bytes(first, last),
             held_bytes=chain.held_bytes(first, last, num_samples),
-            passing_bytes=share * max(one.passing_bytes for one in chain.layers[first : last + 1]),
+            passing_bytes=share
+            * max(layer.passing_bytes for layer in chain.layers[first : last + 1]),
             input_bytes=chain.sent_bytes(first - 1, num_samples) if first else 0.0,
             output_bytes=0.0 if is_last else chain.sent_bytes(last, num_samples),
         )
@@ -132,11 +132,10 @@ def memory_need(parts: Parts, training: Training, memory: DeviceMemory | None = 
 def in_flight_of(split: Split) -> tuple[int, ...]:
     """By stage, the most micro-batches that are past their forward, of all batches at once."""
     num_stages, count = len(split.stages), split.num_micro_batches
-    lags: Sequence[int] = split.lags or (0,) * num_stages
-    if any(lags):
+    if any(split.lags):
         is_first = split.schedule == BACKWARD_FIRST
         # A backward that comes first makes room for the forward behind it.
-        return tuple(lag * count + (not (is_first and lag)) for lag in lags)
+        return tuple(lag * count + (not (is_first and lag)) for lag in split.lags)
     if split.schedule == _ONE_BY_ONE:
         return (1,) * num_stages
     if split.schedule == _FILLS_FIRST and num_stages > 1:

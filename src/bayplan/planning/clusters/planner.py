@@ -148,18 +148,16 @@ class Candidate:
         name: what it is, in a few words.
         estimate_seconds: its time in the cost model of the dynamic programme; None if that did
             not make it.
-        refusal: why it is no choice; empty if it is one.
     """
 
     name: str
     split: Split
     judgement: Judgement
     estimate_seconds: float | None = None
-    refusal: str = ""
 
     @property
     def is_possible(self) -> bool:
-        return not self.refusal
+        return self.judgement.fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,23 +463,21 @@ class _Planning:
         key = _judged_alike(split)
         if key not in self._judged:
             self._judged[key] = judge(
-                self.search.cluster,
-                split,
-                has_interval=False,
-                most_micro_batches=_MOST_MICRO_BATCHES,
+                self.search.cluster, split, most_micro_batches=_MOST_MICRO_BATCHES
             )
-        judgement = self._judged[key]
         return Candidate(
             name=name,
             split=split,
-            judgement=judgement,
+            judgement=self._judged[key],
             estimate_seconds=estimate_seconds,
-            refusal="" if judgement.fits else "does not fit",
         )
 
     def _with_interval(self, candidate: Candidate, name: str) -> Candidate:
         judgement = with_interval(
-            candidate.judgement, self.search.cluster, candidate.split, _MOST_MICRO_BATCHES
+            candidate.judgement,
+            self.search.cluster,
+            candidate.split,
+            most_micro_batches=_MOST_MICRO_BATCHES,
         )
         return replace(candidate, name=candidate.name or name, judgement=judgement)
 

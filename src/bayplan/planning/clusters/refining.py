@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import msgspec
+from msgspec.structs import replace as _with
 
 from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
@@ -133,7 +133,8 @@ def neighbours(split: Split, *, micro_batches: Sequence[int] = ()) -> Iterator[S
         for step in _STEPS:
             last = before.last + step
             if before.first <= last < after.last:
-                yield _replaced(split, index, _cut(before, after, last))
+                both = _with(before, last=last), _with(after, first=last + 1)
+                yield _replaced(split, index, both)
         for step in (-1, 1):
             number = len(before.devices) + step
             others = len(after.devices) - step
@@ -154,16 +155,10 @@ def _replaced(split: Split, index: int, both: Sequence[Stage]) -> Split:
     return replace(split, stages=stages, partitioner="bayplan")
 
 
-def _cut(before: Stage, after: Stage, last: int) -> tuple[Stage, Stage]:
-    return msgspec.structs.replace(before, last=last), msgspec.structs.replace(
-        after, first=last + 1
-    )
-
-
 def _moved(before: Stage, after: Stage, number: int) -> tuple[Stage, Stage]:
     """With so many of both stages' devices in the first."""
     devices, shares = (*before.devices, *after.devices), (*before.shares, *after.shares)
     return (
-        msgspec.structs.replace(before, devices=devices[:number], shares=shares[:number]),
-        msgspec.structs.replace(after, devices=devices[number:], shares=shares[number:]),
+        _with(before, devices=devices[:number], shares=shares[:number]),
+        _with(after, devices=devices[number:], shares=shares[number:]),
     )

@@ -401,22 +401,18 @@ def _halves_seconds(swapped: Swapped, tier: Tier | None) -> tuple[float, float]:
 
 def _check_fits(plan: Plan, record: RunRecord) -> None:
     """Refuse what would run out of memory, with both numbers."""
-
-    def over_bytes(device: DeviceRecord) -> int:
-        return (device.total_bytes or 0) - (device.capacity_bytes or 0)
-
-    worst = max(record.devices, key=over_bytes)
-    if over_bytes(worst) <= 0:
+    sizes = [
+        (device.total_bytes or 0, device.capacity_bytes or 0, device) for device in record.devices
+    ]
+    total_bytes, capacity_bytes, worst = max(sizes, key=lambda own: own[0] - own[1])
+    if total_bytes <= capacity_bytes:
         return
-    assert worst.total_bytes is not None, "a cluster's devices say what they take"
-    assert worst.capacity_bytes is not None, "and what they have"
-    context_bytes = worst.total_bytes - worst.peak_bytes
-    room_bytes = worst.capacity_bytes - context_bytes
+    context_bytes = total_bytes - worst.peak_bytes
+    room_bytes = max(0, capacity_bytes - context_bytes)
     option = "--memory" if isinstance(plan, DevicePlan) else "--memory-per-rank"
     raise DoesNotFit(
-        f"{worst.device} needs {format_bytes(worst.total_bytes)},"
-        f" {format_bytes(context_bytes)} of it before the first tensor, and has"
-        f" {format_bytes(worst.capacity_bytes)}; plan with {option}"
-        f" {max(0, room_bytes) // 2**20}MiB",
+        f"{worst.device} needs {format_bytes(total_bytes)}, {format_bytes(context_bytes)} of it"
+        f" before the first tensor, and has {format_bytes(capacity_bytes)}; plan with {option}"
+        f" {room_bytes // 2**20}MiB",
         smallest_bytes=worst.peak_bytes,
     )

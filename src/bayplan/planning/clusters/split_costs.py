@@ -50,13 +50,16 @@ class Folded:
 
     Attributes:
         stages: of these numbers.
-        devices: by number, the devices that it stands for; the first of them is itself.
-        num_columns: that the first one stands for.
+        devices: by number, the devices that it stands for, one for each column; the first of them
+            is itself.
     """
 
     stages: tuple[Stage, ...]
     devices: tuple[tuple[int, ...], ...]
-    num_columns: int = 1
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.devices[0])
 
 
 def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
@@ -80,7 +83,7 @@ def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
         own = tuple(range(len(devices), len(devices) + width))
         devices += [stage.devices[column::width] for column in range(width)]
         folded.append(msgspec.structs.replace(stage, devices=own, shares=stage.shares[:width]))
-    return Folded(stages=tuple(folded), devices=tuple(devices), num_columns=num_columns)
+    return Folded(stages=tuple(folded), devices=tuple(devices))
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,10 @@ class StageTables:
             )
         )
         # The narrower side of a border decides; a stage knows its own side alone.
-        each_bytes = self.micro_batch / run.number / columns.num_samples
-        came = self.layout.message_cost(run.begin, run.number).seconds(
-            columns.input_bytes * each_bytes
-        )
-        gone = self.layout.message_cost(run.begin + run.number, run.number).seconds(
-            columns.output_bytes * each_bytes
-        )
+        each = self.micro_batch / run.number / columns.num_samples
+        begin, end = run.begin, run.begin + run.number
+        came = self.layout.message_seconds(begin, run.number, columns.input_bytes * each)
+        gone = self.layout.message_seconds(end, run.number, columns.output_bytes * each)
         sizes = StageSizes(
             parameter_bytes=columns.parameters,
             held_bytes=columns.held * share,

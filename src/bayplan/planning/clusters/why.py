@@ -22,7 +22,7 @@ from bayplan.data.judgement import Alternative, Binding, Gain, Judgement, StageJ
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.planning.clusters.candidates import counts_up_to
 from bayplan.planning.clusters.cluster_costs import Chains, ClusterCosts, Memory
-from bayplan.planning.clusters.judging import judge
+from bayplan.planning.clusters.judging import judge, with_interval
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan
 from bayplan.planning.clusters.refining import data_parallel, smallest_that_fits
 from bayplan.planning.clusters.split import Split, Training
@@ -63,7 +63,9 @@ def explain(
         name: of the split.
     """
     cluster = ClusterCosts.of(chains, network, kinds=kinds, memory=memory, training=training)
-    judged = judge(cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
+    most = _MOST_MICRO_BATCHES
+    judged = judge(cluster, split, most_micro_batches=most)
+    judged = with_interval(judged, cluster, split, most_micro_batches=most)
     factor = replayed_seconds / judged.seconds if replayed_seconds and judged.seconds else 1.0
     judged = _scaled(judged, factor)
     explaining = _Explaining(cluster, factor)
@@ -122,9 +124,7 @@ class _Explaining:
     def seconds(self, split: Split, *, has_sums: bool = True) -> float:
         network = self.cluster.network
         cluster = replace(self.cluster, network=network if has_sums else _FreeSums(network))
-        judgement = judge(
-            cluster, split, has_interval=False, most_micro_batches=_MOST_MICRO_BATCHES
-        )
+        judgement = judge(cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
         return self.factor * judgement.seconds
 
     def gains(

@@ -48,7 +48,6 @@ __all__ = [
     "optimize",
     "pipedream",
     "pipedream_split",
-    "straight",
 ]
 
 _Seconds = TypeVar("_Seconds", float, NDArray[np.float64])
@@ -335,33 +334,20 @@ def pipedream(
     options: PipeDreamOptions | None = None,
     partitioner: str = "pipedream",
 ) -> Split:
-    """PipeDream's stages of a chain; without options, with transfers, as its manual has it."""
-    optimum = optimize(
-        chain_states(chain), machines.levels, options or PipeDreamOptions(compression=1.0)
-    )
-    return pipedream_split(
-        optimum,
+    """PipeDream's stages of a chain; without options, with transfers, as its manual has it.
+
+    A straight pipeline drains after every batch.
+    """
+    options = options or PipeDreamOptions(compression=1.0)
+    split = pipedream_split(
+        optimize(chain_states(chain), machines.levels, options),
         machines,
         cuts=range(len(chain.layers)),
         num_samples=num_samples,
         num_micro_batches=num_micro_batches,
         partitioner=partitioner,
     )
-
-
-def straight(
-    chain: Chain, machines: Machines, *, num_samples: int, num_micro_batches: int = 1
-) -> Split:
-    """One device for each stage, the slowest of which is as fast as can be; drains every batch."""
-    split = pipedream(
-        chain,
-        machines,
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        options=PipeDreamOptions(compression=1.0, is_straight=True, may_use_fewer=True),
-        partitioner="straight",
-    )
-    return replace(split, lags=())
+    return replace(split, lags=()) if options.is_straight else split
 
 
 def pipedream_split(

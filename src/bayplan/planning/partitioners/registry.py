@@ -17,7 +17,7 @@ from bayplan.data.plan import Stage
 from bayplan.planning.clusters.refining import data_parallel
 from bayplan.planning.clusters.split import Split
 from bayplan.planning.partitioners.machines import Machines
-from bayplan.planning.partitioners.pipedream import PipeDreamOptions, pipedream, straight
+from bayplan.planning.partitioners.pipedream import PipeDreamOptions, pipedream
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_load, cuts_by_share
 
 __all__ = ["PARTITIONERS", "Partitioner", "cut_by", "find_partitioner"]
@@ -77,9 +77,8 @@ def cut_by(
             OneFlow's rules.
     """
     replicas = replicas or _spread(len(chain.layers), len(machines.devices))
-    equal = replicas if name.startswith("even-") else (1,) * len(replicas)
-    share = num_samples / num_micro_batches / chain.num_samples
-    firsts = _CUTS[name](chain, ratios or equal, share)
+    ratios = ratios or (replicas if name.startswith("even-") else (1,) * len(replicas))
+    firsts = _CUTS[name](chain, ratios, num_samples / num_micro_batches / chain.num_samples)
     if len(firsts) != len(replicas):
         raise UsageError(f"{len(firsts)} stages, but replicas of {len(replicas)} are given")
     if sum(replicas) > len(machines.devices):
@@ -122,7 +121,12 @@ def _data_parallel(
 
 PARTITIONERS: dict[str, Partitioner] = {
     "data-parallel": _data_parallel,
-    "straight": straight,
+    # One device for each stage, of which the slowest is as fast as can be.
+    "straight": partial(
+        pipedream,
+        options=PipeDreamOptions(compression=1.0, is_straight=True, may_use_fewer=True),
+        partitioner="straight",
+    ),
     **{name: partial(cut_by, name) for name in _CUTS},
     "pipedream": pipedream,
     "pipedream-no-transfer": partial(

@@ -6,7 +6,7 @@ planned as for any other placement, and the result is replayed on the cluster. T
 the replay predicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,7 @@ from bayplan.data.placement import Place, Placement
 from bayplan.data.plan import RankPlan, Stage
 from bayplan.data.record import RunRecord
 from bayplan.planning.clusters.planner import ClusterPlan, memory_of, plan_on
-from bayplan.planning.clusters.simulated import host_tier, simulate_plan
+from bayplan.planning.clusters.simulated import Progress, host_tier, simulate_plan
 from bayplan.planning.clusters.split import Split, Training, state_per_parameter
 from bayplan.planning.clusters.why import explain
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
@@ -34,7 +34,6 @@ from bayplan.simulating.swaps import Tier
 
 __all__ = ["ClusterQuestion", "Clustered", "data_parallel_placement"]
 
-Progress = Callable[[str, int, int], None]
 _UPDATE_PASSES = 5  # over the weights' bytes: parameter, gradient and state, read and written
 
 

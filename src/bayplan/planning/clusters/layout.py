@@ -84,10 +84,7 @@ class Layout:
 def layout_of(network: Network, num_devices: int, *, kinds: Sequence[str] = ()) -> Layout:
     """Put devices in a row by the network's levels, if it has any, else by their numbers.
 
-    Args:
-        network: between them.
-        num_devices: that there are, from 0.
-        kinds: of devices; those of one kind come together within each group.
+    Those of one kind come together within each group.
     """
     named = kinds or ("",) * num_devices
     places: list[list[int]] = [[] for _ in range(num_devices)]

@@ -38,14 +38,7 @@ from bayplan.planning.partitioners.registry import find_partitioner
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network
 
-__all__ = [
-    "AUTO",
-    "Candidate",
-    "ClusterPlan",
-    "memory_of",
-    "plan_cluster",
-    "plan_on",
-]
+__all__ = ["AUTO", "Candidate", "ClusterPlan", "memory_of", "plan_cluster", "plan_on"]
 
 AUTO = "auto"  # our own search
 PLAN = "plan"
@@ -561,13 +554,15 @@ def _check(
     schedules: Sequence[str],
     micro_batches: Sequence[int],
 ) -> None:
-    for name, figure in (("num_samples", num_samples), ("num_devices", num_devices)):
-        if figure < 1:
-            raise UsageError(f"{name} is {figure}, must be at least 1")
+    for name, figure, least in (
+        ("num_samples", num_samples, 1),
+        ("num_devices", num_devices, 1),
+        ("staleness", staleness, 0),
+    ):
+        if figure < least:
+            raise UsageError(f"{name} is {figure}, must be at least {least}")
     if kinds and len(kinds) < num_devices:
         raise UsageError(f"{len(kinds)} kinds for {num_devices} devices; name one for each")
-    if staleness < 0:
-        raise UsageError(f"staleness is {staleness}, must be 0 or more")
     known = [str(Passing.ONE_F_ONE_B), str(Passing.GPIPE)]
     for name in schedules:
         if name not in known:

@@ -79,15 +79,11 @@ def smallest_that_fits(
     *,
     may_recompute: bool = True,
 ) -> Split:
-    """The split with as few micro-batches as fit; if none do, with as many as there can be.
+    """The split with as few micro-batches as fit, but no fewer than it has.
 
-    Args:
-        plain: with its fewest micro-batches.
-        counts: of micro-batches that may be chosen.
-        fits: whether a split fits into memory.
-        may_recompute: whether stages may repeat their forward.
+    If none of `counts` does, with as many as there can be.
     """
-    most = plain.num_samples // max(len(stage.devices) for stage in plain.stages)
+    most = plain.num_samples // max(plain.replicas)
     split = plain
     for count in sorted({plain.num_micro_batches, *counts}):
         if not plain.num_micro_batches <= count <= most:
@@ -106,10 +102,7 @@ def passings(
 ) -> Iterator[Split]:
     """The ways for batches to pass the stages of a split, which stay as they are.
 
-    Args:
-        split: of any partitioner.
-        staleness: batches that a backward may be behind its forward.
-        micro_batches: the only counts that may be chosen; empty for a few typical ones.
+    With `micro_batches`, only these numbers of them; else a few typical ones.
     """
     num_stages = len(split.stages)
     most = split.num_samples // max(split.replicas)

@@ -6,7 +6,7 @@ in the stage's time and memory. Then the lists of all ranks are replayed.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from bayplan.simulating.rank_memory import Key, RankMemory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, Tier, apply_order, lane_seconds
 
-__all__ = ["devices_for", "host_tier", "simulate_plan"]
+__all__ = ["Progress", "devices_for", "host_tier", "simulate_plan"]
 
 Progress = Callable[[str, int, int], None]
 _K = ActionKind
@@ -146,7 +146,6 @@ class _OnKind:
     """All ranks, if each had a device of one kind."""
 
     memory: Sequence[RankMemory]
-    fits: Mapping[Key, Fit]
     seconds: RankSeconds
 
 
@@ -238,7 +237,7 @@ class _RankReplay:
         return _device_record(
             kind,
             f"{kind.name} {self.devices[rank]}, rank {rank}, stage {'+'.join(map(str, stages))}",
-            allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.fits),
+            allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
             stages=stages,
         )
@@ -266,7 +265,7 @@ class _RankReplay:
         memory = [needs.memory(rank, self._actions[rank], proof) for rank in pipeline.ranks]
         alike = [memory[rank] for rank in pipeline.ranks if self._kind(rank).name == kind.name]
         fits = self._fits(cut, alike, host_tier(self.cluster, self.devices[rank]))
-        return _OnKind(memory, fits, RankSeconds(needs=needs, fits=fits))
+        return _OnKind(memory, RankSeconds(needs=needs, fits=fits))
 
     def _fits(
         self, cut: CutSource, ranks: Sequence[RankMemory], tier: Tier | None
@@ -318,28 +317,30 @@ class _RankReplay:
         return self._network.host_copy(self.devices[rank], size_bytes, outward=outward)
 
     @cached_property
+    def _hosts(self) -> list[int]:
+        """By rank."""
+        return [self.cluster.devices[device].host for device in self.devices]
+
+    @cached_property
     def _input_figures(self) -> list[Figure]:
         """How fast the hosts' input pipelines are, where that is said."""
-        hosts = {self.cluster.devices[device].host: None for device in self.devices}
-        rates = (self.cluster.hosts[host].input_samples_per_s for host in hosts)
+        rates = (self.cluster.hosts[host].input_samples_per_s for host in set(self._hosts))
         return [rate for rate in rates if rate is not None]
 
     def _loading(self, factor: float) -> Loading | None:
         """How the hosts' input pipelines feed the first stage; None where none is described."""
         if not self._input_figures:
             return None
-        hosts = [self.cluster.devices[device].host for device in self.devices]
-        rates = {host: self.cluster.hosts[host].input_samples_per_s for host in hosts}
 
         def seconds(rank: int, action: Action) -> float:
-            rate = rates[hosts[rank]]
+            rate = self.cluster.hosts[self._hosts[rank]].input_samples_per_s
             if rate is None or action.stage != 0:
                 return 0.0
             pieces = self.pipeline.routing.pieces_of(action.stage, rank)
             (size,) = (piece.end - piece.begin for index, piece in pieces if index == action.index)
             return factor * size / rate.value
 
-        return Loading(loader=hosts.__getitem__, seconds=seconds)
+        return Loading(loader=self._hosts.__getitem__, seconds=seconds)
 
 
 def _device_record(
@@ -357,8 +358,7 @@ def _device_record(
 
 def _simulate_alone(plan: DevicePlan, source: StepSource, cluster: Cluster) -> _Simulated:
     """A plan for one device, as it runs on the first device of a cluster."""
-    device = 0
-    kind = cluster.kind_of(device)
+    kind = cluster.kind_of(0)
     step = source.alone(kind)
     if plan.graph_fingerprint not in step.fingerprints:
         raise ForeignPlan(
@@ -370,14 +370,14 @@ def _simulate_alone(plan: DevicePlan, source: StepSource, cluster: Cluster) -> _
         apply_order(plan.order, traced.for_order(plan.order, is_here=False).program)
         for traced in (step.traced, step.unrounded)
     )
-    forward, backward = _halves_seconds(swapped, host_tier(cluster, device))
+    forward, backward = _halves_seconds(swapped, host_tier(cluster, 0))
     seconds, events = 0.0, list[Event]()
     for name, part in (("0F0", forward), ("0B0", backward), ("0U0", step.outside_seconds)):
         events.append(Event(lane=Lane.COMPUTE, name=name, start_seconds=seconds, seconds=part))
         seconds += part
     record = _device_record(
         kind,
-        f"{kind.name} {device}",
+        f"{kind.name} 0",
         allocated_bytes=_peak_bytes(swapped),
         needed_bytes=_peak_bytes(unrounded),
         events=tuple(events),

@@ -65,9 +65,7 @@ class Folded:
 def fold(stages: Sequence[Stage], *, is_alike: bool) -> Folded:
     """Number the devices of stages, and leave out those that others stand for.
 
-    Args:
-        stages: of a split.
-        is_alike: whether the replicas of each stage are of one kind and have equal shares.
+    Others do only if the replicas of each stage are alike: of one kind, with equal shares.
 
     Example:
         >>> stages = [Stage(first=0, last=0, devices=(4, 5, 6, 7), shares=(1, 1, 1, 1)),

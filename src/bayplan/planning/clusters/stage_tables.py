@@ -19,7 +19,7 @@ import numpy as np
 from bayplan.data.chain import Chain
 from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import Layout
-from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
+from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, in_flight, needed_parts
 from bayplan.planning.clusters.split import Training
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
@@ -221,14 +221,8 @@ class StageTables:
 
     def in_flight(self, stages_left: int) -> int:
         """Micro-batches in flight in a stage with so many from it to the end, itself included."""
-        count = self.num_micro_batches
-        if self.passing is Passing.GPIPE:
-            return count
-        if self.passing is Passing.STALE_SUM:
-            return max(1, (stages_left - 1) * count)
-        if self.passing is Passing.STALE:
-            return 1 + (stages_left - 1) * count
-        return min(count, stages_left)
+        lag = stages_left - 1 if self.passing.is_stale else 0
+        return in_flight(self.passing, self.num_micro_batches, stages_left, lag)
 
     def _columns(self, kind: str) -> "_Columns":
         key = ("columns", kind, self.most_layers)

@@ -172,10 +172,11 @@ class _Explaining:
         """What old weights save, and of that, by hiding sums."""
         hidden = (fresh - fresh_bare) - (seconds - self.seconds(split, has_sums=False))
         hidden = min(max(0.0, hidden), max(0.0, fresh - seconds))
+        oldest = max(split.lags)
         return Gain(
             name="staleness",
             seconds=fresh - seconds,
-            note=f"weights are up to {_batches_old(max(split.lags))};"
+            note=f"weights are up to {oldest} batch{'es' * (oldest > 1)} old;"
             f" {format_seconds(hidden)} of it are sums hidden behind the next batch",
         )
 
@@ -189,10 +190,6 @@ def _scaled(judgement: Judgement, factor: float) -> Judgement:
 
     stages = (msgspec.structs.replace(stage, **times(stage)) for stage in judgement.stages)
     return msgspec.structs.replace(judgement, **times(judgement), stages=tuple(stages))
-
-
-def _batches_old(number: int) -> str:
-    return f"{number} batch{'es' * (number > 1)} old"
 
 
 def _memory_note(real: Split, fits: bool) -> str:
@@ -241,7 +238,9 @@ def _lacking(stage: StageJudgement) -> str:
 def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> Iterator[str]:
     is_idle = [max(stage.busy) < _IDLE for stage in judged.stages]
     idle = [index for index in range(len(is_idle)) if is_idle[index]]
-    hides = _hides_sums(split, judged, gains)
+    stale_seconds = sum(gain.seconds for gain in gains if gain.name == "staleness")
+    longest = max(judged.stages, key=lambda stage: stage.sum_seconds)
+    hides = stale_seconds > 0 and longest.sum_wait_seconds < _HIDDEN * longest.sum_seconds
     if idle and is_idle.count(False) == 1:
         number = split.replicas[is_idle.index(False)]
         wasted = sum(split.replicas[index] for index in idle)
@@ -255,7 +254,6 @@ def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> Iterato
         yield f"stage {names} computes next to nothing; its devices are idle"
     elif hides:
         yield "the all-reduce is hidden behind the next batch, which old weights allow"
-    stale_seconds = sum(gain.seconds for gain in gains if gain.name == "staleness")
     if stale_seconds > 0:
         total = sum(gain.seconds for gain in gains)
         if total <= 0:
@@ -267,15 +265,6 @@ def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> Iterato
     if any(split.recomputed):
         number = sum(split.recomputed)
         yield f"{number} of {len(split.stages)} stages repeat their forward, for memory"
-
-
-def _hides_sums(split: Split, judged: Judgement, gains: Sequence[Gain]) -> bool:
-    """Whether most of the longest sum has nobody waiting, thanks to old weights."""
-    if not any(split.lags):
-        return False
-    stage = max(judged.stages, key=lambda stage: stage.sum_seconds)
-    gained = sum(gain.seconds for gain in gains if gain.name == "staleness")
-    return gained > 0 and stage.sum_wait_seconds < _HIDDEN * stage.sum_seconds
 
 
 def _alternatives(plan: ClusterPlan, judged: Judgement, factor: float) -> Iterator[Alternative]:

@@ -64,14 +64,9 @@ def cut_by(
     replicas: Sequence[int] = (),
     ratios: Sequence[int] = (),
 ) -> Split:
-    """Cut by one of the simple rules, on devices in their order.
+    """Cut by one of the simple rules, `even-…` or `oneflow-…`, on devices in their order.
 
     Args:
-        name: `even-…` or `oneflow-…`.
-        chain: to be cut.
-        machines: to be put on.
-        num_samples: of a batch.
-        num_micro_batches: of a batch.
         replicas: of each stage; empty for one device each, or more where layers are few.
         ratios: of the stages. Empty for a part by replicas with `even-…`, for equal parts with
             OneFlow's rules.

@@ -21,7 +21,7 @@ from bayplan.data.plan import Stage
 from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
 
 __all__ = ["Estimate", "Search", "counts_up_to", "cut_places", "in_columns", "merged"]
@@ -47,8 +47,8 @@ class Search:
         staleness: batches that backward may be behind.
         passings: ways to pass that may be chosen, beside stale ones.
         micro_batches: numbers of them that may be chosen; empty for any.
-        lasts: by layer of these chains, its last layer in the whole model, where several of that
-            were merged into one; empty where none were.
+        ends: where several layers of the model were merged into one, by merged layer how many of
+            the model's are before it, and their whole number; empty where none were.
     """
 
     cluster: ClusterCosts
@@ -59,7 +59,7 @@ class Search:
     micro_batches: Sequence[int] = ()
     may_recompute: bool = True
     tolerance: float = 0.005
-    lasts: Sequence[int] = ()
+    ends: Sequence[int] = ()
     _known: dict[object, Any] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,8 @@ class Search:
         """The same with so many places to cut at most."""
         lasts = cut_places(self.cluster.any_chain, most=most)
         chains = {kind: merged(chain, lasts) for kind, chain in self.cluster.chains.items()}
-        return replace(self, cluster=replace(self.cluster, chains=chains), lasts=lasts, _known={})
+        ends = (0, *(last + 1 for last in lasts))
+        return replace(self, cluster=replace(self.cluster, chains=chains), ends=ends, _known={})
 
     def estimates(self) -> list[Estimate]:
         """All that is worth a look, the fastest first."""
@@ -210,17 +211,11 @@ class Search:
 
     def _split(self, partition: Partition, passing: Passing, count: int) -> Split:
         parts = partition.parts
-        lasts = self.lasts or range(self.cluster.num_layers)
-        runs = [self.layout.run(part.begin, part.number) for part in parts]
-        return Split(
-            stages=tuple(
-                Stage(
-                    first=lasts[part.first - 1] + 1 if part.first else 0,
-                    last=lasts[part.last],
-                    devices=devices,
-                    shares=self.cluster.shares(devices),
-                )
-                for part, devices in zip(parts, runs, strict=True)
+        ends = self.ends or range(self.cluster.num_layers + 1)
+        split = Split(
+            stages=equal_stages(
+                [(ends[part.first], ends[part.last + 1]) for part in parts],
+                [self.layout.run(part.begin, part.number) for part in parts],
             ),
             num_samples=self.num_samples,
             num_micro_batches=count,
@@ -229,6 +224,7 @@ class Search:
             recomputed=tuple(part.is_recomputed for part in parts),
             partitioner="bayplan",
         )
+        return self.cluster.with_shares(split)
 
 
 def _best_count(by_count: Mapping[int, Sequence[Partition]]) -> int | None:

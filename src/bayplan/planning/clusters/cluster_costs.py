@@ -5,8 +5,10 @@ only kind has an empty name.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
 
 from bayplan.data.chain import Chain
 from bayplan.data.errors import UsageError, did_you_mean
@@ -99,10 +101,18 @@ class ClusterCosts:
         seconds = sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
         return chain.num_samples / max(1e-12, seconds)
 
-    def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """In proportion to how fast each device is with the whole chain; ones if all are alike."""
+    def with_shares(self, split: Split) -> Split:
+        """The same split with the shares of the batch that suit the devices of each stage."""
         if not self.kinds:
-            return (1,) * len(devices)
+            return split
+        stages = (
+            msgspec.structs.replace(stage, shares=self._shares(stage.devices))
+            for stage in split.stages
+        )
+        return replace(split, stages=tuple(stages))
+
+    def _shares(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """In proportion to how fast each device is with the whole chain; ones if all are alike."""
         speeds = [self.samples_per_second(self.kind_of(device)) for device in devices]
         fastest = max(speeds)
         if min(speeds) == fastest:

@@ -202,9 +202,8 @@ class ClusterQuestion:
             sorted(zip(map(places.__getitem__, stage.devices), stage.shares, strict=True))
             for stage in split.stages
         ]
-        placement = Placement(
-            tuple(tuple(place for place, _ in stage) for stage in replicas)
-        ).without_gaps()
+        stages = tuple(tuple(place for place, _ in stage) for stage in replicas)
+        placement = Placement(stages).without_gaps()
         given = RankPlanOptions(placement=placement) if options is None else options
         limit_bytes = given.limit_bytes
         if limit_bytes is None and any(split.recomputed):
@@ -230,6 +229,7 @@ class ClusterQuestion:
         plan, devices = made.plan, self._devices(Placement.parse(made.plan.placement))
         chains, firsts = self._layers_with([stage.first for stage in plan.stages])
         begins = [firsts.index(stage.first) for stage in plan.stages]
+        spans = pairwise([*begins, len(firsts)])
         split = Split(
             stages=tuple(
                 Stage(
@@ -238,9 +238,7 @@ class ClusterQuestion:
                     devices=tuple(devices[rank] for rank in stage.devices),
                     shares=stage.shares,
                 )
-                for (begin, end), stage in zip(
-                    pairwise([*begins, len(firsts)]), plan.stages, strict=True
-                )
+                for (begin, end), stage in zip(spans, plan.stages, strict=True)
             ),
             num_samples=self.source.num_samples,
             num_micro_batches=plan.num_micro_batches,

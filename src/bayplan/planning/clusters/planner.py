@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 
-import msgspec
-
 from bayplan.data.cluster import Cluster
 from bayplan.data.errors import BayplanError, DoesNotFit, UsageError, did_you_mean
 from bayplan.data.judgement import Judgement
@@ -337,19 +335,16 @@ class _Planning:
 
     def _references(self) -> Iterator[Candidate]:
         """What every plan is compared with; maybe it does not fit."""
-        search, row = self.search, self.search.layout.order
-        chain, num_samples = search.cluster.any_chain, search.num_samples
-        shares = search.cluster.shares(row)
-        for split in (
-            data_parallel(chain, row, num_samples, shares=shares),
-            even_pipeline(chain, row, num_samples),
-        ):
+        search, cluster, row = self.search, self.search.cluster, self.search.layout.order
+        for make_split in (data_parallel, even_pipeline):
+            split = make_split(cluster.any_chain, row, search.num_samples)
             if split is None:
                 continue
+            split = cluster.with_shares(split)
             if search.micro_batches:
                 split = replace(split, num_micro_batches=min(search.micro_batches))
             least = smallest_that_fits(
-                split, search.counts, search.cluster.fits, may_recompute=search.may_recompute
+                split, search.counts, cluster.fits, may_recompute=search.may_recompute
             )
             yield self._candidate(least, split.partitioner)
 
@@ -380,12 +375,9 @@ class _Planning:
         """What a partitioner finds; shares of the batch by the speed of devices."""
         cluster, num_samples = self.search.cluster, self.search.num_samples
         partition = find_partitioner(name)
-        split = partition(cluster.any_chain, self._machines(name), num_samples=num_samples)
-        stages = (
-            msgspec.structs.replace(stage, shares=cluster.shares(stage.devices))
-            for stage in split.stages
+        return cluster.with_shares(
+            partition(cluster.any_chain, self._machines(name), num_samples=num_samples)
         )
-        return replace(split, stages=tuple(stages))
 
     def _machines(self, name: str) -> Machines:
         """The cluster as partitioners see it.

@@ -15,7 +15,7 @@ from msgspec.structs import replace as _with
 from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.pipelines.cuts import cuts_by_share
 
 __all__ = [
@@ -38,18 +38,10 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STEPS = (-1, 1, -3, 3)  # layers; a residual branch is about three long
 
 
-def data_parallel(
-    chain: Chain, devices: Sequence[int], num_samples: int, *, shares: Sequence[int] = ()
-) -> Split:
+def data_parallel(chain: Chain, devices: Sequence[int], num_samples: int) -> Split:
     """All layers on all devices, or on as many as there are samples."""
-    row = tuple(devices)[:num_samples]
-    stage = Stage(
-        first=0,
-        last=len(chain.layers) - 1,
-        devices=row,
-        shares=tuple(shares)[: len(row)] or (1,) * len(row),
-    )
-    return Split(stages=(stage,), num_samples=num_samples, partitioner=DATA_PARALLEL)
+    stages = equal_stages([(0, len(chain.layers))], [devices[:num_samples]])
+    return Split(stages=stages, num_samples=num_samples, partitioner=DATA_PARALLEL)
 
 
 def even_pipeline(chain: Chain, devices: Sequence[int], num_samples: int) -> Split | None:
@@ -58,14 +50,9 @@ def even_pipeline(chain: Chain, devices: Sequence[int], num_samples: int) -> Spl
     if number < 2:
         return None
     seconds = [layer.forward_seconds + layer.backward_seconds for layer in chain.layers]
-    firsts = cuts_by_share(seconds, (1,) * number)
+    spans = pairwise((*cuts_by_share(seconds, (1,) * number), len(seconds)))
     return Split(
-        stages=tuple(
-            Stage(first=first, last=after - 1, devices=(device,), shares=(1,))
-            for (first, after), device in zip(
-                pairwise((*firsts, len(seconds))), devices, strict=False
-            )
-        ),
+        stages=equal_stages(spans, [(device,) for device in devices[:number]]),
         num_samples=num_samples,
         num_micro_batches=min(num_samples, 4 * number),
         partitioner=EVEN_PIPELINE,

@@ -1,12 +1,13 @@
 """`Split`: which layers are on which devices; `Training`: what a step keeps beside them."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bayplan.data.errors import check_not_negative
 from bayplan.data.plan import Stage
 
-__all__ = ["DeviceMemory", "Split", "Training", "state_per_parameter"]
+__all__ = ["DeviceMemory", "Split", "Training", "equal_stages", "state_per_parameter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,16 @@ class Split:
     def replicas(self) -> tuple[int, ...]:
         """Of each stage, how many devices compute it."""
         return tuple(len(stage.devices) for stage in self.stages)
+
+
+def equal_stages(
+    spans: Iterable[tuple[int, int]], devices: Iterable[Sequence[int]]
+) -> tuple[Stage, ...]:
+    """Stages from a first layer up to an end, which is not included, with equal shares."""
+    return tuple(
+        Stage(first=first, last=end - 1, devices=tuple(own), shares=(1,) * len(own))
+        for (first, end), own in zip(spans, devices, strict=True)
+    )
 
 
 def state_per_parameter(optimizer: str) -> float:

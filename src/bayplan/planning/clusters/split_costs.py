@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import gcd
 
 import msgspec
@@ -187,33 +188,26 @@ class SplitCosts:
     @cached_property
     def num_samples(self) -> int:
         """That are simulated; of those that others stand for, as many as the fullest column has."""
-        split, folded = self.split, self.folded
-        if folded.num_columns == 1:
+        split, num_columns = self.split, self.folded.num_columns
+        if num_columns == 1:
             return split.num_samples
         most = -(-split.num_samples // split.num_micro_batches)
-        return -(-most // folded.num_columns) * split.num_micro_batches
+        return -(-most // num_columns) * split.num_micro_batches
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        buckets: list[tuple[int, ...]] = []
-        for number in self.num_buckets:
-            begin = sum(map(len, buckets))
-            buckets.append(tuple(range(begin, begin + number)))
-        routing = resplit(
-            self.folded.stages,
-            num_samples=self.num_samples,
-            num_micro_batches=self.split.num_micro_batches,
-        )
-        return FoldedPipeline(self.folded.stages, routing, buckets=tuple(buckets))
+        stages, count = self.folded.stages, self.split.num_micro_batches
+        routing = resplit(stages, num_samples=self.num_samples, num_micro_batches=count)
+        bounds = pairwise(accumulate(self.num_buckets, initial=0))
+        return FoldedPipeline(stages, routing, buckets=tuple(tuple(range(*own)) for own in bounds))
 
     @cached_property
     def num_buckets(self) -> tuple[int, ...]:
         """By stage; none where there are no replicas."""
+        training = self.cluster.training
         return tuple(
-            self.cluster.training.num_buckets(self.parameter_bytes(stage_index))
-            if len(stage.devices) > 1
-            else 0
-            for stage_index, stage in enumerate(self.split.stages)
+            training.num_buckets(self.parameter_bytes(index)) if number > 1 else 0
+            for index, number in enumerate(self.split.replicas)
         )
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -230,13 +224,11 @@ class SplitCosts:
         return tuple(lists)
 
     def costs(self) -> StepCosts:
-        update_seconds_per_byte = (
-            self.compute_factor * self.cluster.training.update_seconds_per_byte
-        )
+        per_byte = self.compute_factor * self.cluster.training.update_seconds_per_byte
         return StepCosts(
             seconds=self.seconds,
             update_seconds=[
-                update_seconds_per_byte * self.parameter_bytes(stage_index)
+                per_byte * self.parameter_bytes(stage_index)
                 for stage_index, stage in enumerate(self.folded.stages)
                 for _ in stage.devices
             ],

@@ -127,13 +127,8 @@ class StageTables:
     def _of_kind(self, run: Run, kind: str, samples: int) -> StageTable:
         columns = self._columns(kind)
         share = samples / columns.num_samples
-        forward, backward = (
-            fixed + (whole - fixed) * share
-            for whole, fixed in (
-                (columns.forward, columns.fixed_forward),
-                (columns.backward, columns.fixed_backward),
-            )
-        )
+        forward = columns.fixed_forward + (columns.forward - columns.fixed_forward) * share
+        backward = columns.fixed_backward + (columns.backward - columns.fixed_backward) * share
         # The narrower side of a border decides; a stage knows its own side alone.
         each = self.micro_batch / run.number / columns.num_samples
         begin, end = run.begin, run.begin + run.number

@@ -48,7 +48,6 @@ def explain(
     training: Training | None = None,
     plan: ClusterPlan | None = None,
     replayed_seconds: float | None = None,
-    name: str = "plan",
 ) -> Why:
     """Take a split apart, any partitioner's.
 
@@ -60,12 +59,10 @@ def explain(
         replayed_seconds: the split's own time, where it was replayed operator by operator. All
             estimates by layers are scaled by the same factor, so that the split has one time and
             others compare with it.
-        name: of the split.
     """
     cluster = ClusterCosts.of(chains, network, kinds=kinds, memory=memory, training=training)
-    most = _MOST_MICRO_BATCHES
-    judged = judge(cluster, split, most_micro_batches=most)
-    judged = with_interval(judged, cluster, split, most_micro_batches=most)
+    judged = judge(cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
+    judged = with_interval(judged, cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
     factor = replayed_seconds / judged.seconds if replayed_seconds and judged.seconds else 1.0
     judged = _scaled(judged, factor)
     explaining = _Explaining(cluster, factor)
@@ -73,7 +70,7 @@ def explain(
     everyone = used if num_devices is None else list(range(num_devices))
     gains, parallel = explaining.gains(split, judged.seconds, everyone)
     return Why(
-        name=name,
+        name="plan",
         shape=shape_of(split),
         num_micro_batches=split.num_micro_batches,
         schedule=split.schedule,
@@ -89,14 +86,7 @@ def explain(
 
 
 def shape_of(split: Split) -> str:
-    """Its devices by stage; where many stages have as many, once.
-
-    Example:
-        >>> from bayplan.data.plan import Stage
-        >>> stages = [Stage(first=i, last=i, devices=(i,), shares=(1,)) for i in range(8)]
-        >>> shape_of(Split(stages=tuple(stages), num_samples=8))
-        '8 x 1'
-    """
+    """Its devices by stage, as `7:1`; where more than four stages have as many, as `8 x 1`."""
     replicas = split.replicas
     if len(replicas) > 4 and len(set(replicas)) == 1:
         return f"{len(replicas)} x {replicas[0]}"
@@ -131,14 +121,10 @@ class _Explaining:
         self, split: Split, seconds: float, devices: Sequence[int]
     ) -> tuple[tuple[Gain, ...], float | None]:
         """What each thing saves, and data parallel's seconds if it fits."""
-        ideal = data_parallel(
-            self.cluster.any_chain,
-            devices,
-            split.num_samples,
-            shares=self.cluster.shares(devices),
-        )
-        real = smallest_that_fits(ideal, counts_up_to(split.num_samples), self.cluster.fits)
-        real_fits = self.cluster.fits(real)
+        cluster = self.cluster
+        ideal = cluster.with_shares(data_parallel(cluster.any_chain, devices, split.num_samples))
+        real = smallest_that_fits(ideal, counts_up_to(split.num_samples), cluster.fits)
+        real_fits = cluster.fits(real)
         bare = self.seconds(ideal)
         parallel = self.seconds(real) if real_fits else None
         fresh = replace(split, lags=(), schedule="1f1b") if any(split.lags) else split
@@ -206,11 +192,7 @@ def _memory_note(real: Split, fits: bool) -> str:
 def _binding(cluster: ClusterCosts, judged: Judgement) -> str:
     index, stage = judged.binding_stage, judged.stages[judged.binding_stage]
     first, last = (cluster.any_chain.layers[layer].name for layer in (stage.first, stage.last))
-    where = (
-        f"stage {index} ({first})"
-        if stage.first == stage.last
-        else (f"stage {index} ({first} to {last})")
-    )
+    where = f"stage {index} ({first if stage.first == stage.last else f'{first} to {last}'})"
     number, share = len(stage.devices), f"of {format_seconds(judged.seconds)}"
     if judged.binding is Binding.MEMORY:
         return f"memory: {where} {_lacking(stage)}"

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 
 from bayplan.data.chain import Chain
 from bayplan.data.errors import DoesNotFit, UsageError
-from bayplan.data.plan import Stage
 from bayplan.data.units import format_bytes
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.partitioners.machines import MachineLevel, Machines
 
 __all__ = [
@@ -360,14 +359,10 @@ def pipedream_split(
     partitioner: str = "pipedream",
 ) -> Split:
     """Put an optimum on devices; `cuts` has, by state, the last layer before a cut there."""
-    stages = tuple(
-        Stage(
-            first=cuts[first - 1] + 1 if first else 0,
-            last=cuts[end - 1],
-            devices=devices,
-            shares=(1,) * len(devices),
-        )
-        for first, end, devices in _placed(optimum, machines, 0, (0, len(cuts)), (0,))
+    ends = (0, *(cut + 1 for cut in cuts))
+    placed = list(_placed(optimum, machines, 0, (0, len(cuts)), (0,)))
+    stages = equal_stages(
+        [(ends[first], ends[end]) for first, end, _ in placed], [devices for *_, devices in placed]
     )
     widths = [len(stage.devices) for stage in stages]
     after = [sum(widths[index + 1 :]) for index in range(len(stages))]

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.errors import UsageError, did_you_mean
-from bayplan.data.plan import Stage
 from bayplan.planning.clusters.refining import data_parallel
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.partitioners.machines import Machines
 from bayplan.planning.partitioners.pipedream import PipeDreamOptions, pipedream
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_load, cuts_by_share
@@ -81,18 +80,11 @@ def cut_by(
             f"{sum(replicas)} replicas over all stages, but there are {len(machines.devices)}"
             " devices"
         )
-    places = accumulate(replicas, initial=0)
+    places = pairwise(accumulate(replicas, initial=0))
     return Split(
-        stages=tuple(
-            Stage(
-                first=first,
-                last=after - 1,
-                devices=machines.devices[begin:end],
-                shares=(1,) * (end - begin),
-            )
-            for (first, after), (begin, end) in zip(
-                pairwise((*firsts, len(chain.layers))), pairwise(places), strict=True
-            )
+        stages=equal_stages(
+            pairwise((*firsts, len(chain.layers))),
+            [machines.devices[begin:end] for begin, end in places],
         ),
         num_samples=num_samples,
         num_micro_batches=num_micro_batches,

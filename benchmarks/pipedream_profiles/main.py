@@ -56,7 +56,6 @@ TRAINING = Training(state_per_parameter=1.0)
 UNPUBLISHED = ("resnet101", "gnmt")
 QUICK = ("alexnet", (8,), (1.4e9,))
 MOST_PLANNING_SECONDS = 5.0
-MOST_SIMULATED = 32  # micro-batches, as in the planner; the time of more follows from these
 AS_FAST = 1.0
 
 
@@ -185,7 +184,7 @@ def _verdict(
 
 
 def _judged(costs: ClusterCosts, split: Split) -> Candidate:
-    judgement = judge(costs, split, most_micro_batches=MOST_SIMULATED)
+    judgement = judge(costs, split)
     return Candidate(name=split.partitioner, split=split, judgement=judgement)
 
 

@@ -64,13 +64,13 @@ class Clustered:
     Attributes:
         plan: with what the replay predicts.
         record: of the replay.
-        found: all that was looked at, where the split was searched for. Its times are estimates
-            by layers; the plan's own time is that of the replay.
+        searched: all candidates, where the split was searched for. Their times are estimates by
+            layers; the plan's own time is that of the replay.
     """
 
     plan: RankPlan
     record: RunRecord
-    found: ClusterPlan | None = None
+    searched: ClusterPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ClusterQuestion:
             )
         others = tuple(candidate for candidate in candidates if candidate is not best)
         searched = replace(searched, best=best, alternatives=others)
-        return replace(self.placed(self._options_of(split, options)), found=searched)
+        return replace(self.placed(self._options_of(split, options)), searched=searched)
 
     def placed(self, options: RankPlanOptions) -> Clustered:
         """The plan for a placement that is given, or was found.
@@ -254,7 +254,7 @@ class ClusterQuestion:
             kinds=tuple(device.kind for device in self.cluster.devices),
             memory=memory_of(self.cluster),
             training=self._training,
-            plan=made.found,
+            plan=made.searched,
             replayed_seconds=plan.predicted_seconds,
         )
 

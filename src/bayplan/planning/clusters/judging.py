@@ -27,6 +27,8 @@ from bayplan.simulating.clock import step_times
 
 __all__ = ["judge", "simulated_work", "with_interval"]
 
+_MOST_MICRO_BATCHES = 32  # that are simulated unless told otherwise
+
 # GPipe's messages queue up. They hide an all-reduce in a long batch that others wait for in a short
 # one, so the time bends, and as much of a batch is simulated as can be had.
 _FILLS_FIRST = "gpipe"
@@ -43,13 +45,11 @@ def judge(
     split: Split,
     *,
     is_folded: bool | None = None,
-    most_micro_batches: int | None = None,
+    most_micro_batches: int | None = _MOST_MICRO_BATCHES,
 ) -> Judgement:
     """Simulate batches of a split until their time is steady.
 
     Args:
-        cluster: the model, the devices and the network.
-        split: which layers on which devices.
         is_folded: whether replicas that do the same are simulated once; None where it is worth it.
         most_micro_batches: that are simulated of a batch whose backward does not lag; each further
             one adds as much as the last of these did. None for all.
@@ -84,7 +84,7 @@ def with_interval(
     cluster: ClusterCosts,
     split: Split,
     *,
-    most_micro_batches: int | None = None,
+    most_micro_batches: int | None = _MOST_MICRO_BATCHES,
 ) -> Judgement:
     """A judgement with its times, were everything faster or slower by its spread."""
     costs = _split_costs(cluster, split, None)
@@ -147,18 +147,18 @@ def _num_ranks(split: Split) -> int:
     return sum(split.replicas) // gcd(*split.replicas)
 
 
-def simulated_work(split: Split, most_micro_batches: int | None) -> int:
+def simulated_work(split: Split) -> int:
     """About how many micro-batches on devices a simulation looks at.
 
     Example:
         >>> from bayplan.data.plan import Stage
         >>> stage = Stage(first=0, last=0, devices=(0, 1, 2), shares=(1, 1, 1))
         >>> split = Split(stages=(stage,), num_samples=600, num_micro_batches=10)
-        >>> simulated_work(split, 32), simulated_work(replace(split, num_micro_batches=200), 32)
+        >>> simulated_work(split), simulated_work(replace(split, num_micro_batches=200))
         (10, 56)
     """
     num_ranks = _num_ranks(split)
-    longer = _longer(split, most_micro_batches)
+    longer = _longer(split, _MOST_MICRO_BATCHES)
     if longer is not None:
         return num_ranks * (2 * longer - _MORE)
     num_batches = 2 * max(split.lags) + 4 if any(split.lags) else 1

@@ -99,14 +99,6 @@ def needed_parts(
         lag: batches that backward is behind forward.
         is_recomputed: whether it keeps only its input and repeats its forward.
         is_replicated: whether its gradients are summed up with those of others.
-
-    Example:
-        >>> sizes = StageSizes(parameter_bytes=100, held_bytes=50, passing_bytes=5, input_bytes=2,
-        ...     output_bytes=3)
-        >>> needed_parts(sizes, Training(), in_flight=4).activations
-        205
-        >>> needed_parts(sizes, Training(), in_flight=4, is_recomputed=True).activations
-        63
     """
     weights = sizes.parameter_bytes
     gradients = training.gradient_per_parameter * weights

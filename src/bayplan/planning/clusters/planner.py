@@ -44,7 +44,6 @@ _CLOSE_ENOUGH = 1.01  # of the smallest memory that is looked for
 _MIB = 2**20
 
 # Work is counted in micro-batches on devices, of which about ten are simulated in a millisecond.
-_MOST_MICRO_BATCHES = 32  # that are simulated; the time of more follows from these
 _MOST_WORK = 25_000  # of all candidates of the dynamic programme together
 _LEAST_JUDGED = 2
 _AS_FAST = 0.001  # by which part of its time one may be slower and still be chosen
@@ -321,7 +320,7 @@ class _Planning:
         """Simulations of as many as can be had for some work, but of some in any case."""
         work = 0.0
         for number, estimate in enumerate(estimates):
-            work += _work(estimate.split)
+            work += simulated_work(estimate.split)
             if number >= least and work > most_work:
                 return
             yield self._candidate(estimate.split, estimate_seconds=estimate.seconds)
@@ -329,7 +328,7 @@ class _Planning:
     def _columns(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same with stages close together, where devices are alike."""
         moved = None if self.search.cluster.kinds else in_columns(candidate.split)
-        if moved is not None and _work(candidate.split) < _MOST_WORK / 4:
+        if moved is not None and simulated_work(candidate.split) < _MOST_WORK / 4:
             seconds = candidate.judgement.seconds
             yield self._candidate(moved, "stages close together", estimate_seconds=seconds)
 
@@ -361,8 +360,8 @@ class _Planning:
                 continue  # it knows no way, which is no reason against ours
             ways = passings(split, staleness=search.staleness, micro_batches=search.micro_batches)
             tried: list[Candidate] = []
-            for way in sorted(ways, key=_work):
-                is_long = _work(way) > _QUICK_WORK and len(tried) >= _LEAST_WAYS
+            for way in sorted(ways, key=simulated_work):
+                is_long = simulated_work(way) > _QUICK_WORK and len(tried) >= _LEAST_WAYS
                 fastest = min((candidate.judgement.seconds for candidate in tried), default=inf)
                 if is_long and fastest > _FAR * to_beat:
                     break
@@ -414,7 +413,7 @@ class _Planning:
         if search.may_recompute and not any(map(search.cluster.fits, ways)):
             ways = [replace(way, recomputed=(True,) * len(way.stages)) for way in ways]
         ways = [way for way in ways if search.cluster.fits(way)] or ways[-1:]
-        estimates = (Estimate(way, 0.0) for way in sorted(ways, key=_work))
+        estimates = (Estimate(way, 0.0) for way in sorted(ways, key=simulated_work))
         tried = list(self._afforded(estimates, _LEAST_JUDGED, _MOST_WORK))
         best = replace(min(tried, key=_seconds), estimate_seconds=None)
         if not best.is_possible:
@@ -432,7 +431,9 @@ class _Planning:
     def _changed(self, best: Candidate) -> list[Candidate]:
         """Neighbours of the best split that are faster than all before them."""
         faster: list[Candidate] = []
-        left = min(_MOST_CHANGES, max(_LEAST_CHANGES, _CHANGE_WORK // max(1, _work(best.split))))
+        left = min(
+            _MOST_CHANGES, max(_LEAST_CHANGES, _CHANGE_WORK // max(1, simulated_work(best.split)))
+        )
         while True:
             splits = list(neighbours(best.split, micro_batches=self.search.micro_batches))[:left]
             left -= len(splits)
@@ -445,11 +446,10 @@ class _Planning:
     def _candidate(
         self, split: Split, name: str = "", *, estimate_seconds: float | None = None
     ) -> Candidate:
-        key = _judged_alike(split)
+        recomputed = split.recomputed if any(split.recomputed) else ()
+        key = replace(split, partitioner="", recomputed=recomputed)
         if key not in self._judged:
-            self._judged[key] = judge(
-                self.search.cluster, split, most_micro_batches=_MOST_MICRO_BATCHES
-            )
+            self._judged[key] = judge(self.search.cluster, split)
         return Candidate(
             name=name,
             split=split,
@@ -458,24 +458,8 @@ class _Planning:
         )
 
     def _with_interval(self, candidate: Candidate, name: str) -> Candidate:
-        judgement = with_interval(
-            candidate.judgement,
-            self.search.cluster,
-            candidate.split,
-            most_micro_batches=_MOST_MICRO_BATCHES,
-        )
+        judgement = with_interval(candidate.judgement, self.search.cluster, candidate.split)
         return replace(candidate, name=candidate.name or name, judgement=judgement)
-
-
-def _judged_alike(split: Split) -> Split:
-    """The same for splits that differ in nothing that a simulation sees."""
-    is_plain = not split.lags and 1 in (len(split.stages), split.num_micro_batches)
-    return replace(
-        split,
-        partitioner="",
-        schedule="1f1b" if is_plain else split.schedule,
-        recomputed=split.recomputed if any(split.recomputed) else (),
-    )
 
 
 def _by_stages(search: Search, estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -489,10 +473,6 @@ def _by_stages(search: Search, estimates: Sequence[Estimate]) -> list[Estimate]:
         if number not in best or estimate.seconds < best[number].seconds:
             best[number] = estimate
     return sorted(best.values(), key=attrgetter("seconds"))[:_MOST_BY_STAGES]
-
-
-def _work(split: Split) -> int:
-    return simulated_work(split, _MOST_MICRO_BATCHES)
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -117,10 +117,5 @@ def equal_stages(
 
 
 def state_per_parameter(optimizer: str) -> float:
-    """Bytes of state for a byte of parameters; an unknown optimizer counts as Adam.
-
-    Example:
-        >>> state_per_parameter("sgd"), state_per_parameter("adamw")
-        (1.0, 2.0)
-    """
+    """Bytes of state for a byte of parameters; an unknown optimizer counts as Adam."""
     return {"none": 0.0, "sgd": 1.0}.get(optimizer, 2.0)

@@ -33,7 +33,6 @@ __all__ = ["explain", "shape_of"]
 _IDLE = 0.02  # of its time that a device computes in and still counts as idle
 _HIDDEN = 0.5  # of a sum's wait that must be gone for it to be called hidden
 _ALL = 0.9  # of a gain that is called all of it
-_MOST_MICRO_BATCHES = 32
 _MOST_ALTERNATIVES = 12
 
 
@@ -61,8 +60,7 @@ def explain(
             others compare with it.
     """
     cluster = ClusterCosts.of(chains, network, kinds=kinds, memory=memory, training=training)
-    judged = judge(cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
-    judged = with_interval(judged, cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
+    judged = with_interval(judge(cluster, split), cluster, split)
     factor = replayed_seconds / judged.seconds if replayed_seconds and judged.seconds else 1.0
     judged = _scaled(judged, factor)
     explaining = _Explaining(cluster, factor)
@@ -114,8 +112,7 @@ class _Explaining:
     def seconds(self, split: Split, *, has_sums: bool = True) -> float:
         network = self.cluster.network
         cluster = replace(self.cluster, network=network if has_sums else _FreeSums(network))
-        judgement = judge(cluster, split, most_micro_batches=_MOST_MICRO_BATCHES)
-        return self.factor * judgement.seconds
+        return self.factor * judge(cluster, split).seconds
 
     def gains(
         self, split: Split, seconds: float, devices: Sequence[int]

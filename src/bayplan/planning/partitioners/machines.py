@@ -49,12 +49,7 @@ class Machines:
 
     @classmethod
     def of(cls, counts: Sequence[int], bandwidths: Sequence[float]) -> "Machines":
-        """Of levels alone; devices are numbered from 0.
-
-        Example:
-            >>> Machines.of((4, 2), (10e9, 5e9)).devices
-            (0, 1, 2, 3, 4, 5, 6, 7)
-        """
+        """Of levels alone; devices are numbered from 0."""
         levels = tuple(
             MachineLevel(count=count, bandwidth_bytes_per_s=bandwidth)
             for count, bandwidth in zip(counts, bandwidths, strict=True)

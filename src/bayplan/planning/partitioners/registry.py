@@ -123,14 +123,6 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str) -> Partitioner:
-    """Look one up.
-
-    Example:
-        >>> find_partitioner("data_paralel")
-        Traceback (most recent call last):
-        bayplan.data.errors.UsageError: no partitioner 'data_paralel': did you mean\
- 'data-parallel'?
-    """
     if name not in PARTITIONERS:
         known = ("auto", *PARTITIONERS)
         raise UsageError(f"no partitioner {name!r}: {did_you_mean(name, known)}")

@@ -6,7 +6,7 @@ connection passes. Small changes to the best split move its cuts layer by layer 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -93,13 +93,11 @@ class Search:
 
     def by_stages(self, like: Split) -> dict[int, Estimate]:
         """For each number of stages the best, with micro-batches and schedule of another split."""
-        common = gcd(*like.replicas)
-        units = [unit for unit in self.units if common % unit == 0 or unit <= common] or self.units
         passing = Passing(like.schedule)
         if len(like.stages) == 1 and passing is Passing.GPIPE:
             passing = Passing.ONE_F_ONE_B  # for one stage they are the same
         count = like.num_micro_batches
-        best = self.partitioner(min(units), count, passing).best_by_stages()
+        best = self.partitioner(min(self.units), count, passing).best_by_stages()
         return {
             number: Estimate(self._split(partition, passing, count), partition.seconds)
             for number, partition in best.items()
@@ -146,6 +144,19 @@ class Search:
     ) -> dict[int, list[Partition]]:
         """The best ones, by micro-batches; around what is known to suit a similar way."""
         by_count: dict[int, list[Partition]] = {}
+
+        def look(some_counts: Iterable[int]) -> None:
+            """Until it gets slower and slower."""
+            least, num_slower = inf, 0
+            for count in some_counts:
+                if num_slower >= _PATIENCE:
+                    return
+                if count not in by_count:
+                    by_count[count] = self.partitioner(unit, count, passing).best()
+                seconds = by_count[count][0].seconds if by_count[count] else inf
+                num_slower = 0 if seconds < least else num_slower + 1
+                least = min(least, seconds)
+
         if passing.is_stale:
             most = 1 if passing is Passing.STALE_SUM else _MOST_STALE
             counts, best_count = [count for count in counts if count <= most], None
@@ -153,31 +164,13 @@ class Search:
             # Pipelines like many micro-batches, data parallel few: come from both ends, in large
             # steps, and look around what was best.
             coarse = counts if self.micro_batches else [*counts[:-1:2], *counts[-1:]]
-            for row in (coarse, coarse[::-1]):
-                self._look(unit, passing, row, by_count)
+            look(coarse)
+            look(reversed(coarse))
             best_count = _best_count(by_count)
         if best_count is not None:
             place = counts.index(best_count)
-            self._look(unit, passing, counts[max(0, place - 1) : place + 2], by_count)
+            look(counts[max(0, place - 1) : place + 2])
         return by_count
-
-    def _look(
-        self,
-        unit: int,
-        passing: Passing,
-        counts: Sequence[int],
-        by_count: dict[int, list[Partition]],
-    ) -> None:
-        """Find the best for numbers of micro-batches, until it gets slower and slower."""
-        least, num_slower = inf, 0
-        for count in counts:
-            if num_slower >= _PATIENCE:
-                return
-            if count not in by_count:
-                by_count[count] = self.partitioner(unit, count, passing).best()
-            seconds = by_count[count][0].seconds if by_count[count] else inf
-            num_slower = 0 if seconds < least else num_slower + 1
-            least = min(least, seconds)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -287,10 +280,7 @@ def cut_places(chain: Chain, *, most: int) -> tuple[int, ...]:
     total = ends[-1] or 1.0
     bounds = [total * (place + 1) / (most - 1) for place in range(most - 2)]
     groups = groupby(range(last), key=lambda cut: bisect_right(bounds, ends[cut]))
-    return (
-        *(min(cuts, key=lambda cut: chain.layers[cut].sent_bytes) for _, cuts in groups),
-        last,
-    )
+    return (*(min(cuts, key=lambda cut: chain.layers[cut].sent_bytes) for _, cuts in groups), last)
 
 
 def merged(chain: Chain, lasts: Sequence[int]) -> Chain:

@@ -451,10 +451,7 @@ class _Planning:
         if key not in self._judged:
             self._judged[key] = judge(self.search.cluster, split)
         return Candidate(
-            name=name,
-            split=split,
-            judgement=self._judged[key],
-            estimate_seconds=estimate_seconds,
+            name=name, split=split, judgement=self._judged[key], estimate_seconds=estimate_seconds
         )
 
     def _with_interval(self, candidate: Candidate, name: str) -> Candidate:

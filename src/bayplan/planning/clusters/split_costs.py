@@ -36,13 +36,7 @@ from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message, resplit
 from bayplan.simulating.sharing import StepCosts
 
-__all__ = [
-    "Folded",
-    "FoldedNetwork",
-    "FoldedPipeline",
-    "SplitCosts",
-    "fold",
-]
+__all__ = ["Folded", "FoldedNetwork", "FoldedPipeline", "SplitCosts", "fold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +124,7 @@ class FoldedNetwork:
         slowest = max(at_once, key=lambda message: message.latency_seconds + seconds(message))
         # That other columns use its wires is in the seconds; other messages of this one share them.
         return Transfer(
-            latency_seconds=slowest.latency_seconds,
-            seconds=seconds(slowest),
-            wires=slowest.wires,
+            latency_seconds=slowest.latency_seconds, seconds=seconds(slowest), wires=slowest.wires
         )
 
 

@@ -141,45 +141,42 @@ class StageTables:
             input_bytes=columns.input_bytes * share,
             output_bytes=columns.output_bytes * share,
         )
+        each_sum, number = self._sum(run, kind), columns.num_buckets
+        # The last micro-batch's backward hides all but the last bucket.
+        left_sum = number * each_sum - backward * columns.hiding
+        update = columns.parameters * self.cluster.training.update_seconds_per_byte
         passing, staying, room = [], [], []
         for is_recomputed in (False, True)[: 1 + self.may_recompute]:
-            compute = forward * (1 + is_recomputed) + backward
             passes, stays = self._batch_seconds(
-                compute, backward, forward, came + gone, columns, self._sum(run, kind)
+                forward * (1 + is_recomputed) + backward, came + gone
             )
+            if self.passing is Passing.STALE_SUM:
+                # A sum has all of the next forward to hide behind.
+                passes, stays = passes + update, np.maximum(0.0, left_sum - forward)
+            else:
+                stays = stays + np.maximum(each_sum, left_sum) + update
             passing.append(np.where(columns.exists, passes, np.inf))
             staying.append(np.where(columns.exists, stays, np.inf))
             room.append(self._room(run, kind, sizes, is_recomputed) * columns.exists)
         return StageTable(np.array(passing), np.array(staying), np.array(room))
 
     def _batch_seconds(
-        self,
-        compute: np.ndarray,
-        backward: np.ndarray,
-        forward: np.ndarray,
-        messages: np.ndarray,
-        columns: "_Columns",
-        each: np.ndarray,
+        self, compute: np.ndarray, messages: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        count, number = self.num_micro_batches, columns.num_buckets
-        # The last micro-batch's backward hides all but the last bucket.
-        hiding = backward * columns.hiding
-        bare = np.maximum(each, number * each - hiding)
-        update = columns.parameters * self.cluster.training.update_seconds_per_byte
+        """What passes and what stays, but for sums and updates."""
+        count = self.num_micro_batches
         if self.passing is Passing.STALE_SUM:
-            # Stages wait for each other, but a sum has all of the next forward to hide behind.
-            return count * (compute + messages) + update, np.maximum(
-                0.0, number * each - hiding - forward
-            )
+            load = count * (compute + messages)  # stages wait for each other
+            return load, 0.0 * load
         if self.passing is Passing.STALE:
             # Between batches there is no wait, unless one batch is one message.
             load = compute + messages if count == 1 else np.maximum(compute, messages)
-            return 0.0 * load, count * load + bare + update
+            return 0.0 * load, count * load
         # With 1F1B a stage has just as many micro-batches in flight as messages that take no time
         # need, so their time is not hidden; GPipe has them all.
         is_hidden = self.passing is Passing.GPIPE
         load = np.maximum(compute, messages) if is_hidden else compute + messages
-        return load, (count - 1) * load + bare + update
+        return load, (count - 1) * load
 
     def _sum(self, run: Run, kind: str) -> np.ndarray:
         """What the all-reduce of one bucket takes over a run."""

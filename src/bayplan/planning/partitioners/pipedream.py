@@ -376,11 +376,7 @@ def pipedream_split(
 
 
 def _placed(
-    optimum: Optimum,
-    machines: Machines,
-    level: int,
-    span: tuple[int, int],
-    begins: tuple[int, ...],
+    optimum: Optimum, machines: Machines, level: int, span: tuple[int, int], begins: tuple[int, ...]
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """The stages within a span of states, on each of the groups that begin there.
 

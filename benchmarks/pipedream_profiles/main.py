@@ -78,7 +78,11 @@ def _questions(arguments: Any) -> list[Question]:
         return further_questions(arguments.profiles, CLUSTERS)
     questions = published_questions()
     if arguments.quick:
-        return [one for one in questions if (one.profile, one.machines, one.bandwidths) == QUICK]
+        return [
+            question
+            for question in questions
+            if (question.profile, question.machines, question.bandwidths) == QUICK
+        ]
     paths = [FOLDER / "profiles" / f"{name}.graph.txt" for name in UNPUBLISHED]
     return questions + further_questions(paths, CLUSTERS)
 
@@ -86,11 +90,11 @@ def _questions(arguments: Any) -> list[Question]:
 def _row(question: Question) -> dict[str, Any]:
     say(question.profile, name_of(question.machines, question.bandwidths), question.asked)
     began = time.process_time()
-    found = question.optimum()
+    optimum = question.optimum()
     optimizer_seconds = time.process_time() - began
     states, machines = question.states, question.levels
     assert states.layers is not None, "states of a graph know their layers"
-    ends = [stage.end - 1 for stage in found.levels[-1]]
+    ends = [stage.end - 1 for stage in optimum.levels[-1]]
     chain = profiled_chain(
         question.graph,
         name=question.profile,
@@ -98,7 +102,7 @@ def _row(question: Question) -> dict[str, Any]:
         device="v100",
     )
     split = pipedream_split(
-        found,
+        optimum,
         machines,
         cuts=cut_layers(states.layers),
         num_samples=chain.num_samples * len(machines.devices),
@@ -110,10 +114,10 @@ def _row(question: Question) -> dict[str, Any]:
         "profile": question.profile,
         "cluster": name_of(question.machines, question.bandwidths),
         "asked": question.asked,
-        "golden_equal": question.is_equal(found),
-        "num_ties": found.num_ties,
+        "golden_equal": question.is_equal(optimum),
+        "num_ties": optimum.num_ties,
         "source": "simulated",
-        "pipedream_own_per_second": chain.num_samples / found.stage_seconds,
+        "pipedream_own_per_second": chain.num_samples / optimum.stage_seconds,
         "pipedream_stages": _shown(split),
         "pipedream_fits": their.is_possible,
         "pipedream_per_second": _rate(their),
@@ -188,9 +192,8 @@ def _judged(costs: ClusterCosts, split: Split) -> Candidate:
     return Candidate(name=split.partitioner, split=split, judgement=judgement)
 
 
-def _rate(one: Candidate) -> float:
-    """Samples per second."""
-    return one.split.num_samples / one.judgement.seconds
+def _rate(candidate: Candidate) -> float:
+    return candidate.judgement.samples_per_second
 
 
 def _shown(split: Split) -> str:
@@ -207,8 +210,8 @@ def _passing(split: Split) -> str:
     return f"{size}, {split.schedule}{stale}"
 
 
-def _most_gb(one: Candidate) -> float:
-    return max(stage.memory.total_bytes for stage in one.judgement.stages) / 1e9
+def _most_gb(candidate: Candidate) -> float:
+    return max(stage.memory.total_bytes for stage in candidate.judgement.stages) / 1e9
 
 
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -268,7 +268,7 @@ class _Planning:
         best = _best(possible)
         ranked = sorted((each for each in possible if each is not best), key=_seconds)
         refused = [candidate for candidate in references if not candidate.is_possible]
-        others = (*map(_named, _distinct(ranked, best)), *refused)
+        others = (*_distinct(ranked, best), *refused)
         if partitioner == AUTO:
             return ClusterPlan(best=self._with_interval(best, PLAN), alternatives=others)
         asked = self._asked(partitioner, best)
@@ -499,20 +499,14 @@ def _devices(split: Split) -> object:
 
 
 def _distinct(ranked: Sequence[Candidate], best: Candidate) -> Iterator[Candidate]:
-    """Each split once, but always what has a name."""
+    """Each split once, but always plain data parallel and pipelines; all get a name."""
     seen = {_devices(best.split)}
     for candidate in ranked:
-        key = _devices(candidate.split)
-        if candidate.name in (DATA_PARALLEL, EVEN_PIPELINE) or key not in seen:
-            seen.add(key)
-            yield candidate
-
-
-def _named(candidate: Candidate) -> Candidate:
-    if candidate.name:
-        return candidate
-    split, number = candidate.split, len(candidate.split.stages)
-    return replace(candidate, name=f"{number} stage{'s' * (number > 1)}, {split.schedule}")
+        split, number = candidate.split, len(candidate.split.stages)
+        if candidate.name in (DATA_PARALLEL, EVEN_PIPELINE) or _devices(split) not in seen:
+            seen.add(_devices(split))
+            shape = f"{number} stage{'s' * (number > 1)}, {split.schedule}"
+            yield replace(candidate, name=candidate.name or shape)
 
 
 def _check(

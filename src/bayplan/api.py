@@ -22,7 +22,7 @@ from bayplan.data.judgement import Why
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.profile import Clock, Profile
-from bayplan.data.record import Difference, RunRecord
+from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import Verdict
 from bayplan.devices.machine import cache_directory
@@ -44,7 +44,7 @@ from bayplan.prepared_step import (
     scale_workspaces,
     step_of_plan,
 )
-from bayplan.reporting.differences import difference_of
+from bayplan.reporting.differences import compare
 from bayplan.reporting.plans import explanation_text
 from bayplan.reporting.ranks import whole_pipeline_text
 from bayplan.reporting.text import comparison_text, record_text
@@ -63,6 +63,7 @@ from bayplan.tracing.fake import OptimizerSource
 __all__ = [
     "capture",
     "check",
+    "check_rank_run",
     "compare",
     "explain",
     "largest_batches",
@@ -133,10 +134,10 @@ def check(
         on_progress=on_progress,
         **options,
     )
-    limit = None if memory is None else Limit.parse(memory)
-    memory_bytes = None if limit is None else limit.size_bytes
-    if limit is not None and memory_bytes is None:
-        memory_bytes = limit.of(planner.step.plain_peak_bytes)
+    memory_bytes = None
+    if memory is not None:
+        limit = Limit.parse(memory)
+        memory_bytes = limit.size_bytes or limit.of(planner.step.plain_peak_bytes)
     assert isinstance(planner.step, PreparedStep), "made above"
     return verdicts.check(
         planner.step,
@@ -152,7 +153,7 @@ def largest_batches(
     batch: Batch = None,
     loss_fn: LossFunction = None,
     *,
-    memory: str | int,
+    memory: str | int | Limit | None,
     **options: Any,
 ) -> Iterator[LargestBatch]:
     """The largest batch that fits, for each strategy, row by row as it is found.
@@ -164,11 +165,10 @@ def largest_batches(
         memory: the limit, in bytes.
         **options: as for `check`.
     """
-    limit = Limit.parse(memory)
-    if limit.size_bytes is None:
-        raise UsageError("the largest batch needs the limit in bytes; say it like 8GiB")
-    planner = planner_of(model, batch, loss_fn, **options)
-    return largest_batch.largest_batches(planner, limit.size_bytes)
+    limit_bytes = None if memory is None else Limit.parse(memory).size_bytes
+    if limit_bytes is None:
+        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
+    return largest_batch.largest_batches(planner_of(model, batch, loss_fn, **options), limit_bytes)
 
 
 def plan(
@@ -204,11 +204,10 @@ def plan(
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if placement is not None or cluster is not None:
-        names = {each.name for each in fields(RankPlanOptions)}
-        of_ranks: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-        of_step = {name: value for name, value in options.items() if name not in names}
-        on_progress = of_step.pop("on_progress", no_progress)
-        step = prepare(model, batch, loss_fn, on_progress=on_progress, **of_step)
+        on_progress = options.pop("on_progress", no_progress)
+        names = {field.name for field in fields(RankPlanOptions)} & {*options}
+        of_ranks = {name: options.pop(name) for name in names}
+        step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
         of_ranks.setdefault("state_per_parameter", state_per_parameter(step.optimizer_name))
         if cluster is None:
             assert placement is not None, "one of the two is given"
@@ -318,11 +317,9 @@ def run(
                 "a plan for ranks is run by processes that build their model themselves; name it as"
                 " module:function, or use bayplan.bind under torchrun"
             )
-        check_rank_plan(plan)
-        step_of_plan(plan, target=target)
         max_bytes = None if swap_size is None else parse_bytes(swap_size)
         folder = None if swap is None else Path(swap)
-        check_room(plan, folder, swap_bytes=max_bytes)
+        check_rank_run(plan, target, swap=folder, swap_bytes=max_bytes)
         lines: list[str] = []
         done = run_on_ranks(
             plan,
@@ -353,6 +350,15 @@ def run(
     )
     done.check(plan)
     return done.measured
+
+
+def check_rank_run(
+    plan: RankPlan, target: str | None, *, swap: Path | None, swap_bytes: int | None
+) -> None:
+    """Refuse, before a process is started, what every rank would refuse."""
+    check_rank_plan(plan)
+    step_of_plan(plan, target=target)
+    check_room(plan, swap, swap_bytes=swap_bytes)
 
 
 def planner_of(
@@ -415,12 +421,6 @@ def capture(
             (`torch.optim.AdamW`); None leaves the update out.
         autocast: dtype of mixed precision for the forward.
         name: what to call the model; its class by default.
-
-    Example:
-        >>> import torch
-        >>> graph = capture(torch.nn.Linear(3, 2), torch.ones(4, 3), lambda y: y.sum())
-        >>> graph.num_parameters
-        8
     """
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
     return capture_step(step, optimizer=optimizer, name=name)
@@ -552,16 +552,6 @@ def simulate(
             raise UsageError("simulate needs a profile, or a device to derive one for, like 'h100'")
         profile = derive_profile(step, kind)
     return replay(step, profile, kind)
-
-
-def compare(
-    first: RunRecord, second: RunRecord, *, names: tuple[str, str] = ("first", "second")
-) -> Difference:
-    """Say where the difference of two records comes from, by part of the step, stage and device.
-
-    Records may be simulated or measured, in any mix.
-    """
-    return difference_of(first, second, names=names)
 
 
 def report(

@@ -5,7 +5,6 @@ All are `ValueError`s, so that callers who do not know bayplan can still catch t
 that escapes is a bug of ours (exit code 1).
 """
 
-import difflib
 import math
 from collections.abc import Iterable
 from enum import IntEnum
@@ -93,6 +92,8 @@ class ForeignPlan(BayplanError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint naming the closest known words, or all of them when none is close."""
+    import difflib  # the help of a command imports this module, and is to answer at once
+
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3)
     if close:

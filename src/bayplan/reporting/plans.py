@@ -9,7 +9,7 @@ from rich.table import Table
 
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Choice, Decision, DevicePlan, Plan, StepOrder
-from bayplan.data.record import MESSAGE
+from bayplan.data.record import MESSAGE, DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 
 __all__ = [
@@ -18,9 +18,12 @@ __all__ = [
     "choice_lines",
     "curve_text",
     "explanation_text",
+    "fullest_device",
     "kind_lines",
     "limit_text",
+    "mebibytes",
     "order_line",
+    "percent",
     "plan_line",
     "share_text",
     "table_text",
@@ -50,6 +53,18 @@ def kind_lines(by_kind: dict[str, int]) -> list[str]:
 
 def share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:5.1f} %" if whole else "    -  "
+
+
+def mebibytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}"
+
+
+def fullest_device(record: RunRecord) -> DeviceRecord | None:
+    return max(record.devices, key=lambda device: device.steady_peak_bytes, default=None)
 
 
 _MOST_LISTED = 10

@@ -118,7 +118,6 @@ def check(
             `time_limit_seconds`.
 
     Example:
-        >>> import torch
         >>> model, batch = torch.nn.Linear(256, 256), torch.ones(64, 256)
         >>> check(model, batch, lambda y: y.sum(), memory="1GiB", device="h100").fits
         True
@@ -158,12 +157,7 @@ def largest_batches(
 ) -> Iterator[LargestBatch]:
     """The largest batch that fits, for each strategy, row by row as it is found.
 
-    Args:
-        model: as for `check`.
-        batch: as for `check`; its size does not matter.
-        loss_fn: as for `check`.
-        memory: the limit, in bytes.
-        **options: as for `check`.
+    Arguments are those of `check`, with a limit in bytes; the size of the batch does not matter.
     """
     limit_bytes = None if memory is None else Limit.parse(memory).size_bytes
     if limit_bytes is None:
@@ -185,9 +179,7 @@ def plan(
     """Plan a training step: for one device within a limit, for ranks, or for a cluster.
 
     Args:
-        model: as for `check`.
-        batch: as for `check`.
-        loss_fn: as for `check`.
+        model, batch, loss_fn: as for `check`.
         memory: of one device, the limit: `8GiB`, bytes, or a share of the plain peak, `40%`.
         strategy: for one device: `auto` (ours), `keep`, `checkpoint`, `checkpoint-speed`, `swap` or
             `ome`.
@@ -295,10 +287,7 @@ def run(
         plan: for one device, or for ranks of this machine, each of which is a process.
         model: the module that a plan for one device was made for; or, for a plan that names a
             function of your own, that target. Reference models are built by name.
-        batch: of that module.
-        loss_fn: of that module.
-        optimizer: of that module, as when it was planned.
-        autocast: of that module.
+        batch, loss_fn, optimizer, autocast: of that module, as when it was planned.
         num_steps: after one to warm up.
         swap: a directory for what the plan swaps.
         swap_size: the largest swap file.
@@ -367,7 +356,7 @@ def planner_of(
     loss_fn: LossFunction = None,
     *,
     pack: bool = True,
-    swap: Path | str | SwapSpace | None = None,
+    swap: Path | str | None = None,
     swap_size: str | int | None = None,
     time_limit_seconds: float = 10.0,
     on_progress: Progress = no_progress,
@@ -375,7 +364,7 @@ def planner_of(
 ) -> Planner:
     """A planner of one step, for any number of plans; arguments as for `plan`."""
     step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
-    space = swap if isinstance(swap, SwapSpace) else swap_space(swap, swap_size)
+    space = swap_space(swap, swap_size)
     return Planner(
         step,
         cache=cache_directory(),
@@ -445,13 +434,9 @@ def profile(
     before of the same step on the same machine is taken from the cache (`BAYPLAN_CACHE`). What
     `torch.compile` made runs as it was written, as it does in a capture.
 
+    The model is on the device to measure; other arguments that are not listed are as for `capture`.
+
     Args:
-        model: as for `capture`, on the device to measure.
-        batch: as for `capture`.
-        loss_fn: as for `capture`.
-        optimizer: as for `capture`.
-        autocast: as for `capture`.
-        name: as for `capture`.
         repeats: steps to time, plain and watched, each.
         clock: `wall`, or `cpu` for the processor time of one thread, which ignores neighbours.
         use_cache: False measures anew, and replaces what the cache has of this step.
@@ -476,12 +461,7 @@ def profile(
         model=model, batch=batch, loss_fn=loss_fn, optimizer=built, autocast=autocast
     )
     return profile_step(
-        step,
-        graph,
-        repeats=repeats,
-        clock=clock,
-        use_cache=use_cache,
-        on_progress=on_progress,
+        step, graph, repeats=repeats, clock=clock, use_cache=use_cache, on_progress=on_progress
     )
 
 
@@ -528,12 +508,6 @@ def simulate(
         cluster: of a plan: where it would run, by name, file or as a `Cluster`.
         target: needed where a plan names a function of your own.
         on_progress: hears what is being done.
-
-    Example:
-        >>> import torch
-        >>> graph = capture(torch.nn.Linear(256, 256), torch.ones(64, 256), lambda y: y.sum())
-        >>> simulate(graph, device="h100").peak_bytes > 256 * 256 * 4
-        True
     """
     if not isinstance(step, StepGraph):
         if cluster is None:
@@ -603,7 +577,6 @@ def record(
         clock: of the step times; `cpu` is the processor time of the whole process.
 
     Example:
-        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(1000))
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
         >>> with record() as recording:

@@ -1,4 +1,4 @@
-"""What builders of reference models share: the registry's type, images, and text.
+"""What builders of reference models share: the type that they return, images, and text.
 
 Builders create everything on the current default device, so the same call under
 `torch.device("meta")` or a FakeTensorMode describes a model without holding it.
@@ -6,7 +6,6 @@ Builders create everything on the current default device, so the same call under
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +13,18 @@ from torch.nn import functional
 
 __all__ = [
     "NUM_CLASSES",
-    "Batch",
-    "Builder",
     "BuiltModel",
-    "LossFunction",
     "initialize_convolutions",
     "initialize_transformer",
     "with_images",
     "with_tokens",
 ]
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs, given positionally to the model, and targets, given to the loss."""
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""`loss_fn(output, targets)`, a scalar tensor."""
-
-BuiltModel = tuple[nn.Module, Batch, LossFunction]
-
-
-class Builder(Protocol):
-    """Builds a reference model; `options` are the builder's own keywords (`image_size`, ...)."""
-
-    # Any: each builder types its own keywords, and they differ.
-    def __call__(self, batch_size: int, **options: Any) -> BuiltModel:
-        """Return the model in training mode, a random batch of `batch_size`, and the loss."""
-        ...
-
+BuiltModel = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
+"""A model in training mode, a random batch `(inputs, targets)`, and its `loss(output, targets)`."""
 
 NUM_CLASSES = 1000
+INITIAL_STD = 0.02  # of a transformer's matrices
 
 
 def with_images(model: nn.Module, batch_size: int, *, image_size: int) -> BuiltModel:
@@ -59,9 +41,6 @@ def initialize_convolutions(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-INITIAL_STD = 0.02
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
-from bayplan.models import UnknownModel, default_batch_size, load
+from bayplan.models import default_batch_size, load
 
 __all__ = ["Target", "resolve_target"]
 
@@ -110,10 +110,7 @@ def _default_batch(parameter: inspect.Parameter | None) -> int | None:
 
 
 def _reference_model(name: str) -> Target:
-    try:
-        default_batch = default_batch_size(name)
-    except UnknownModel as fault:
-        raise UsageError(f"{fault} (a model of your own is written module:function)") from None
+    default_batch = default_batch_size(name)
 
     def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
         return load(name)(batch_size or default_batch)

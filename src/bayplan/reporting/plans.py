@@ -16,13 +16,13 @@ __all__ = [
     "KIND_WORDS",
     "choice_counts",
     "choice_lines",
+    "count_text",
     "curve_text",
     "explanation_text",
     "fullest_device",
     "kind_lines",
     "limit_text",
     "mebibytes",
-    "order_line",
     "percent",
     "plan_line",
     "share_text",
@@ -55,6 +55,10 @@ def share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:5.1f} %" if whole else "    -  "
 
 
+def count_text(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
 def mebibytes(size_bytes: int | None) -> str:
     return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
 
@@ -72,16 +76,14 @@ _TABLE_WIDTH = 10_000  # wider than any table, so that rich never wraps or cuts 
 _VERBS = {Choice.RECOMPUTE: "recomputed", Choice.SWAP: "swapped", Choice.PACK: "packed"}
 
 
-def order_line(order: StepOrder) -> str:
+def plan_line(plan: DevicePlan) -> str:
+    order = plan.order
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
         f"peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), step"
-        f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain)"
+        f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain);"
+        f" {choice_counts(plan.decisions)}"
     )
-
-
-def plan_line(plan: DevicePlan) -> str:
-    return f"{order_line(plan.order)}; {choice_counts(plan.decisions)}"
 
 
 def choice_counts(decisions: Sequence[Decision]) -> str:

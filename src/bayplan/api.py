@@ -1,7 +1,7 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ __all__ = [
     "explain",
     "largest_batches",
     "plan",
-    "plan_for_cluster",
     "plan_for_ranks",
     "planner_of",
     "profile",
@@ -187,30 +186,17 @@ def plan(
             the cluster.
         cluster: devices that need not be here, by name or file; without a placement, the fastest
             split that fits is searched for.
-        **options: `optimizer`, `autocast` as for `check`. For one device `device`, `pack` (whether
-            activations may be packed, without loss), `swap` (a directory for activations that pay
-            to be swapped), `swap_size`, `update_in_backward`, `time_limit_seconds`. For ranks the
-            fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
+        **options: `optimizer`, `autocast` as for `check`; `pack` (whether activations may be
+            packed, without loss), `swap` (a directory for activations that pay to be swapped),
+            `swap_size`, `time_limit_seconds`. For one device also `device`, `update_in_backward`;
+            for ranks the fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if placement is not None or cluster is not None:
-        on_progress = options.pop("on_progress", no_progress)
-        names = {field.name for field in fields(RankPlanOptions)} & {*options}
-        of_ranks = {name: options.pop(name) for name in names}
-        step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
-        of_ranks.setdefault("state_per_parameter", state_per_parameter(step.optimizer_name))
-        if cluster is None:
-            assert placement is not None, "one of the two is given"
-            ranks = RankPlanOptions(placement=Placement.parse(placement), **of_ranks)
-            return plan_for_ranks(step, ranks, on_progress=on_progress)
-        described = read_cluster(cluster) if isinstance(cluster, str) else cluster
-        given = Placement.parse(placement) if placement else data_parallel_placement(described)
-        ranks = RankPlanOptions(placement=given, **of_ranks)
-        return plan_for_cluster(
-            step, described, ranks, is_placed=placement is not None, on_progress=on_progress
-        )[0]
+        ranks: dict[str, Any] = {"placement": placement, "cluster": cluster, **options}
+        return plan_for_ranks(model, batch, loss_fn, **ranks)[0]
     if memory is None and strategy == "auto":
         raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
     limit = None if memory is None else Limit.parse(memory)
@@ -219,49 +205,66 @@ def plan(
 
 
 def plan_for_ranks(
-    step: PreparedStep, options: RankPlanOptions, *, on_progress: Progress = no_progress
-) -> RankPlan:
-    """Plan a step for ranks of this machine; links are measured where all are on one node."""
-
-    def network() -> Network | None:
-        is_one_node = len(options.placement.devices_per_node) == 1
-        links = local_link_speeds() if is_one_node else None
-        return None if links is None else SpeedsNetwork(links)
-
-    stages = PreparedStages.of(step)
-    return place(stages, options, network=network, on_progress=on_progress)
-
-
-def plan_for_cluster(
-    step: PreparedStep,
-    cluster: Cluster,
-    options: RankPlanOptions,
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
     *,
-    is_placed: bool = False,
-    micro_batches: Sequence[int] = (),
+    placement: str | Placement | None,
+    cluster: str | Cluster | None = None,
     partitioner: str = "auto",
+    pack: bool = True,
+    swap: Path | str | None = None,
+    swap_size: str | int | None = None,
     on_progress: Progress = no_progress,
-) -> tuple[RankPlan, Why]:
-    """Plan a step for a cluster that need not be here, and say why the plan is as it is.
+    **options: Any,
+) -> tuple[RankPlan, Why | None]:
+    """Plan for ranks of this machine, or for a cluster and say why the plan is as it is.
 
-    Args:
-        step: on no device of its own.
-        cluster: whose devices may be used.
-        options: what is given; the placement counts only if `is_placed`.
-        is_placed: whether stages are placed by the options, and not searched for.
-        micro_batches: numbers of them that may be chosen; empty for any.
-        partitioner: who splits the model; `auto` is ours.
-        on_progress: hears what is being done.
+    Arguments are those of `plan`. The partitioner, `auto` for ours, splits a model over a cluster
+    where no placement is given. Links are measured where all ranks are on one node of this machine.
     """
-    question = ClusterQuestion(PreparedStages.of(step), cluster, on_progress)
-    if is_placed:
-        made = question.placed(options)
+    names = {field.name for field in fields(RankPlanOptions)} & {*options}
+    given: dict[str, Any] = {name: options.pop(name) for name in names}
+    step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
+    described = read_cluster(cluster) if isinstance(cluster, str) else cluster
+    if described is not None and not placement:
+        devices = data_parallel_placement(described)
     else:
+        devices = (
+            placement if isinstance(placement, Placement) else Placement.parse(placement or "")
+        )
+    if described is not None and swap is not None:
+        raise UsageError(
+            "--swap-dir is a folder of this machine, which plans for a cluster cannot use; leave it"
+            " out"
+        )
+    space = swap_space(swap, swap_size) if described is None else None
+    own: dict[str, Any] = {
+        "placement": devices,
+        "may_pack": pack,
+        "tier": None if space is None else space.tier,
+        "max_swap_bytes": None if swap_size is None else parse_bytes(swap_size),
+        "state_per_parameter": state_per_parameter(step.optimizer_name),
+    }
+    rank_options = RankPlanOptions(**{**own, **given})
+    stages = PreparedStages.of(step)
+    if described is None:
+
+        def network() -> Network | None:
+            links = local_link_speeds() if len(devices.devices_per_node) == 1 else None
+            return None if links is None else SpeedsNetwork(links)
+
+        return place(stages, rank_options, network=network, on_progress=on_progress), None
+    question = ClusterQuestion(stages, described, on_progress)
+    if placement is not None:
+        made = question.placed(rank_options)
+    else:
+        count = rank_options.num_micro_batches
         made = question.planned(
-            staleness=options.staleness,
-            micro_batches=micro_batches,
+            staleness=rank_options.staleness,
+            micro_batches=() if count == 1 else (count,),
             partitioner=partitioner,
-            options=options,
+            options=rank_options,
         )
     return made.plan, question.why(made)
 

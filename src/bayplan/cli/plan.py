@@ -7,7 +7,7 @@ from cyclopts import App, Parameter
 
 from bayplan.cli import options
 from bayplan.cli.app import TARGET_HELP
-from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions, plan_for_ranks
+from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,8 +89,14 @@ def plan(
     """
     if partitioner != "auto" and cluster is None:
         raise UsageError(f"--partitioner {partitioner} splits a model over a --cluster; name one")
-    step: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "autocast": autocast}
-    swap: dict[str, Any] = {"swap_dir": swap_dir, "swap_size": swap_size}
+    asked: dict[str, Any] = {
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "pack": pack,
+        "swap": swap_dir,
+        "swap_size": swap_size,
+        "time_limit_seconds": time_limit,
+    }
     if cluster is not None or many.is_given:
         _refuse_beside_placement(
             memory=memory,
@@ -100,17 +106,12 @@ def plan(
             update_in_backward=update_in_backward,
         )
         options.check_output(output)
-        from bayplan.reporting.ranks import pipeline_text, start_text
-
-        search: dict[str, Any] = {"pack": pack, "time_limit": time_limit}
         if cluster is None:
-            made = plan_for_ranks(target, many, **step, **swap, **search)
-            text = f"{pipeline_text(made)}\n-> {output}\n{start_text(made)}"
+            many.check_limit(swaps=swap_dir is not None or swap_size is not None, pack=pack)
+            asked |= {"placement": many.devices()}
         else:
-            made, why = _plan_for_cluster(
-                target, many, cluster, partitioner, **step, **swap, **search
-            )
-            text = f"{pipeline_text(made)}\n\n{why}\n-> {output}"
+            asked |= _placed_on_cluster(many, cluster, partitioner)
+        made, text = _plan_for_ranks(target, batch, output, **asked, **many.plan_fields())
         return options.show(made, text, json=json, output=output)
     if pareto and (memory is not None or strategy != "auto"):
         raise UsageError("--pareto plans for many limits by itself; leave --memory and --strategy")
@@ -129,14 +130,11 @@ def plan(
     with ProgressBar() as bar:
         planner = api.planner_of(
             target,
-            **step,
+            batch,
             device=kind,
-            pack=pack,
-            swap=swap_dir,
-            swap_size=swap_size,
             update_in_backward=update_in_backward,
-            time_limit_seconds=time_limit,
             on_progress=bar,
+            **asked,
         )
         if pareto:
             from bayplan.planning.memory.planner import write_curve
@@ -163,29 +161,10 @@ def _refuse_beside_placement(**given: object) -> None:
             )
 
 
-def _plan_for_cluster(
-    target: str,
-    many: RankOptions,
-    cluster: str,
-    partitioner: str,
-    *,
-    batch: int | None,
-    optimizer: str,
-    autocast: str,
-    swap_dir: Path | None,
-    swap_size: str | None,
-    pack: bool,
-    time_limit: float,
-) -> tuple["RankPlan", str]:
-    """Plan for a cluster that need not be here; returns the plan, and why it is as it is."""
-    if swap_dir is not None:
-        raise UsageError(
-            "--swap-dir is a folder of this machine, which plans for a cluster cannot use; leave it"
-            " out"
-        )
+def _placed_on_cluster(many: RankOptions, cluster: str, partitioner: str) -> dict[str, Any]:
+    """The cluster, and the placement there, None where one is looked for."""
     if many.placement is None:
-        searched = RankOptions(staleness=many.staleness, micro_batches=many.micro_batches)
-        if many != searched:
+        if many != RankOptions(staleness=many.staleness, micro_batches=many.micro_batches):
             raise UsageError(
                 "without --placement the split is looked for, and only --staleness and"
                 " --micro-batches can be said beside --cluster; say where ranks are, with"
@@ -197,30 +176,26 @@ def _plan_for_cluster(
             " decide; leave one of them out"
         )
     from bayplan.costing.catalogue import read_cluster
-    from bayplan.data.units import parse_bytes
     from bayplan.planning.clusters.cluster_step import data_parallel_placement
 
     described = read_cluster(cluster)
-    plan_options = many.plan_options(
-        many.placement or str(data_parallel_placement(described, many.ranks)),
-        optimizer,
-        pack=pack,
-        time_limit=time_limit,
-        max_swap_bytes=None if swap_size is None else parse_bytes(swap_size),
-    )
+    placement = many.placement
+    if placement == "":
+        placement = data_parallel_placement(described, many.ranks)
+    return {"cluster": described, "placement": placement, "partitioner": partitioner}
+
+
+def _plan_for_ranks(
+    target: str, batch: int | None, output: Path, **asked: Any
+) -> tuple["RankPlan", str]:
+    """Plan for ranks or for a cluster; returns the plan, and what to say of it."""
     from bayplan import api
-    from bayplan.prepared_step import prepare
     from bayplan.reporting.clusters import why_text
     from bayplan.reporting.progress import ProgressBar
+    from bayplan.reporting.ranks import pipeline_text, start_text
 
     with ProgressBar() as bar:
-        plan, why = api.plan_for_cluster(
-            prepare(target, batch, optimizer=optimizer, autocast=autocast),
-            described,
-            plan_options,
-            is_placed=many.placement is not None,
-            micro_batches=() if many.micro_batches == 1 else (many.micro_batches,),
-            partitioner=partitioner,
-            on_progress=bar,
-        )
-    return plan, why_text(why)
+        made, why = api.plan_for_ranks(target, batch, on_progress=bar, **asked)
+    if why is None:
+        return made, f"{pipeline_text(made)}\n-> {output}\n{start_text(made)}"
+    return made, f"{pipeline_text(made)}\n\n{why_text(why)}\n-> {output}"

@@ -1,21 +1,18 @@
-"""Options about many ranks, and the plan that `bayplan plan` and `bayplan run` make of them."""
+"""Options about many ranks, which `bayplan plan` and `bayplan run` share."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from bayplan.cli.options import Flag
+from bayplan.cli import options
 from bayplan.data.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from bayplan.data.placement import Placement
-    from bayplan.data.plan import RankPlan
-    from bayplan.planning.pipelines.placing import RankPlanOptions
-    from bayplan.running.swaps.swap_space import SwapSpace
 
-__all__ = ["NO_RANKS", "RANKS_HELP", "RankOptions", "check_is_local", "plan_for_ranks"]
+__all__ = ["NO_RANKS", "RANKS_HELP", "RankOptions", "check_is_local"]
 
 RANKS_HELP = """\
 On many ranks: --placement 0:0-6.0:7 puts the first stage on devices 0 to 6 of node 0 and the
@@ -62,7 +59,7 @@ class RankOptions:
         ),
     ] = 0
     versions: str | None = None
-    vertical_sync: Flag = False
+    vertical_sync: options.Flag = False
     static_order: Annotated[
         bool,
         Parameter(
@@ -71,7 +68,7 @@ class RankOptions:
         ),
     ] = True
     sync_batch_norm: Annotated[
-        Flag,
+        options.Flag,
         Parameter(
             help="BatchNorm's statistics are those of all replicas' samples, of each micro-batch."
         ),
@@ -98,50 +95,53 @@ class RankOptions:
             )
         return self.placement is not None
 
-    def plan_options(
-        self,
-        placement: str,
-        optimizer: str,
-        *,
-        pack: bool,
-        time_limit: float,
-        space: "SwapSpace | None" = None,
-        max_swap_bytes: int | None = None,
-    ) -> "RankPlanOptions":
-        """The same, understood, with what one device's plans may be told as well."""
+    def devices(self) -> "Placement":
+        """The devices of this machine, or of several, that are placed on."""
         import os
 
-        from bayplan.data import files
-        from bayplan.data.exchange import BucketFile
         from bayplan.data.placement import Placement
-        from bayplan.data.plan import Route
-        from bayplan.data.units import parse_bytes
-        from bayplan.planning.clusters.split import state_per_parameter
-        from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy
 
         num_devices = len(os.sched_getaffinity(0)) if self.ranks is None else self.ranks
-        return RankPlanOptions(
-            placement=Placement.parse(placement, num_devices=None if placement else num_devices),
-            shares=_parsed_numbers("--shares", self.shares, "11:7"),
-            shares_by=SharesBy(_one_of("--shares-by", self.shares_by, [*SharesBy])),
-            cut_at=self.cut_at,
-            num_micro_batches=self.micro_batches,
-            schedule=self.schedule,
-            route=Route(_one_of("--route", self.route, [*Route])),
-            depth=self.depth,
-            staleness=self.staleness,
-            versions=_parsed_numbers("--versions", self.versions, "2:1"),
-            vertical_sync=self.vertical_sync,
-            static_order=self.static_order,
-            sync_batch_norm=self.sync_batch_norm,
-            limit_bytes=None if self.memory_per_rank is None else parse_bytes(self.memory_per_rank),
-            may_pack=pack,
-            tier=None if space is None else space.tier,
-            max_swap_bytes=max_swap_bytes if space is None else space.max_bytes,
-            buckets=None if self.buckets is None else files.read(self.buckets, BucketFile),
-            state_per_parameter=state_per_parameter(optimizer),
-            time_limit_seconds=time_limit,
-        )
+        placement = Placement.parse(self.placement or "", num_devices=num_devices)
+        placement.check_numbered()
+        if len(placement.places) < 2:
+            raise UsageError(
+                f"placement {placement} is one device, which needs no ranks; leave out --placement,"
+                " or name two devices or more"
+            )
+        return placement
+
+    def plan_fields(self) -> dict[str, Any]:
+        """The fields of `RankPlanOptions` that these options set, but for the placement."""
+        from bayplan.data import files
+        from bayplan.data.exchange import BucketFile
+        from bayplan.data.plan import Route
+        from bayplan.data.units import parse_bytes
+        from bayplan.planning.pipelines.placing import SharesBy
+
+        limit = self.memory_per_rank
+        return {
+            "shares": _parsed_numbers("--shares", self.shares, "11:7"),
+            "shares_by": _one_of("--shares-by", self.shares_by, [*SharesBy]),
+            "cut_at": self.cut_at,
+            "num_micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "route": _one_of("--route", self.route, [*Route]),
+            "depth": self.depth,
+            "staleness": self.staleness,
+            "versions": _parsed_numbers("--versions", self.versions, "2:1"),
+            "vertical_sync": self.vertical_sync,
+            "static_order": self.static_order,
+            "sync_batch_norm": self.sync_batch_norm,
+            "limit_bytes": None if limit is None else parse_bytes(limit),
+            "buckets": None if self.buckets is None else files.read(self.buckets, BucketFile),
+        }
+
+    def check_limit(self, *, swaps: bool, pack: bool = True) -> None:
+        """Refuse options about a limit where none is given."""
+        if self.memory_per_rank is None and (swaps or not pack):
+            option = "--swap-dir" if swaps else "--no-pack"
+            raise UsageError(f"{option} is about a limit; give one with --memory-per-rank")
 
 
 NO_RANKS = RankOptions()
@@ -160,52 +160,6 @@ def _one_of(option: str, word: str, known: list[str]) -> str:
     if word not in known:
         raise UsageError(f"no {option} {word!r}; {did_you_mean(word, known)}")
     return word
-
-
-def plan_for_ranks(
-    target: str,
-    options: RankOptions,
-    *,
-    batch: int | None,
-    optimizer: str,
-    autocast: str,
-    swap_dir: Path | None,
-    swap_size: str | None,
-    pack: bool = True,
-    time_limit: float = 10.0,
-    is_local: bool = False,
-) -> "RankPlan":
-    """Plan a target for many ranks; if `is_local`, of this machine only."""
-    if options.memory_per_rank is None:
-        for name, is_given in (
-            ("--swap-dir", swap_dir is not None or swap_size is not None),
-            ("--no-pack", not pack),
-        ):
-            if is_given:
-                raise UsageError(f"{name} is about a limit; give one with --memory-per-rank")
-    from bayplan import api
-    from bayplan.prepared_step import prepare
-    from bayplan.reporting.progress import ProgressBar
-
-    assert options.placement is not None, "see `is_given`"
-    plan_options = options.plan_options(
-        options.placement,
-        optimizer,
-        pack=pack,
-        time_limit=time_limit,
-        space=api.swap_space(swap_dir, swap_size),
-    )
-    placement = plan_options.placement
-    if len(placement.places) < 2:
-        raise UsageError(
-            f"placement {placement} is one device, which needs no ranks; leave out --placement, or"
-            " name two devices or more"
-        )
-    if is_local:
-        check_is_local(placement)
-    with ProgressBar() as bar:
-        step = prepare(target, batch, optimizer=optimizer, autocast=autocast)
-        return api.plan_for_ranks(step, plan_options, on_progress=bar)
 
 
 def check_is_local(placement: "Placement") -> None:

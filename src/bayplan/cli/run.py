@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from bayplan.cli import options
-from bayplan.cli.rank_options import (
-    NO_RANKS,
-    RANKS_HELP,
-    RankOptions,
-    check_is_local,
-    plan_for_ranks,
-)
+from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions, check_is_local
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,16 +87,23 @@ def run(
         raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
     options.check_output(output)
     if many.is_given:
-        given = plan_for_ranks(
-            plan,
-            many,
-            batch=batch,
-            optimizer=optimizer,
-            autocast=autocast,
-            swap_dir=swap_dir,
-            swap_size=swap_size,
-            is_local=True,
-        )
+        many.check_limit(swaps=swap_dir is not None or swap_size is not None)
+        placement = many.devices()
+        check_is_local(placement)
+        from bayplan import api
+
+        with ProgressBar() as bar:
+            given, _ = api.plan_for_ranks(
+                plan,
+                batch,
+                placement=placement,
+                optimizer=optimizer,
+                autocast=autocast,
+                swap=swap_dir,
+                swap_size=swap_size,
+                on_progress=bar,
+                **many.plan_fields(),
+            )
         target = plan if target is None and ":" in plan else target
     elif batch is not None:
         raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")

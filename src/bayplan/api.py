@@ -1,7 +1,7 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
 from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
-from bayplan.planning.memory import largest_batch
-from bayplan.planning.memory.largest_batch import LargestBatch
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.prepared_stages import PreparedStages
@@ -66,7 +64,6 @@ __all__ = [
     "check_rank_run",
     "compare",
     "explain",
-    "largest_batches",
     "plan",
     "plan_for_ranks",
     "planner_of",
@@ -144,24 +141,6 @@ def check(
         planner=planner if may_plan else None,
         on_progress=on_progress,
     )
-
-
-def largest_batches(
-    model: nn.Module | str,
-    batch: Batch = None,
-    loss_fn: LossFunction = None,
-    *,
-    memory: str | int | Limit | None,
-    **options: Any,
-) -> Iterator[LargestBatch]:
-    """The largest batch that fits, for each strategy, row by row as it is found.
-
-    Arguments are those of `check`, with a limit in bytes; the size of the batch does not matter.
-    """
-    limit_bytes = None if memory is None else Limit.parse(memory).size_bytes
-    if limit_bytes is None:
-        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
-    return largest_batch.largest_batches(planner_of(model, batch, loss_fn, **options), limit_bytes)
 
 
 def plan(

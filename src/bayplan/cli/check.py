@@ -8,7 +8,7 @@ from cyclopts import App
 
 from bayplan.cli import options
 from bayplan.cli.app import TARGET_HELP
-from bayplan.data.errors import ExitCode
+from bayplan.data.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from bayplan.planning.memory.largest_batch import LargestBatch
@@ -69,9 +69,13 @@ def check(
     from bayplan.reporting.text import verdict_text
 
     limit = None if memory is None else Limit.parse(memory)
+    limit_bytes = limit.size_bytes if limit is not None and max_batch else None
+    if max_batch and limit_bytes is None:
+        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
     given = None if profile is None else files.read(profile, Profile)
     kind = options.device_kind(device, cluster)
     from bayplan import api  # here: a mistake is told before torch is imported
+    from bayplan.planning.memory.largest_batch import largest_batches
 
     with ProgressBar() as bar:
         asked: dict[str, Any] = {
@@ -87,8 +91,8 @@ def check(
             "use_cache": cache,
             "on_progress": bar,
         }
-        if max_batch:
-            rows = api.largest_batches(target, memory=limit, **asked)
+        if limit_bytes is not None:
+            rows = largest_batches(api.planner_of(target, **asked), limit_bytes)
             return _show_largest(rows, bar, json=json)
         verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **asked)
     options.show(verdict, verdict_text(verdict), json=json)

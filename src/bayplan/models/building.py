@@ -6,10 +6,15 @@ Builders create everything on the current default device, so the same call under
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from bayplan.models.gpt import GptConfig
+    from bayplan.models.llama import LlamaConfig
 
 __all__ = [
     "NUM_CLASSES",
@@ -49,16 +54,17 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_tokens(
-    model: nn.Module, batch_size: int, *, sequence: int | None, context: int, vocabulary: int
+    model: nn.Module, batch_size: int, sequence: int | None, config: "GptConfig | LlamaConfig"
 ) -> BuiltModel:
     """Join a language model with random tokens, the same tokens one step later, and the loss."""
+    context = config.context
     sequence = context if sequence is None else sequence
     if not 1 <= sequence <= context:
         raise ValueError(
             f"sequence is {sequence} tokens, the model's context {context}. "
             f"Use a sequence of 1 to {context}, or a config with a larger context."
         )
-    tokens = torch.randint(vocabulary, (batch_size, sequence + 1))
+    tokens = torch.randint(config.vocabulary, (batch_size, sequence + 1))
     # Copies, because two overlapping views of one storage would reach graph capture as aliases.
     # clone, not contiguous(): for batch_size 1 the slices are contiguous already.
     inputs = tokens[:, :-1].clone(memory_format=torch.contiguous_format)

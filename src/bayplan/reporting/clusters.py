@@ -197,12 +197,13 @@ def _alternatives(why: Why) -> str:
         return ""
     rows = [
         (
-            other.name,
-            other.shape,
-            "-" if other.seconds is None else format_seconds(other.seconds),
-            other.reason + (" (a tie within the figures' spread)" if other.is_tie else ""),
+            alternative.name,
+            alternative.shape,
+            "-" if alternative.seconds is None else format_seconds(alternative.seconds),
+            alternative.reason
+            + (" (a tie within the figures' spread)" if alternative.is_tie else ""),
         )
-        for other in why.alternatives
+        for alternative in why.alternatives
     ]
     text = table_text(("alternative", "devices", "batch", "why not"), rows)
     if why.estimate_factor != 1.0:

@@ -67,8 +67,8 @@ def compare(
             if stages in stages_after
         ),
         devices=tuple(
-            _row(f"device {rank}", [device], [its_other])
-            for rank, (device, its_other) in enumerate(zip(before, after, strict=True))
+            _row(f"device {rank}", [earlier], [later])
+            for rank, (earlier, later) in enumerate(zip(before, after, strict=True))
         )
         if len(before) == len(after)
         else (),

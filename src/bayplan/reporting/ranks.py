@@ -56,7 +56,7 @@ def exchange_text(record: RunRecord) -> str:
 
 def _num_replicas(record: RunRecord, device: DeviceRecord) -> int:
     """How many ranks, itself included, share a stage with this one."""
-    return sum(not {*other.stages}.isdisjoint(device.stages) for other in record.devices)
+    return sum(not {*peer.stages}.isdisjoint(device.stages) for peer in record.devices)
 
 
 def _step_lines(record: RunRecord) -> list[str]:

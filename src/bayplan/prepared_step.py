@@ -6,9 +6,10 @@ precision, optimizer or device share what they have in common. Planners see what
 through protocols, so that they know nothing of torch.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -487,8 +488,12 @@ class PreparedStep:
             torch.set_num_threads(1)  # that clock sees no other
         try:
             with explained():  # values that no capture looks at may be wrong, like a class too high
+                step = self.build()
+                if self.target.is_given:  # a module of the user's stays as it is
+                    model, optimizer = copy.deepcopy((step.model, step.optimizer))
+                    step = replace(step, model=model, optimizer=optimizer)
                 return profile_step(
-                    self.build(),
+                    step,
                     self.graph,
                     repeats=repeats,
                     clock=clock,

@@ -37,8 +37,10 @@ class RankOptions:
         schedule: The order of work: 1f1b, gpipe, interleaved, zero-bubble, one-by-one.
         route: Replicas split each micro-batch, or take turns: split, round-robin.
         depth: More than 1 lets more micro-batches be in flight, for uneven times.
+        staleness: Overlap batches on weights this many updates old; results differ from one device.
         versions: The same by stage, as versions of its weights in use at once, like 2:1.
         vertical_sync: A batch sees weights of one age in all stages.
+        sync_batch_norm: BatchNorm uses the statistics of all replicas, for each micro-batch.
         buckets: Gradients that travel together, by a file of `bayplan tune`. Default: planned.
     """
 
@@ -51,13 +53,7 @@ class RankOptions:
     schedule: str = "1f1b"
     route: str = "split"
     depth: int = 1
-    staleness: Annotated[
-        int,
-        Parameter(
-            help="Let batches overlap: a batch may see weights that are so many updates old. The"
-            " numbers are then not those of one device."
-        ),
-    ] = 0
+    staleness: int = 0
     versions: str | None = None
     vertical_sync: options.Flag = False
     static_order: Annotated[
@@ -67,12 +63,7 @@ class RankOptions:
             " ready, within what is planned to be in flight."
         ),
     ] = True
-    sync_batch_norm: Annotated[
-        options.Flag,
-        Parameter(
-            help="BatchNorm's statistics are those of all replicas' samples, of each micro-batch."
-        ),
-    ] = False
+    sync_batch_norm: options.Flag = False
     buckets: Path | None = None
     memory_per_rank: Annotated[
         str | None,

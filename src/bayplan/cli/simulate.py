@@ -1,9 +1,8 @@
 """`bayplan simulate`: replay a plan on a cluster, or a captured graph on a device."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from bayplan.cli import options
 from bayplan.data.errors import FileFault, UsageError
@@ -36,13 +35,7 @@ def simulate(
     cluster: str | None = None,
     target: str | None = None,
     profile: Path | None = None,
-    device: Annotated[
-        str | None,
-        Parameter(
-            help="For a graph without a profile: a device of the catalogue (h100, titan-v, …) or a"
-            " device file (YAML)."
-        ),
-    ] = None,
+    device: str | None = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -53,6 +46,7 @@ def simulate(
         cluster: For a plan: a cluster of the catalogue (dgx-a100, …), or its file (YAML).
         target: What a plan trains, where it names code of your own.
         profile: For a graph: what its operators cost, by `bayplan profile`.
+        device: For a graph without a profile: a device (h100, titan-v, …), or its file (YAML).
         output: Also write the result to this file.
     """
     from bayplan.data import files

@@ -14,6 +14,7 @@ __all__ = [
     "BucketPlan",
     "Gradient",
     "GradientPart",
+    "Message",
     "PlannedBucket",
     "check_order",
     "least_end_seconds",
@@ -52,26 +53,33 @@ class GradientPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedBucket:
-    """One message.
+class Message:
+    """Gradients of one kind that are all-reduced together.
 
     Attributes:
         parts: of gradients, in the order in which they are ready.
-        kind: of all of them.
-        ready_seconds: when the last of them is.
-        begin_seconds: when the message begins, from the begin of backward.
-        end_seconds: when its sums are everywhere.
+        ready_seconds: when it may begin: the last of them is ready, and nobody holds it back.
     """
 
     parts: tuple[GradientPart, ...]
     kind: str = ""
     ready_seconds: float
-    begin_seconds: float
-    end_seconds: float
 
     @property
     def size_bytes(self) -> int:
         return sum(part.size_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBucket(Message):
+    """A message that has its time on the link, counted from the begin of backward.
+
+    Attributes:
+        end_seconds: when every rank has the sums.
+    """
+
+    begin_seconds: float
+    end_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +88,7 @@ class BucketPlan:
 
     Attributes:
         buckets: in the order in which they are sent.
-        backward_seconds: how long backward takes.
+        backward_seconds: how long backward takes; it ends with the last gradient.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -99,7 +107,7 @@ class BucketPlan:
 
     @property
     def exchange_seconds(self) -> float:
-        """How long something is on its way."""
+        """How long the link is busy."""
         return sum(end - begin for begin, end in self._busy())
 
     @property

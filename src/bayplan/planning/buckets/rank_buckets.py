@@ -6,8 +6,6 @@ are made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from bayplan.data.exchange import BucketFile
 from bayplan.data.links import LinkCost
@@ -18,82 +16,81 @@ from bayplan.planning.buckets.timelines import filled
 from bayplan.planning.pipelines.step_source import StageValues
 from bayplan.simulating.network import Network
 
-__all__ = ["RankBuckets"]
+__all__ = ["plan_rank_buckets"]
 
 _SHARE, _LEAST_BYTES, _MOST_BYTES = 1 / 8, 256 << 10, 25 << 20
 
 
-@dataclass(frozen=True)
-class RankBuckets:
-    """Plans the buckets of all stages.
+def plan_rank_buckets(
+    values: StageValues,
+    stages: Sequence[Stage],
+    *,
+    given: BucketFile | None,
+    network: Network | None,
+    made_seconds: Callable[[int], Sequence[float]],
+) -> tuple[Bucket, ...]:
+    """The buckets of all stages, in the order that backward makes them.
 
-    Attributes:
+    Args:
         given: buckets of the user's; None plans them.
         network: between ranks; None where that is unknown.
         made_seconds: of a stage, in the order of its gradients, when its backward makes each.
+
+    Raises:
+        ForeignPlan: the buckets that were given are for another model.
     """
-
-    values: StageValues
-    stages: Sequence[Stage]
-    given: BucketFile | None
-    network: Network | None
-    made_seconds: Callable[[int], Sequence[float]]
-
-    def planned(self) -> tuple[Bucket, ...]:
-        """All buckets, in the order that backward makes them.
-
-        Raises:
-            ForeignPlan: those that were given are for another model.
-        """
-        if self.given is not None:
-            self.given.check(self._stages_of)
-        alike: dict[object, list[str]] = {}
-        for name in reversed(self._stages_of):
-            key = (self._stages_of[name], self.values.gradient_kinds[name])
-            alike.setdefault(key, []).append(name)
-        return tuple(
+    stages_of: dict[str, tuple[int, ...]] = {}  # those that have a part of a parameter's gradient
+    for stage, gradients in enumerate(values.gradients):
+        for name in gradients:
+            stages_of[name] = (*stages_of.get(name, ()), stage)
+    if given is not None:
+        given.check(stages_of)
+    alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for name in reversed(stages_of):
+        alike.setdefault((stages_of[name], values.gradient_kinds[name]), []).append(name)
+    buckets: list[Bucket] = []
+    for (holders, _), names in alike.items():
+        ranks = sorted({rank for stage in holders for rank in stages[stage].devices})
+        if given is not None:
+            groups = [[name for name in bucket if name in names] for bucket in given.buckets]
+        elif len(ranks) == 1:
+            groups = [names]  # they stay where they are
+        elif len(holders) > 1 or network is None:
+            groups = _filled(_gradients(values, names, dict.fromkeys(names, 0.0)))
+        else:
+            (stage,) = holders
+            made = dict(zip(values.gradients[stage], made_seconds(stage), strict=True))
+            groups = _planned(_gradients(values, names, made), network, ranks)
+        buckets += [
             Bucket(
                 parameters=tuple(group),
-                size_bytes=sum(self.values.gradient_bytes[name] for name in group),
-                stages=self._stages_of[group[0]],
+                size_bytes=sum(values.gradient_bytes[name] for name in group),
+                stages=holders,
             )
-            for names in alike.values()
-            for group in self._groups(names, self._stages_of[names[0]])
-        )
-
-    @cached_property
-    def _stages_of(self) -> dict[str, tuple[int, ...]]:
-        """By parameter, the stages that have a part of its gradient."""
-        stages_of: dict[str, tuple[int, ...]] = {}
-        for stage, gradients in enumerate(self.values.gradients):
-            for name in gradients:
-                stages_of[name] = (*stages_of.get(name, ()), stage)
-        return stages_of
-
-    def _groups(self, names: Sequence[str], stages: Sequence[int]) -> list[list[str]]:
-        """Gradients of the same stages as groups that travel together."""
-        if self.given is not None:
-            groups = ([name for name in bucket if name in names] for bucket in self.given.buckets)
-            return [group for group in groups if group]
-        ranks = sorted({rank for stage in stages for rank in self.stages[stage].devices})
-        if len(ranks) == 1:
-            return [list(names)]  # they stay where they are
-        network = self.network
-        if len(stages) > 1 or network is None:
-            gradients = self._gradients(names, dict.fromkeys(names, 0.0))
-            share = int(_SHARE * sum(gradient.size_bytes for gradient in gradients))
-            most = min(max(share, _LEAST_BYTES), _MOST_BYTES)
-            filled_groups = filled(gradients, threshold_bytes=most)
-            return [[gradient.name for gradient in group] for group in filled_groups]
-        (stage,) = stages
-        made = dict(zip(self.values.gradients[stage], self.made_seconds(stage), strict=True))
-        link = LinkCost(seconds=lambda size_bytes: network.reduce(ranks, size_bytes).alone_seconds)
-        plan = plan_buckets(self._gradients(names, made), link)
-        return [[part.name for part in bucket.parts] for bucket in plan.buckets]
-
-    def _gradients(self, names: Sequence[str], made: Mapping[str, float]) -> list[Gradient]:
-        sizes = self.values.gradient_bytes
-        return [
-            Gradient(name=name, size_bytes=sizes[name], ready_seconds=made[name])
-            for name in sorted(names, key=made.__getitem__)
+            for group in groups
+            if group
         ]
+    return tuple(buckets)
+
+
+def _gradients(
+    values: StageValues, names: Sequence[str], made: Mapping[str, float]
+) -> list[Gradient]:
+    return [
+        Gradient(name=name, size_bytes=values.gradient_bytes[name], ready_seconds=made[name])
+        for name in sorted(names, key=made.__getitem__)
+    ]
+
+
+def _filled(gradients: Sequence[Gradient]) -> list[list[str]]:
+    share = int(_SHARE * sum(gradient.size_bytes for gradient in gradients))
+    groups = filled(gradients, threshold_bytes=min(max(share, _LEAST_BYTES), _MOST_BYTES))
+    return [[gradient.name for gradient in group] for group in groups]
+
+
+def _planned(
+    gradients: Sequence[Gradient], network: Network, ranks: Sequence[int]
+) -> list[list[str]]:
+    link = LinkCost(seconds=lambda size_bytes: network.reduce(ranks, size_bytes).alone_seconds)
+    buckets = plan_buckets(gradients, link).buckets
+    return [[part.name for part in bucket.parts] for bucket in buckets]

@@ -18,7 +18,7 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.exchange import BucketFile
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, RankPlan, Route, Stage
-from bayplan.planning.buckets.rank_buckets import RankBuckets
+from bayplan.planning.buckets.rank_buckets import plan_rank_buckets
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
 from bayplan.planning.pipelines.scheduling import schedule
@@ -389,9 +389,13 @@ class _Placing:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        return RankBuckets(
-            self.values, self.stages, self.options.buckets, self._network, self._made_seconds
-        ).planned()
+        return plan_rank_buckets(
+            self.values,
+            self.stages,
+            given=self.options.buckets,
+            network=self._network,
+            made_seconds=self._made_seconds,
+        )
 
     def _made_seconds(self, stage: int) -> Sequence[float]:
         """When a stage's backward makes its gradients."""

@@ -55,7 +55,6 @@ def choice_of(keys, *, max_swap_bytes=None, **more):
     """A rank for each list of keys, with two micro-batches of each."""
     return FitChoice(
         ranks=[rank_of([key for key in own for _ in range(2)], **more) for own in keys],
-        weights={key: 1 for own in keys for key in own},
         max_swap_bytes=max_swap_bytes,
     )
 

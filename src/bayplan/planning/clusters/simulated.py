@@ -170,9 +170,7 @@ class _RankReplay:
                 compute_factor * on_rank[rank].needs.update(rank).seconds
                 for rank in self.pipeline.ranks
             ],
-            message_bytes=lambda message, is_back: on_rank[0].needs.message_bytes(
-                message, is_back=is_back
-            ),
+            message_bytes=on_rank[0].needs.message_bytes,
             bucket_bytes=[bucket.size_bytes for bucket in self.plan.buckets],
             network=network if link_factor == 1.0 else Slowed(network, link_factor),
             early=early,

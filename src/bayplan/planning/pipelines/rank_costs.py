@@ -21,7 +21,6 @@ __all__ = ["RankNeeds", "RankSeconds"]
 _K = ActionKind
 _OF_GRADIENTS = (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
 _MOVES = (_K.RECEIVE_FORWARD, _K.SEND_FORWARD, *_OF_GRADIENTS)
-_ADDS = (_K.BACKWARD, _K.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +42,25 @@ class RankNeeds:
     lags: Sequence[int]
     state_per_parameter: float
     batch_bytes: int
-    is_static: bool = True
-    _updates: dict[tuple[int, ...], UpdateCost] = field(default_factory=dict)
+    is_static: bool
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What a rank holds and what its actions take, by its list and what is known of all."""
         sizes = {
             index: [
-                self._value_bytes(message, is_back=action.kind in _OF_GRADIENTS)
+                self._value_bytes(message, action.kind in _OF_GRADIENTS)
                 for message in self.pipeline.moved(rank, action)
             ]
             for index, action in enumerate(actions)
             if action.kind in _MOVES
         }
         stages, tensor_bytes = self.pipeline.stages_of(rank), self.values.tensor_bytes
+        # Where batches overlap, the lists do not tell when what was sent has arrived. Without
+        # static order a send counts as on its way to the step's end; see `Picker`.
+        tells_arrivals = self.is_static and not any(self.lags)
         return RankMemory(
             actions=actions,
-            retire=proof.retire[rank] if self._tells_arrivals else [()] * len(actions),
+            retire=proof.retire[rank] if tells_arrivals else [()] * len(actions),
             keys={
                 (stage, index): (stage, piece.end - piece.begin)
                 for stage in stages
@@ -86,10 +87,14 @@ class RankNeeds:
         )
 
     def update(self, rank: int) -> UpdateCost:
-        stages = self.pipeline.stages_of(rank)
-        if stages not in self._updates:
-            self._updates[stages] = self.cut.update(self._trained(stages))
-        return self._updates[stages]
+        """What the update of all parameters of a rank costs."""
+        return self._updates[self.pipeline.stages_of(rank)]
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, ...], UpdateCost]:
+        """By the stages of a rank."""
+        alike = dict.fromkeys(map(self.pipeline.stages_of, self.pipeline.ranks))
+        return {stages: self.cut.update(self._trained(stages)) for stages in alike}
 
     def gradients(self, stage: int) -> tuple[list[str], list[str]]:
         """A stage's parameters: those whose gradients other ranks have too, and its own."""
@@ -97,23 +102,15 @@ class RankNeeds:
         shared = [name for name in names if name in self._shared]
         return shared, [name for name in names if name not in self._shared]
 
-    def message_bytes(self, message: Message, *, is_back: bool) -> int:
-        return self._value_bytes(message, is_back=is_back)[0]
+    def message_bytes(self, message: Message, is_back: bool) -> int:
+        return self._value_bytes(message, is_back)[0]
 
-    def _value_bytes(self, message: Message, *, is_back: bool) -> tuple[int, int]:
+    def _value_bytes(self, message: Message, is_back: bool) -> tuple[int, int]:
         """A message's bytes, and how many values it carries."""
         early, late = message.source_stage, message.target_stage
         values = self.values
         sizes = values.backward[late, early] if is_back else values.forward[early, late]
         return sum(sizes) * (message.end - message.begin) // values.num_samples, len(sizes)
-
-    @property
-    def _tells_arrivals(self) -> bool:
-        """Whether the lists tell when what was sent has arrived: not where batches overlap.
-
-        Without static order a send counts as on its way to the step's end; see `Picker`.
-        """
-        return self.is_static and not any(self.lags)
 
     def _staying_bytes(self, stages: Sequence[int]) -> int:
         versions: dict[str, int] = {}
@@ -156,11 +153,11 @@ class RankSeconds:
             network: between them.
             num_cores: that they share, if they have no devices of their own.
         """
-        pipeline, needs = self.needs.pipeline, self.needs
+        needs = self.needs
         return StepCosts(
             seconds=self.seconds,
-            update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
-            message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
+            update_seconds=[needs.update(rank).seconds for rank in needs.pipeline.ranks],
+            message_bytes=needs.message_bytes,
             bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
             network=network,
             num_cores=num_cores,
@@ -194,9 +191,8 @@ class RankSeconds:
             _K.BACKWARD_INPUT: stage.backward_input,
             _K.BACKWARD_WEIGHT: stage.backward - stage.backward_input,
         }[action.kind]
-        if action.kind in _ADDS:
-            pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
-            first = next(index for index, _ in pieces)
+        if action.kind in (_K.BACKWARD, _K.BACKWARD_WEIGHT):
+            (first, _), *_ = self.needs.pipeline.routing.pieces_of(action.stage, rank)
             seconds += self._adding_seconds(action.stage, is_first=action.index == first)
         return seconds
 
@@ -204,8 +200,7 @@ class RankSeconds:
         """Gradients of a piece are added to those before; the first are copied, or taken."""
         key = (stage, is_first)
         if key not in self._adding:
-            shared, own = self.needs.gradients(stage)
-            cut = self.needs.cut
+            (shared, own), cut = self.needs.gradients(stage), self.needs.cut
             self._adding[key] = (
                 cut.copy_seconds(shared) if is_first else cut.add_seconds([*shared, *own])
             )

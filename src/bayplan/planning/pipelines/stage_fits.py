@@ -7,6 +7,7 @@ memory, so that no stage can be decided for alone.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StageOrder
@@ -24,14 +25,16 @@ class FitChoice:
     """One fit for each key so that all ranks are within a limit.
 
     Attributes:
-        ranks: what each does.
-        weights: how often a step computes each key, over all ranks.
         max_swap_bytes: the most that a rank may have in its swap files.
     """
 
     ranks: Sequence[RankMemory]
-    weights: Mapping[Key, int]
     max_swap_bytes: int | None
+
+    @cached_property
+    def _weights(self) -> Counter[Key]:
+        """How often a step computes each key, over all ranks."""
+        return Counter(key for rank in self.ranks for key in rank.keys.values())
 
     def budget(self, key: Key, fits: Mapping[Key, Fit], limit_bytes: int) -> tuple[int, int]:
         """How many are in flight, and the bytes for them on the rank that has least.
@@ -64,7 +67,7 @@ class FitChoice:
             return None
         while True:
             changes = [
-                (self.weights[key] * (best[key].order.seconds - fit.order.seconds), key, fit)
+                (self._weights[key] * (best[key].order.seconds - fit.order.seconds), key, fit)
                 for key, pool in pools.items()
                 for fit in pool
             ]
@@ -192,17 +195,16 @@ class StageFits:
         over = [rank for rank in ranks if peak_bytes(rank, fits) > limit_bytes]
         if not over:
             return fits
-        choice = FitChoice(
-            ranks=ranks,
-            weights=Counter(key for rank in ranks for key in rank.keys.values()),
-            max_swap_bytes=self.max_swap_bytes,
-        )
+        choice = FitChoice(ranks=ranks, max_swap_bytes=self.max_swap_bytes)
         pools = {key: [fit] for key, fit in fits.items()}
         hard = dict.fromkeys(key for rank in over for key in keys_of(rank))
         best = self._within(choice, pools, hard, planned_bytes(limit_bytes))
         if best is None:
             for key in hard:
-                pools[key] += self._smallest(key, choice, fits, limit_bytes)
+                in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
+                pools[key] += self.search.smallest(
+                    self.cut.traced(*key), in_flight=in_flight, budget_bytes=max(0, budget_bytes)
+                )
             best = choice.fastest(pools, limit_bytes)
         if best is None:
             raise self._refusal(choice, pools, limit_bytes)
@@ -221,30 +223,20 @@ class StageFits:
         for _ in range(_ROUNDS):
             for key in hard:
                 in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
-                if 0 < budget_bytes < least.get(key, budget_bytes + 1):
-                    least[key] = budget_bytes
-                    pools[key] += self._found(key, choice, in_flight, budget_bytes)
+                if not 0 < budget_bytes < least.get(key, budget_bytes + 1):
+                    continue
+                least[key] = budget_bytes
+                for part in _PARTS if choice.shares_a_rank(key) else _PARTS[:1]:
+                    pools[key] += self.search.within(
+                        self.cut.traced(*key),
+                        in_flight=in_flight,
+                        budget_bytes=int(part * budget_bytes),
+                    )
             best = choice.fastest(pools, limit_bytes)
             if best is not None:
                 return best
             fits = choice.smallest(pools)
         return None
-
-    def _found(
-        self, key: Key, choice: FitChoice, in_flight: int, budget_bytes: int
-    ) -> Iterable[Fit]:
-        for part in _PARTS if choice.shares_a_rank(key) else _PARTS[:1]:
-            yield from self.search.within(
-                self.cut.traced(*key), in_flight=in_flight, budget_bytes=int(part * budget_bytes)
-            )
-
-    def _smallest(
-        self, key: Key, choice: FitChoice, fits: Mapping[Key, Fit], limit_bytes: int
-    ) -> list[Fit]:
-        in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
-        return self.search.smallest(
-            self.cut.traced(*key), in_flight=in_flight, budget_bytes=max(0, budget_bytes)
-        )
 
     def _refusal(
         self, choice: FitChoice, pools: Mapping[Key, Sequence[Fit]], limit_bytes: int

@@ -158,31 +158,23 @@ class CutSource(Protocol):
         ...
 
 
-class OneDeviceStep(Protocol):
-    """A step that is not cut, on one kind of device."""
+@dataclass(frozen=True, kw_only=True)
+class OneDeviceStep:
+    """A step that is not cut, on one kind of device.
 
-    @property
-    def num_samples(self) -> int | None:
-        """None where the target keeps it to itself."""
-        ...
+    Attributes:
+        num_samples: None where the target keeps it to itself.
+        fingerprints: of the captured step, as this kind of device updates it, and as this machine
+            does.
+        unrounded: not priced, and without the allocator's rounding.
+        outside_seconds: what loss and update take, which are outside the traced graph.
+    """
 
-    @property
-    def fingerprints(self) -> Sequence[str]:
-        """Of the captured step: as this kind of device updates it, and as this machine does."""
-        ...
-
-    @property
-    def traced(self) -> PackableStep: ...
-
-    @property
-    def unrounded(self) -> PackableStep:
-        """Not priced, and without the allocator's rounding."""
-        ...
-
-    @property
-    def outside_seconds(self) -> float:
-        """What loss and update take, which are outside the traced graph."""
-        ...
+    num_samples: int | None
+    fingerprints: tuple[str, str]
+    traced: PackableStep
+    unrounded: PackableStep
+    outside_seconds: float
 
 
 class StepSource(Protocol):

@@ -51,7 +51,6 @@ __all__ = [
     "Assignment",
     "Numbering",
     "assign_stages",
-    "first_reader",
     "operator_counts",
     "parameter_bytes",
     "seconds_with_backward",
@@ -299,20 +298,20 @@ def parameter_bytes(whole: WholeStep, step: JointStep) -> list[float]:
     for node, given in zip(whole.primals, whole.inputs, strict=True):
         if given.needs_gradient:
             value: torch.Tensor = node.meta["val"]
-            reader = first_reader(node, index_of)
+            reader = _first_reader(node, index_of)
             if reader is not None and reader < num_forward:
                 weights[reader] += value.numel() * value.element_size()
     return weights
 
 
-def first_reader(node: fx.Node, index_of: dict[fx.Node | None, int]) -> int | None:
+def _first_reader(node: fx.Node, index_of: dict[fx.Node | None, int]) -> int | None:
     """The first operator that reads a node, itself or through views.
 
     Args:
-        at_node: the numbers of all operators; of backward too, or this would follow all ways there.
+        index_of: all operators; those of backward too, or this would follow all ways there.
     """
     readers = [
-        index_of[user] if user in index_of else first_reader(user, index_of) for user in node.users
+        index_of[user] if user in index_of else _first_reader(user, index_of) for user in node.users
     ]
     return min((index for index in readers if index is not None), default=None)
 
@@ -338,28 +337,18 @@ _NOT_THERE = (operator.getitem, _aten.detach.default, _aten.alias.default)
 def operator_counts(whole: WholeStep, step: JointStep) -> list[int]:
     """For each forward operator of a step, how many operators of OneFlow it counts as."""
     nodes = step.op_nodes[: step.program.first_backward - 1]
-    needed = _ancestors(whole.loss)
+    needed = {whole.loss}
+    for node in reversed(whole.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     index_of = {node: index for index, node in enumerate(step.op_nodes)}
     counts = [1 + _inside(node) if node in needed else 0 for node in nodes]
-    counted = [node for node in whole.primals if node in needed]
-    counted += [node for node in _reshapes(whole, index_of) if node in needed]
-    for node in counted:
-        reader = first_reader(node, index_of)
+    for node in (*whole.primals, *_reshapes(whole, index_of)):
+        reader = _first_reader(node, index_of) if node in needed else None
         if reader is not None and reader < len(nodes):
             counts[reader] += 1
     counts[-1] += _NUM_RETURNED
     return counts
-
-
-def _ancestors(last: fx.Node) -> set[fx.Node]:
-    ancestors = {last}
-    waiting = [last]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                waiting.append(source)
-    return ancestors
 
 
 def _inside(node: fx.Node | None) -> int:

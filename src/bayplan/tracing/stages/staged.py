@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from bayplan.tracing.joint import JointStep, analyse_joint
+from bayplan.tracing.joint import JointStep
 from bayplan.tracing.stages.assigning import Assignment, assign_stages
 from bayplan.tracing.stages.cutting import Carried, StageGraph, carried_values, cut_stage
 from bayplan.tracing.stages.drawing import mark_draws
@@ -32,11 +32,7 @@ class StagedStep:
     @cached_property
     def step(self) -> JointStep:
         """The whole step as operators and buffers; nothing is priced."""
-        return analyse_joint(
-            self.whole.joint,
-            num_forward_outputs=self.whole.num_forward_outputs,
-            cost_of=lambda node: (0.0, 0),
-        )
+        return self.whole.analysed(lambda node: (0.0, 0))
 
     @cached_property
     def assignment(self) -> Assignment:

@@ -31,6 +31,7 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
+from bayplan.tracing.joint import Cost, JointStep, analyse_joint
 
 __all__ = [
     "Input",
@@ -194,6 +195,12 @@ class WholeStep:
     def loss(self) -> fx.Node:
         """The last output of forward; before it come the new values of buffers."""
         return self.outputs[self.num_forward_outputs - 1]
+
+    def analysed(self, cost_of: Cost) -> JointStep:
+        """The step as operators and buffers."""
+        return analyse_joint(
+            self.joint, num_forward_outputs=self.num_forward_outputs, cost_of=cost_of
+        )
 
     @cached_property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ caps are tried, for every way to pack, and each answer is judged by what it take
 a rank with such stages fits is decided by a walk of its list (`stage_fits`).
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.decisions import decisions_of
 from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.orders import arrange, order_of, pack_variants
+from bayplan.planning.memory.orders import KeptOrder, arrange, order_of, pack_variants
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.pipelines.step_source import PackableStep, TracedStage
 from bayplan.simulating.rank_memory import (
@@ -172,7 +173,8 @@ class StageSearch:
         """
         variants = self._variants(traced)
         plain = [self._plain_with(traced, packs) for packs in variants]
-        fitting = [fit for fit in plain if fit.memory.needed_bytes(in_flight) <= budget_bytes]
+        known = [*plain, *self._known_smallest(traced, in_flight)]
+        fitting = [fit for fit in known if fit.memory.needed_bytes(in_flight) <= budget_bytes]
         if plain[0] in fitting:
             return plain[:1]  # nothing is faster than to keep all as it is
         compile_inner_loop(self.cache)
@@ -241,10 +243,15 @@ class StageSearch:
         return decide
 
     def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
-        """Orders that need little, for a stage that found none within a budget."""
+        """Orders that need little, for a stage that found none within a budget.
+
+        The one that needs least is kept on disk. So whoever comes back with the limit that a
+        refusal named finds its order again, however little the search gets done in its time.
+        """
         compile_inner_loop(self.cache)
         variants = self._variants(traced)
         fits = [self._plain_with(traced, packs) for packs in variants]
+        known = self._known_smallest(traced, in_flight)
         shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
         seconds = self.time_limit_seconds / 2 / (len(variants) * len(shares))
         for packs, plain in zip(variants, fits[:], strict=True):
@@ -269,7 +276,18 @@ class StageSearch:
             else:
                 low_bytes = middle_bytes
             fits += smaller
-        return fits
+        least = min((*known, *fits), key=lambda fit: fit.memory.needed_bytes(in_flight))
+        self._kept_smallest(traced, in_flight).write(least.order)
+        return [*fits, *known]
+
+    def _known_smallest(self, traced: TracedStage, in_flight: int) -> list[Fit]:
+        order = self._kept_smallest(traced, in_flight).read(traced.step, sys.maxsize)
+        return [] if order is None else [self._fit(traced, order.packs, arrangement_of(order))]
+
+    def _kept_smallest(self, traced: TracedStage, in_flight: int) -> KeptOrder:
+        means = f"{'-packs' * self.may_pack}{'-swaps' * (self.tier is not None)}"
+        key = f"smallest-{traced.program().fingerprint}-in-flight-{in_flight}{means}"
+        return KeptOrder(self.cache, key)
 
     def _plain_with(self, traced: TracedStage, packs: tuple[str, ...]) -> Fit:
         return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))

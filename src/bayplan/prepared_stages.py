@@ -73,7 +73,6 @@ class LocalCosts:
     """Measured here, as ranks of this machine find them: one thread each, or one device each."""
 
     device: torch.device
-    cache: Path = field(default_factory=cache_directory)
 
     @property
     def where(self) -> str:
@@ -84,16 +83,11 @@ class LocalCosts:
         return len(os.sched_getaffinity(0)) if self.device.type == "cpu" else math.inf
 
     def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
-        """What stages are traced with.
-
-        Args:
-            staged: the step, by number of samples.
-            num_samples: of the whole batch.
-        """
+        """What stages of a step, by its number of samples, are traced with in a whole batch."""
         return StagePrices(
             staged=staged,
             num_samples=num_samples,
-            cache=self.cache,
+            cache=cache_directory(),
             granularity_bytes=granularity_of(self.device.type),
         ).context
 
@@ -102,7 +96,7 @@ class LocalCosts:
         return samples_to_price(whole.nodes, whole.num_samples)
 
     def prices(self) -> AbstractContextManager[RankPrices]:
-        return one_thread_prices(self.device, cache=self.cache)
+        return one_thread_prices(self.device, cache=cache_directory())
 
     def update(self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource) -> UpdateCost:
         return update_cost(
@@ -226,7 +220,7 @@ class PreparedStages:
 
     @property
     def batch_bytes(self) -> int:
-        return sum(map(_bytes_of, batch_tensors(self.step.batch)))
+        return sum(tensor.nbytes for tensor in batch_tensors(self.step.batch))
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -357,16 +351,12 @@ class CutStages:
 
     @cached_property
     def _context(self) -> StageContext:
-        return self._costs.contexts(self.staged, self.prepared.num_samples)
-
-    @property
-    def _costs(self) -> CostSource:
-        return self.prepared._costs
+        return self.prepared._costs.contexts(self.staged, self.prepared.num_samples)
 
     def update(self, parameters: Sequence[str]) -> UpdateCost:
         tensors = [self.prepared.tensors[name] for name in parameters]
         with explained():
-            return self._costs.update(tensors, self.prepared.optimizer)
+            return self.prepared._costs.update(tensors, self.prepared.optimizer)
 
     def add_seconds(self, parameters: Sequence[str]) -> float:
         return self._call_seconds(torch.ops.aten.add_.Tensor, parameters)
@@ -377,14 +367,14 @@ class CutStages:
     def _call_seconds(self, operator: Callable[..., Any], parameters: Sequence[str]) -> float:
         if not parameters:
             return 0.0
-        with self._costs.prices() as price:
+        with self.prepared._costs.prices() as price:
             tensors = (self.prepared.tensors[name].detach() for name in parameters)
             return sum(price.price(operator, (tensor, tensor), {})[0] for tensor in tensors)
 
 
 def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageValues:
     gradients = {name: node.meta["val"] for name, node in staged.whole.gradients().items()}
-    sizes = {name: _bytes_of(value) for name, value in staged.values.items()}
+    sizes = {name: value.nbytes for name, value in staged.whole.values.items()}
     state = (InputKind.PARAMETER, InputKind.BUFFER)
     return StageValues(
         num_samples=staged.whole.num_samples,
@@ -402,11 +392,7 @@ def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageVal
             pair: tuple(map(sizes.__getitem__, names))
             for pair, names in staged.carried.backward.items()
         },
-        tensor_bytes={name: _bytes_of(tensor) for name, tensor in tensors.items()},
+        tensor_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
         gradient_bytes={name: value.nbytes for name, value in gradients.items()},
         gradient_kinds={name: f"{value.dtype} {value.device}" for name, value in gradients.items()},
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

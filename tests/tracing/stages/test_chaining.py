@@ -76,7 +76,7 @@ def test_a_cut_sends_what_stages_would_send(made):
     _, whole, _, (chain, firsts) = made
     for layer in (0, len(firsts) // 2, len(firsts) - 2):
         staged = StagedStep(whole, (0, firsts[layer + 1]))
-        sent = sum(staged.values[name].nbytes for name in staged.carried.forward[0, 1])
+        sent = sum(staged.whole.values[name].nbytes for name in staged.carried.forward[0, 1])
         assert chain.layers[layer].sent_bytes == sent
 
 

@@ -156,11 +156,6 @@ def least_end_seconds(
     least. The latest of these ends bounds all ways to fuse, to cut and to order, on every link
     where no message is faster than `latency_seconds + size / bytes_per_second`.
 
-    Args:
-        gradients: in the order in which backward makes them.
-        latency_seconds: of a message.
-        bytes_per_second: what the link passes.
-
     Example:
         >>> row = [Gradient(name=name, size_bytes=100, ready_seconds=2.0) for name in "ab"]
         >>> least_end_seconds(row, latency_seconds=0.5, bytes_per_second=100)

@@ -81,7 +81,6 @@ def _best_cuts(
 
     Args:
         atoms: in the order in which they are ready; one or more.
-        link: what a message costs.
         most_bytes: of a message; no atom is larger.
         late_ones_small: above all. The last message is as small as it can be, then the one before.
     """
@@ -233,7 +232,6 @@ def plan_buckets(
 
     Args:
         gradients: in the order in which backward makes them.
-        link: what a message costs.
         part_bytes: gradients larger than this may be cut at multiples of it.
         most_bytes: of a message; larger gradients have to be cut.
         order: in which messages that wait are sent.

@@ -118,7 +118,6 @@ def horovod_timeline(
 
     Args:
         gradients: in the order in which backward makes them.
-        link: what a message costs.
         threshold_bytes: of a message of several gradients; 0 fuses nothing.
         cycle_seconds: from look to look; the first one is at the begin of backward.
         seen_seconds: from when on looks see a gradient, in the order of gradients; None for when it
@@ -185,7 +184,6 @@ def ddp_timeline(
     Args:
         gradients: in the order in which backward makes them, which is that of the buckets from the
             second step on.
-        link: what a message costs.
         cap_bytes: a bucket takes gradients until it has as many.
         first_bytes: the same for the first bucket of each kind, so that something begins early.
             None for what torch 2.13 takes: 1 MiB with its own cap, else the cap given.

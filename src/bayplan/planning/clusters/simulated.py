@@ -215,14 +215,12 @@ class _RankReplay:
         kinds = (kind,) * len(plan.stages)
         cut = self.source.on_kinds(kinds, where=self.cluster.fingerprint).cut(self._firsts)
         needs = RankNeeds(
+            plan=plan,
+            pipeline=pipeline,
             cut=cut,
             values=self._values,
-            pipeline=pipeline,
-            buckets=plan.buckets,
-            lags=plan.lags or (0,) * len(plan.stages),
             state_per_parameter=state_per_parameter(self.source.optimizer_name),
             batch_bytes=self.source.batch_bytes,
-            is_static=plan.static_order,
         )
         proof = check_actions(pipeline, self._actions, has_tags=True)
         memory = [needs.memory(rank, self._actions[rank], proof) for rank in pipeline.ranks]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.plan import Bucket
+from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.stage_orders import Fit
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, UpdateCost
 from bayplan.simulating.checking import Proof
@@ -28,21 +28,23 @@ class RankNeeds:
     """What is known of all ranks.
 
     Attributes:
+        plan: may be without lists of actions and predictions.
         values: of the stages, at any number of samples.
-        lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         batch_bytes: of the whole batch, which every rank has.
-        is_static: whether ranks keep the order of their lists.
     """
 
+    plan: RankPlan
+    pipeline: Pipeline
     cut: CutSource
     values: StageValues
-    pipeline: Pipeline
-    buckets: Sequence[Bucket]
-    lags: Sequence[int]
     state_per_parameter: float
     batch_bytes: int
-    is_static: bool
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """By stage, how many batches its backward is behind its forward."""
+        return self.plan.lags or (0,) * len(self.plan.stages)
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What a rank holds and what its actions take, by its list and what is known of all."""
@@ -57,7 +59,7 @@ class RankNeeds:
         stages, tensor_bytes = self.pipeline.stages_of(rank), self.values.tensor_bytes
         # Where batches overlap, the lists do not tell when what was sent has arrived. Without
         # static order a send counts as on its way to the step's end; see `Picker`.
-        tells_arrivals = self.is_static and not any(self.lags)
+        tells_arrivals = self.plan.static_order and not any(self.lags)
         return RankMemory(
             actions=actions,
             retire=proof.retire[rank] if tells_arrivals else [()] * len(actions),
@@ -76,7 +78,7 @@ class RankNeeds:
                 for index, messages in sizes.items()
             },
             # Without static order, so many of each direction.
-            num_ahead=RECEIVES_AHEAD if self.is_static else 2 * RECEIVES_AHEAD,
+            num_ahead=RECEIVES_AHEAD if self.plan.static_order else 2 * RECEIVES_AHEAD,
             gradient_bytes={
                 stage: sum(tensor_bytes[name] for name in self.gradients(stage)[1])
                 for stage in stages
@@ -130,7 +132,9 @@ class RankNeeds:
     def _shared(self) -> frozenset[str]:
         """Parameters whose gradients several ranks sum up, in memory that stays."""
         return frozenset(
-            name for number in self.pipeline.members for name in self.buckets[number].parameters
+            name
+            for number in self.pipeline.members
+            for name in self.plan.buckets[number].parameters
         )
 
 
@@ -147,18 +151,13 @@ class RankSeconds:
     _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def costs(self, network: Network, *, num_cores: float = math.inf) -> StepCosts:
-        """Of all ranks.
-
-        Args:
-            network: between them.
-            num_cores: that they share, if they have no devices of their own.
-        """
+        """Of all ranks, which share cores if they have no devices of their own."""
         needs = self.needs
         return StepCosts(
             seconds=self.seconds,
             update_seconds=[needs.update(rank).seconds for rank in needs.pipeline.ranks],
             message_bytes=needs.message_bytes,
-            bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
+            bucket_bytes=[bucket.size_bytes for bucket in needs.plan.buckets],
             network=network,
             num_cores=num_cores,
             early=self.early,
@@ -172,7 +171,7 @@ class RankSeconds:
         made = dict(zip(self.needs.values.gradients[action.stage], seconds.gradients, strict=True))
         return {
             bucket: seconds.backward
-            - max(made.get(name, 0.0) for name in self.needs.buckets[bucket].parameters)
+            - max(made.get(name, 0.0) for name in self.needs.plan.buckets[bucket].parameters)
             for bucket in self.needs.pipeline.holders(rank)
         }
 

@@ -120,14 +120,6 @@ class Timeline:
         """Units until the last rank is done."""
         return max((end for ends in self.ends for end in ends), default=0)
 
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """By rank, the units in which it computes nothing, of the whole makespan."""
-        return tuple(
-            self.makespan - sum(_COSTS[action.kind] for action in actions)
-            for actions in self.actions
-        )
-
 
 _Task = tuple[int, Action]  # a rank does something
 _Sent = tuple[Message, bool]  # whether it is a gradient
@@ -322,7 +314,6 @@ def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Ac
     transport with tags.
 
     Args:
-        pipeline: what is to be done.
         name: one of `SCHEDULES`.
         depth: 1 for the usual number of micro-batches in flight, `n`; more for
             `depth * (n - 1) + 1`, which rides out uneven times and costs memory.

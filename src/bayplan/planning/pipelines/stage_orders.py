@@ -151,9 +151,9 @@ class StageSearch:
     may_pack: bool = True
     time_limit_seconds: float = 10.0
 
-    def plain(self, traced: TracedStage) -> Fit:
-        """The stage as it runs with everything kept."""
-        return self._plain_with(traced, ())
+    def plain(self, traced: TracedStage, packs: tuple[str, ...] = ()) -> Fit:
+        """The stage as it runs with everything kept, packed or as it is."""
+        return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))
 
     def ordered(self, traced: TracedStage, order: StepOrder) -> Fit:
         """The stage as it runs in an order that is decided already, if for another device.
@@ -172,7 +172,7 @@ class StageSearch:
             budget_bytes: for what all of them hold and what passes.
         """
         variants = self._variants(traced)
-        plain = [self._plain_with(traced, packs) for packs in variants]
+        plain = [self.plain(traced, packs) for packs in variants]
         known = [*plain, *self._known_smallest(traced, in_flight)]
         fitting = [fit for fit in known if fit.memory.needed_bytes(in_flight) <= budget_bytes]
         if plain[0] in fitting:
@@ -250,7 +250,7 @@ class StageSearch:
         """
         compile_inner_loop(self.cache)
         variants = self._variants(traced)
-        fits = [self._plain_with(traced, packs) for packs in variants]
+        fits = [self.plain(traced, packs) for packs in variants]
         known = self._known_smallest(traced, in_flight)
         shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
         seconds = self.time_limit_seconds / 2 / (len(variants) * len(shares))
@@ -289,9 +289,6 @@ class StageSearch:
         key = f"smallest-{traced.program().fingerprint}-in-flight-{in_flight}{means}"
         return KeptOrder(self.cache, key)
 
-    def _plain_with(self, traced: TracedStage, packs: tuple[str, ...]) -> Fit:
-        return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))
-
     def _fit(self, traced: TracedStage, packs: tuple[str, ...], arrangement: Arrangement) -> Fit:
         program, unpacked = traced.program(packs), traced.program()
         order = order_of(
@@ -305,7 +302,7 @@ class StageSearch:
         )
         swapped = arrangement.apply(program)
         done, schedule = swapped.program, plain_schedule(swapped.program)
-        gradients, made_back = traced.gradients(packs), traced.made_back(packs)
+        gradients, made_back = traced.gradients(packs)
         memory = stage_memory(
             done, schedule, made_back=made_back, gradients=frozenset().union(*gradients)
         )

@@ -52,8 +52,9 @@ from bayplan.planning.buckets.bucket_plan import (
     GradientPart,
     Message,
     check_order,
+    send,
+    send_by_need,
 )
-from bayplan.planning.buckets.timelines import send, send_by_need
 
 __all__ = ["Order", "plan_buckets"]
 

@@ -22,7 +22,7 @@ from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source, me
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.stage_fits import StageFits, keys_of, peak_bytes
+from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
 from bayplan.simulating.checking import check_actions, check_rank_plan
@@ -233,7 +233,6 @@ class _RankReplay:
     ) -> dict[Key, Fit]:
         """How stages run as the plan says."""
         search = StageSearch(cache=self.source.cache, tier=tier)
-        stages = StageFits(cut=cut, search=search)
         planned = {
             (given.stage, given.num_samples): given.order for given in self.plan.stage_orders
         }
@@ -241,7 +240,7 @@ class _RankReplay:
         return {
             key: search.ordered(cut.traced(*key), planned[key])
             if key in planned
-            else stages.plain(key)
+            else search.plain(cut.traced(*key))
             for key in keys
         }
 

@@ -20,20 +20,18 @@ from bayplan.data.links import LinkCost
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, RankPlan, Route, Stage
 from bayplan.data.units import Progress, no_progress
-from bayplan.planning.buckets.bucket_plan import Gradient
+from bayplan.planning.buckets.bucket_plan import Gradient, filled
 from bayplan.planning.buckets.bucketing import plan_buckets
-from bayplan.planning.buckets.timelines import filled
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.pipelines.stage_fits import StageFits, peak_bytes
-from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
+from bayplan.planning.pipelines.stage_orders import StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, SharesBy, StageValues, StepSource
 from bayplan.simulating.checking import Proof, check_actions
-from bayplan.simulating.clock import StepTimes, step_times
+from bayplan.simulating.clock import step_times
 from bayplan.simulating.network import Network
 from bayplan.simulating.pipeline import Pipeline, pipeline_of
-from bayplan.simulating.rank_memory import Key
 from bayplan.simulating.swaps import Tier
 
 __all__ = ["RankPlanOptions", "SharesBy", "place"]
@@ -228,7 +226,11 @@ class _Placing:
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(memory, options.limit_bytes)
-        times = self._times(needs, actions, fits)
+        times = None  # unknown where nothing is known of links
+        if self._network is not None:
+            seconds = RankSeconds(needs=needs, fits=fits)
+            costs = seconds.costs(self._network, num_cores=self.source.num_cores)
+            times = step_times(pipeline, actions, costs, lags=options.lags)
         return msgspec.structs.replace(
             unscheduled,
             actions=tuple(tuple(map(str, rank_actions)) for rank_actions in actions),
@@ -238,16 +240,6 @@ class _Placing:
             predicted_seconds=0.0 if times is None else times.seconds,
             predicted_busy=() if times is None else times.busy,
         )
-
-    def _times(
-        self, needs: RankNeeds, actions: Sequence[Sequence[Action]], fits: Mapping[Key, Fit]
-    ) -> StepTimes | None:
-        """How long a step takes; unknown where nothing is known of links."""
-        if self._network is None:
-            return None
-        seconds = RankSeconds(needs=needs, fits=fits)
-        costs = seconds.costs(self._network, num_cores=self.source.num_cores)
-        return step_times(needs.pipeline, actions, costs, lags=self.options.lags)
 
     def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
         """That the lists come to an end; only replicas that have to meet may prevent it."""

@@ -14,7 +14,7 @@ a rank with such stages fits is decided by a walk of its list (`stage_fits`).
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -228,19 +228,15 @@ class StageSearch:
         return fit if fit.memory.needed_bytes(in_flight) <= budget_bytes else None
 
     def decide(
-        self, *, num_gradients: int, in_flight: int, budget_bytes: int
-    ) -> Callable[[PackableStep], StepOrder]:
+        self, step: PackableStep, *, num_gradients: int, in_flight: int, budget_bytes: int
+    ) -> StepOrder:
         """For a stage that is compiled here: the fastest within a budget, else what needs least."""
-
-        def decide(step: PackableStep) -> StepOrder:
-            traced = TracedStage(step, num_gradients)
-            fits = self.within(traced, in_flight=in_flight, budget_bytes=budget_bytes)
-            if not fits:
-                fits = self.smallest(traced, in_flight=in_flight, budget_bytes=budget_bytes)
-                fits.sort(key=lambda fit: fit.memory.needed_bytes(in_flight))
+        traced = TracedStage(step, num_gradients)
+        fits = self.within(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+        if fits:
             return fits[0].order
-
-        return decide
+        fits = self.smallest(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+        return min(fits, key=lambda fit: fit.memory.needed_bytes(in_flight)).order
 
     def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
         """Orders that need little, for a stage that found none within a budget.

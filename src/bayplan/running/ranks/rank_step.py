@@ -371,8 +371,8 @@ class RankStep:
             if one.num_samples == staged.whole.num_samples:
                 return as_planned(one.order)
         most = max(own, key=lambda one: one.needed_bytes)
-        search = StageSearch(cache=cache_directory())
-        return search.decide(
+        return partial(
+            StageSearch(cache=cache_directory()).decide,
             num_gradients=len(staged.graph(stage).parameters),
             in_flight=self._in_flight[stage],
             budget_bytes=most.needed_bytes,

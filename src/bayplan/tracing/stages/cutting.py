@@ -109,7 +109,11 @@ class StageCutter:
         sent_back, taken_back = (self._names(carried.backward, end) for end in (0, 1))
         has_loss = self.where.stage_of[self.whole.loss] == self.stage
         inputs = self._take_inputs(taken)
-        self._take_tangents(taken_back, has_loss=has_loss)
+        tangents = [self.node_of[name] for name in taken_back]
+        if has_loss:
+            tangents += filter(torch_compat.is_tangent, self.whole.nodes)
+        for number, node in enumerate(tangents, start=1):
+            self._placeholder(node, f"tangents_{number}")
         for node in self.whole.nodes:
             if self.where.stage_of.get(node) == self.stage:
                 self._copy(node)
@@ -167,13 +171,6 @@ class StageCutter:
                     if source in self.where.free:
                         waiting.append(source)
         return seen
-
-    def _take_tangents(self, names: Sequence[str], *, has_loss: bool) -> None:
-        nodes = [self.node_of[name] for name in names]
-        if has_loss:
-            nodes += [node for node in self.whole.nodes if torch_compat.is_tangent(node)]
-        for number, node in enumerate(nodes):
-            self._placeholder(node, f"tangents_{number + 1}")
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
         copy = self.copies[node] = self.graph.placeholder(name)

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.errors import UsageError
-from bayplan.planning.buckets.bucket_plan import Gradient, least_end_seconds
+from bayplan.planning.buckets.bucket_plan import (
+    Gradient,
+    ddp_timeline,
+    filled_timeline,
+    horovod_timeline,
+    least_end_seconds,
+)
 from bayplan.planning.buckets.bucketing import plan_buckets
-from bayplan.planning.buckets.timelines import ddp_timeline, filled_timeline, horovod_timeline
 
 UNIT = 64
 MIB = 2**20
@@ -85,7 +90,7 @@ def test_ddp_closes_a_bucket_once_it_has_reached_its_cap(make_link, words_of):
     link = make_link(0.0, 1e-9)
     assert words_of(ddp_timeline(row, link)) == ["ab", "cde", "f", "g"]
     assert words_of(ddp_timeline(row, link, cap_bytes=5 * MIB)) == ["abc", "de", "f", "g"]
-    assert words_of(ddp_timeline(row, link, first_bytes=25 * MIB)) == ["abcd", "ef", "g"]
+    assert words_of(ddp_timeline(row, link, cap_bytes=24 * MIB)) == ["abcd", "ef", "g"]
 
 
 def test_ddp_has_buckets_of_its_own_for_each_kind(make_link, words_of):
@@ -117,7 +122,8 @@ def test_none_of_them_ends_before_planned_buckets_or_the_bound(
     planned = plan_buckets(row, link).end_seconds
     others = [
         horovod_timeline(row, link, threshold_bytes=threshold * UNIT, cycle_seconds=cycle),
-        ddp_timeline(row, link, cap_bytes=threshold * UNIT, first_bytes=UNIT),
+        ddp_timeline(row, link),
+        ddp_timeline(row, link, cap_bytes=threshold * UNIT),
         filled_timeline(row, link, threshold_bytes=0),
         filled_timeline(row, link, threshold_bytes=inf),
     ]

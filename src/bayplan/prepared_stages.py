@@ -156,7 +156,7 @@ class PreparedStages:
 
     Attributes:
         step: the model, a batch of the size to train with, and the loss; may take no memory.
-        optimizer: makes one of parameters, for what the update takes; None leaves that out.
+        optimizer: makes one of parameters, to price its update; None leaves that out.
         name: of the model; its class by default.
         costs: where prices come from; by default they are measured here.
         question: how the step was asked for; None for a step that cannot be built again.

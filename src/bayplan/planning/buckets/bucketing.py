@@ -131,7 +131,10 @@ class _Costs:
                 first = int(numpy.searchsorted(counts[kind], counts[kind][after]))
                 own = (slice(first), after)
                 sizes = sums[kind][after] - sums[kind][:first]
-                overlapped, rest = _prices(sizes.tolist(), link, most_bytes)
+                overlapped = numpy.array(list(map(link.overlapped_seconds, sizes.tolist())))
+                rest = numpy.array(list(map(link.seconds, sizes.tolist()))) - overlapped
+                if most_bytes is not None:
+                    rest[sizes > most_bytes] = inf
                 busy[own] += rest
                 waiting[own] = numpy.maximum(waiting[own], ready_seconds + overlapped) + rest
                 number[own] += 1
@@ -141,17 +144,6 @@ class _Costs:
         """By first cut, when all up to `after` is through on a link that is free from `free` on."""
         first = len(free)
         return numpy.maximum(free + self.busy[:first, after], self.waiting[:first, after])
-
-
-def _prices(
-    sizes: Sequence[int], link: LinkCost, most_bytes: int | None
-) -> tuple[_Numbers, _Numbers]:
-    """What may overlap of some messages, and the rest."""
-    overlapped = numpy.array([link.overlapped_seconds(size) for size in sizes])
-    seconds = numpy.array([link.seconds(size) for size in sizes])
-    if most_bytes is not None:
-        seconds[numpy.array(sizes) > most_bytes] = inf
-    return overlapped, seconds - overlapped
 
 
 def _levels(costs: _Costs, goal: float) -> list[_Numbers]:
@@ -193,7 +185,9 @@ def _path(
         after = cuts[-1]
         numbers = costs.number[:after, after]
         before = numpy.maximum(number - numbers, -1)
-        free = numpy.array([levels[at][cut] if at >= 0 else inf for cut, at in enumerate(before)])
+        free = numpy.array(
+            [levels[count][cut] if count >= 0 else inf for cut, count in enumerate(before)]
+        )
         is_early = costs.ends(free, after) <= allowed + slack
         if not late_ones_small and (is_early & begins[:after]).any():
             is_early &= begins[:after]
@@ -225,11 +219,11 @@ def plan_buckets(
 ) -> BucketPlan:
     """Find the messages whose exchange ends earliest; of those, the fewest.
 
-    By need, the exchange ends no later than by readiness and has as many messages, but the last
-    ones, with the first layers' gradients, are as small as they can be, for which others may be cut
-    that need not. Whenever the link is free, it takes the waiting message that the next forward
-    needs first, so a message waits for at most one that is needed later. All of that holds if
-    gradients come when they should: ranks keep to the plan's order even if one is late.
+    By need, the exchange ends no later than by readiness and has as many messages. But the last
+    ones, with the first layers' gradients, are as small as they can be, even if that cuts gradients
+    which could stay whole. Whenever the link is free, it takes the waiting message that the next
+    forward needs first, so a message waits for at most one that is needed later. All of that holds
+    if gradients come when they should: ranks keep to the plan's order even if one is late.
 
     Args:
         gradients: in the order in which backward makes them.
@@ -240,8 +234,8 @@ def plan_buckets(
     Example:
         >>> link = LinkCost.affine(latency_seconds=1.0, bytes_per_second=64)
         >>> row = [
-        ...     Gradient(name=name, size_bytes=64, ready_seconds=at)
-        ...     for at, name in enumerate("abcd")
+        ...     Gradient(name=name, size_bytes=64, ready_seconds=second)
+        ...     for second, name in enumerate("abcd")
         ... ]
         >>> plan = plan_buckets(row, link)
         >>> ["".join(part.name for part in bucket.parts) for bucket in plan.buckets]

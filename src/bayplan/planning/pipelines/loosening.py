@@ -6,7 +6,7 @@ rank may choose needs more memory than was checked, or gets stuck:
 1. The forwards of a stage keep the order of the list, and so do its backwards. A forward waits
    until no more of the stage's pieces are in flight than the list has at its fullest moment.
 2. A receive waits for all that its taker waits for, so that what was received is used at once.
-3. Reduces keep their order, for collectives must be issued in one order on all ranks.
+3. Reduces keep their order, because all ranks must issue collectives in one order.
 
 NOTE [ Why it ends ]
 All of these lead from an earlier position of a list to a later one, and so does every message in

@@ -60,7 +60,7 @@ class Policy:
             return (_K.FORWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
         return (_K.FORWARD, _K.BACKWARD)
 
-    def rank_of(self, action: Action, turn_length: int) -> tuple[int, ...]:
+    def priority(self, action: Action, turn_length: int) -> tuple[int, ...]:
         """The smallest is taken: backwards before forwards, gradients of weights last."""
         is_forward = action.kind is _K.FORWARD
         urgency = 1 if is_forward else 2 if action.kind is _K.BACKWARD_WEIGHT else 0
@@ -214,7 +214,7 @@ class _Simulation:
             for kind in self.policy.kinds
             if self.left[rank, stage, kind]
         ]
-        heads.sort(key=lambda action: self.policy.rank_of(action, self.turn_length))
+        heads.sort(key=lambda action: self.policy.priority(action, self.turn_length))
         if self.is_strict:
             forwards = [action for action in heads if action.kind is _K.FORWARD]
             is_turn = bool(forwards) and not self._is_full(rank)

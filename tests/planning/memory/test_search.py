@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
-from bayplan.planning.memory import search
+from bayplan.planning.memory import moves, search
 from bayplan.planning.memory.annealing import checkpoint_starts
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.choices import Evaluator
+from bayplan.planning.memory.moves import Budget
 from bayplan.simulating.schedule import alive_at, check_schedule, plain_schedule, replay_schedule
 
 # Stopped by a number of evaluations and never by the clock, however busy the machine is.
 plan_schedule = partial(search.plan_schedule, time_limit_seconds=600)
+plan_rounds = partial(search.plan_rounds, time_limit_seconds=600)
 smallest_peak = partial(search.smallest_peak, time_limit_seconds=600)
 
 
@@ -134,6 +136,27 @@ def test_a_search_that_no_longer_improves_stops_early(make_residual, cache_dir):
         program, int(0.6 * plain_peak(program)), num_evaluations=20_000, cache_dir=cache_dir
     )
     assert planned.seconds <= short.seconds
+
+
+def test_each_round_is_as_fast_as_the_one_before(make_residual, cache_dir):
+    program = make_residual(6)
+    question = {"limit_bytes": int(0.5 * plain_peak(program)), "num_evaluations": 200_000}
+    seconds = [plan.seconds for plan in plan_rounds(program, **question, cache_dir=cache_dir)]
+    assert len(seconds) > 1
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == plan_schedule(program, **question, cache_dir=cache_dir).seconds
+
+
+def test_time_between_rounds_is_the_callers(make_residual, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(moves.time, "monotonic", lambda: now)
+    budget = Budget(make_residual(4), time_limit_seconds=10)
+    now = 4.0
+    with budget.paused():
+        now = 1000.0
+    assert budget.share_used == pytest.approx(0.4)
+    now += 6.0
+    assert budget.is_out
 
 
 def test_interrupt_ends_a_long_search(make_residual, cache_dir):

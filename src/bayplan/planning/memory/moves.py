@@ -9,12 +9,13 @@ ops around it) form a row, in plain order. Moves change single gaps, exchange tw
 of a row, change all gaps of neighbouring ops, or copy one block's choices to another.
 """
 
+import contextlib
 import math
 import random
 import re
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy
@@ -80,6 +81,16 @@ class Budget:
     def start_round(self, num_evaluations: int) -> None:
         self._round_begin, self._round_used = time.monotonic(), self.used
         self._round_size = max(1, min(num_evaluations, self.total - self.used))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count against the time limit."""
+        begin = time.monotonic()
+        yield
+        elapsed = time.monotonic() - begin
+        self._begin += elapsed
+        self._deadline += elapsed
+        self._round_begin += elapsed
 
     def stop(self, *, best_seconds: float) -> None:
         """Tell the listener that the search is done, whatever is left."""

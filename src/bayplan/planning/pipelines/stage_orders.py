@@ -140,7 +140,7 @@ class StageSearch:
     """How orders are looked for.
 
     Attributes:
-        cache: where the planner's compiled inner loop is kept.
+        cache: where the compiled inner loop and the orders that need least are kept.
         tier: where activations may be swapped to; None repeats and packs only.
         may_pack: whether activations may be packed.
         time_limit_seconds: to plan one stage at one size.
@@ -173,7 +173,7 @@ class StageSearch:
         """
         variants = self._variants(traced)
         plain = [self.plain(traced, packs) for packs in variants]
-        known = [*plain, *self._known_smallest(traced, in_flight)]
+        known = [*plain, *self._known(traced, in_flight)]
         fitting = [fit for fit in known if fit.memory.needed_bytes(in_flight) <= budget_bytes]
         if plain[0] in fitting:
             return plain[:1]  # nothing is faster than to keep all as it is
@@ -241,29 +241,27 @@ class StageSearch:
     def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
         """Orders that need little, for a stage that found none within a budget.
 
-        The one that needs least is kept on disk. So whoever comes back with the limit that a
-        refusal named finds its order again, however little the search gets done in its time.
+        The one that needs least is kept on disk, as are those of the limit that a refusal names. So
+        whoever comes back finds them again, however little the search gets done in its time.
         """
         compile_inner_loop(self.cache)
         variants = self._variants(traced)
-        fits = [self.plain(traced, packs) for packs in variants]
-        known = self._known_smallest(traced, in_flight)
+        plain = [self.plain(traced, packs) for packs in variants]
+        fits = [*plain, *self._known(traced, in_flight)]
         shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
         seconds = self.time_limit_seconds / 2 / (len(variants) * len(shares))
-        for packs, plain in zip(variants, fits[:], strict=True):
+        for packs, kept in zip(variants, plain, strict=True):
             program = handing_on(traced.program(packs))
             for share in shares:
-                room_bytes = int(share * plain.memory.passing_bytes)
+                room_bytes = int(share * kept.memory.passing_bytes)
                 squeezed = with_op_between(program, workspace_bytes=room_bytes)
                 planned = smallest_peak(squeezed, time_limit_seconds=seconds, cache_dir=self.cache)
                 arrangement = without_op_between(squeezed, Arrangement(planned.schedule))
                 fits.append(self._fit(traced, packs, arrangement))
         # Then between a budget that is too small and one that works, swaps included.
         quick = replace(self, time_limit_seconds=self.time_limit_seconds / 2 / _HALVINGS)
-        low_bytes, high_bytes = (
-            budget_bytes,
-            min(fit.memory.needed_bytes(in_flight) for fit in fits),
-        )
+        low_bytes = budget_bytes
+        high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in fits)
         for _ in range(_HALVINGS):
             middle_bytes = (low_bytes + high_bytes) // 2
             smaller = quick.within(traced, in_flight=in_flight, budget_bytes=middle_bytes)
@@ -272,17 +270,27 @@ class StageSearch:
             else:
                 low_bytes = middle_bytes
             fits += smaller
-        least = min((*known, *fits), key=lambda fit: fit.memory.needed_bytes(in_flight))
-        self._kept_smallest(traced, in_flight).write(least.order)
-        return [*fits, *known]
+        least = min(fits, key=lambda fit: fit.memory.needed_bytes(in_flight))
+        self.keep(traced, least, in_flight=in_flight, name="smallest")
+        return fits
 
-    def _known_smallest(self, traced: TracedStage, in_flight: int) -> list[Fit]:
-        order = self._kept_smallest(traced, in_flight).read(traced.step, sys.maxsize)
-        return [] if order is None else [self._fit(traced, order.packs, arrangement_of(order))]
+    def keep(self, traced: TracedStage, fit: Fit, *, in_flight: int, name: str) -> None:
+        """Keep an order on disk, under one of two names, so that later searches know it."""
+        self._kept(traced, in_flight, name).write(fit.order)
 
-    def _kept_smallest(self, traced: TracedStage, in_flight: int) -> KeptOrder:
+    def _known(self, traced: TracedStage, in_flight: int) -> list[Fit]:
+        """The orders that were kept."""
+        kept = (self._kept(traced, in_flight, name) for name in ("smallest", "refused"))
+        orders = (order.read(traced.step, sys.maxsize) for order in kept)
+        return [
+            self._fit(traced, order.packs, arrangement_of(order))
+            for order in orders
+            if order is not None
+        ]
+
+    def _kept(self, traced: TracedStage, in_flight: int, name: str) -> KeptOrder:
         means = f"{'-packs' * self.may_pack}{'-swaps' * (self.tier is not None)}"
-        key = f"smallest-{traced.program().fingerprint}-in-flight-{in_flight}{means}"
+        key = f"{name}-{traced.program().fingerprint}-in-flight-{in_flight}{means}"
         return KeptOrder(self.cache, key)
 
     def _fit(self, traced: TracedStage, packs: tuple[str, ...], arrangement: Arrangement) -> Fit:

@@ -23,7 +23,7 @@ from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source, me
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.stage_fits import StageFits, keys_of, peak_bytes
+from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
 from bayplan.simulating.checking import check_actions, check_rank_plan
@@ -252,14 +252,12 @@ class _RankReplay:
         kinds = (kind,) * len(plan.stages)
         cut = self.source.on_kinds(kinds, where=self.cluster.fingerprint).cut(self._firsts)
         needs = RankNeeds(
+            plan=plan,
+            pipeline=pipeline,
             cut=cut,
             values=self._values,
-            pipeline=pipeline,
-            buckets=plan.buckets,
-            lags=plan.lags or (0,) * len(plan.stages),
             state_per_parameter=state_per_parameter(self.source.optimizer_name),
             batch_bytes=self.source.batch_bytes,
-            is_static=plan.static_order,
         )
         proof = check_actions(pipeline, self._actions, has_tags=True)
         memory = [needs.memory(rank, self._actions[rank], proof) for rank in pipeline.ranks]
@@ -272,13 +270,14 @@ class _RankReplay:
     ) -> dict[Key, Fit]:
         """How stages run as the plan says."""
         search = StageSearch(cache=self.source.cache, tier=tier)
-        stages = StageFits(cut=cut, search=search)
-        orders = {(own.stage, own.num_samples): own.order for own in self.plan.stage_orders}
+        planned = {
+            (given.stage, given.num_samples): given.order for given in self.plan.stage_orders
+        }
         keys = dict.fromkeys(key for rank in ranks for key in keys_of(rank))
         return {
-            key: search.ordered(cut.traced(*key), orders[key])
-            if key in orders
-            else stages.plain(key)
+            key: search.ordered(cut.traced(*key), planned[key])
+            if key in planned
+            else search.plain(cut.traced(*key))
             for key in keys
         }
 

@@ -108,12 +108,16 @@ class Budget:
         return (time.monotonic() - begin) / max(self._deadline - begin, 1e-9)
 
     @property
-    def share_used(self) -> float:
-        """Of this round: 0 at its start; from 1 on it must end."""
+    def share_judged(self) -> float:
+        """Of this round's schedules; unlike `share_used`, the same on a slow or busy machine."""
         if self.used >= self.total:
             return 1.0
-        by_count = (self.used - self._round_used) / self._round_size
-        return max(by_count, self._share_of_time(self._round_begin))
+        return (self.used - self._round_used) / self._round_size
+
+    @property
+    def share_used(self) -> float:
+        """Of this round: 0 at its start; from 1 on it must end."""
+        return max(self.share_judged, self._share_of_time(self._round_begin))
 
     @property
     def is_out(self) -> bool:

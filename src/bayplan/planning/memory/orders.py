@@ -27,6 +27,7 @@ from bayplan.simulating.swaps import Arrangement, Tier, arrangement_of, lane_sec
 __all__ = [
     "Decide",
     "FastestWithin",
+    "KeptOrder",
     "PackedVariants",
     "arrange",
     "as_planned",
@@ -106,7 +107,7 @@ class FastestWithin:
         known = {"plain_peak_bytes": plain_peak_bytes, "plain_seconds": program.plain_seconds}
         if plain.peak_bytes <= limit_bytes:
             return order_of(program, Arrangement(plain_schedule(program)), strategy=AUTO, **known)
-        kept = _Kept(self.cache, self._key(program, limit_bytes))
+        kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
             compile_inner_loop(self.cache)
@@ -166,7 +167,7 @@ class FastestWithin:
             yield from map(as_plan, arrangements)
         except DoesNotFit as refusal:
             # Whoever comes back with the limit that a refusal named finds its plan.
-            smallest = _Kept(self.cache, f"smallest-{program.fingerprint}")
+            smallest = KeptOrder(self.cache, f"smallest-{program.fingerprint}")
             known_small = smallest.read(traced, limit_bytes)
             if known_small is None:
                 named_bytes = refusal.smallest_bytes or 0
@@ -301,7 +302,7 @@ def pack_variants(traced: PackedVariants) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(), worth_most, everything]))
 
 
-class _KeptOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _OrderFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of the cache."""
 
     schema: str = "bayplan/order"
@@ -309,7 +310,7 @@ class _KeptOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     order: StepOrder
 
 
-class _Kept:
+class KeptOrder:
     """One order in the cache; a damaged file counts as none, and a full disk costs time only."""
 
     def __init__(self, cache: Path, key: str) -> None:
@@ -318,7 +319,7 @@ class _Kept:
     def read(self, traced: PackedVariants, limit_bytes: int) -> StepOrder | None:
         with contextlib.suppress(FileFault, OSError, ValueError, AssertionError):
             if self._path.exists():
-                order = files.read(self._path, _KeptOrder).order
+                order = files.read(self._path, _OrderFile).order
                 program = traced.with_packs(order.packs).program
                 order.check_belongs_to(program)
                 swapped = arrangement_of(order).apply(program).program
@@ -328,4 +329,4 @@ class _Kept:
 
     def write(self, order: StepOrder) -> None:
         with contextlib.suppress(FileFault):
-            files.write(self._path, _KeptOrder(order=order))
+            files.write(self._path, _OrderFile(order=order))

@@ -238,8 +238,8 @@ def plan_rounds(
     Args:
         program: the step.
         limit_bytes: for everything, inputs included.
-        time_limit_seconds: when to stop at the latest; the search stops by itself when it no
-            longer improves.
+        time_limit_seconds: when to stop; the search stops by itself when it no longer improves.
+            Starts are judged and greedy drops finished in any case.
         seed: of the search.
         num_evaluations: how many schedules to judge at most; by default as many as the time allows.
         starts: schedules to start from, whether they fit or not; the result is never slower than

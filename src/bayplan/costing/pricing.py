@@ -268,19 +268,16 @@ class StagePrices:
     Attributes:
         staged: by number of samples, the step.
         num_samples: of the whole batch.
-        on_stage: hears of each stage before it is priced, and of its samples.
     """
 
     staged: Callable[[int], StagedStep]
     num_samples: int
     cache: Path
     granularity_bytes: int
-    on_stage: Callable[[int, int], None] = lambda stage, num_samples: None
     _known: dict[tuple[int, int], Prices] = field(default_factory=dict)
 
     def context(self, stage: int, num_samples: int) -> MemoryContext:
         """What a stage is traced with, at a number of samples."""
-        self.on_stage(stage, num_samples)
 
         def prices(device: torch.device) -> AbstractContextManager[Price]:
             here = one_thread_prices(device, cache=self.cache)

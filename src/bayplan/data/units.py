@@ -14,6 +14,7 @@ __all__ = [
     "format_count",
     "format_rate",
     "format_seconds",
+    "limit_text",
     "no_progress",
     "parse_bytes",
     "round_up",
@@ -55,6 +56,12 @@ def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
             return f"{shown} {unit}"
         size /= 1024
     return f"{size:.{digits}f} TiB"
+
+
+def limit_text(size_bytes: int) -> str:
+    """A limit to type that is no smaller than the size, like `644MiB`."""
+    unit, name = (2**20, "MiB") if size_bytes >= 2**26 else (2**10, "KiB")
+    return f"{-(-size_bytes // unit)}{name}"
 
 
 def format_seconds(seconds: float) -> str:

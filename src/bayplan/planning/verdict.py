@@ -9,7 +9,7 @@ from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import RunRecord
-from bayplan.data.units import Limit, Progress, format_bytes, no_progress
+from bayplan.data.units import Limit, Progress, format_bytes, limit_text, no_progress
 from bayplan.data.verdict import PlanSummary, Verdict
 from bayplan.planning.memory.planner import PlannableStep, Planner
 
@@ -71,9 +71,9 @@ def check(
         search = _Changes(step, costs, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
         if smallest_bytes is not None and memory_bytes is not None:
-            changes.append(f"--memory {_rounded_up(smallest_bytes)} and a plan")
+            changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
         changes += (
-            [f"--memory {_rounded_up(record.peak_bytes)}"]
+            [f"--memory {limit_text(record.peak_bytes)}"]
             if memory_bytes is not None
             else search.of_the_device(record.peak_bytes)
         )
@@ -264,8 +264,3 @@ def largest_batch(
         if high - low > width // 2:
             narrow((low + high) // 2)
     return low
-
-
-def _rounded_up(size_bytes: int) -> str:
-    """A limit to type that is no smaller than the size."""
-    return f"{-(-size_bytes // 2**20)}MiB"

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StageOrder
-from bayplan.data.units import format_bytes
+from bayplan.data.units import format_bytes, limit_text
 from bayplan.planning.memory.orders import limit_for, planned_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch, described
 from bayplan.planning.pipelines.step_source import CutSource
@@ -264,12 +264,6 @@ class StageFits:
             f"rank {worst} needs {format_bytes(peaks[worst])} at the least, the limit is"
             f" {format_bytes(limit_bytes)}; {format_bytes(beside_bytes)} of it are parameters,"
             " gradients, optimizer state, batch and messages. Fits with --memory-per-rank"
-            f" {_rounded_up(needed_bytes)}; {' or '.join(helps)} may help too",
+            f" {limit_text(needed_bytes)}; {' or '.join(helps)} may help too",
             smallest_bytes=needed_bytes,
         )
-
-
-def _rounded_up(size_bytes: int) -> str:
-    """A limit to type that is no smaller than the size."""
-    unit, name = (2**20, "MiB") if size_bytes >= 2**26 else (2**10, "KiB")
-    return f"{-(-size_bytes // unit)}{name}"

@@ -9,9 +9,9 @@ from torch import nn
 
 from bayplan.costing.pricing import CallPrices, OutsideWatch
 from bayplan.costing.roofline import derive_profile
-from bayplan.costing.step_memory import update_bytes
+from bayplan.costing.step_memory import update_bytes, update_nodes
 from bayplan.data.device import DeviceKind
-from bayplan.data.graph import Phase, StepGraph
+from bayplan.data.graph import StepGraph
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import capture_step, follow_step
 from bayplan.tracing.fake import OptimizerSource, without_memory
@@ -21,11 +21,7 @@ __all__ = ["UpdateCost", "derived_update_cost", "update_cost"]
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Of one rank.
-
-    Attributes:
-        size_bytes: over parameters, gradients and state.
-    """
+    """Of one rank; bytes count over parameters, gradients and state."""
 
     seconds: float = 0.0
     size_bytes: int = 0
@@ -47,7 +43,7 @@ def update_cost(
         return UpdateCost()
     step, graph = _captured(parameters, optimizer)
     with prices as costs:
-        watch = OutsideWatch(frozenset(_update_nodes(graph)), costs)
+        watch = OutsideWatch(update_nodes(graph), costs)
         follow_step(step, optimizer=optimizer, watcher=watch)
     size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
     return UpdateCost(watch.seconds, size_bytes)
@@ -61,11 +57,8 @@ def derived_update_cost(
         return UpdateCost()
     _, graph = _captured(parameters, optimizer)
     seconds = derive_profile(graph, kind).seconds
-    granularity_bytes = kind.allocation_granularity_bytes
-    return UpdateCost(
-        sum(seconds[index] for index in _update_nodes(graph)),
-        update_bytes(graph, granularity_bytes=granularity_bytes) or 0,
-    )
+    size_bytes = update_bytes(graph, granularity_bytes=kind.allocation_granularity_bytes) or 0
+    return UpdateCost(sum(seconds[index] for index in update_nodes(graph)), size_bytes)
 
 
 def _captured(
@@ -75,10 +68,6 @@ def _captured(
         model = _Parameters([nn.Parameter(torch.empty_like(parameter)) for parameter in parameters])
     step = TrainingStep(model=model, batch=())
     return step, capture_step(step, optimizer=optimizer)
-
-
-def _update_nodes(graph: StepGraph) -> list[int]:
-    return [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
 
 
 class _Parameters(nn.Module):

@@ -54,6 +54,7 @@ __all__ = [
     "running_eagerly",
     "set_compiled_call",
     "storage_key",
+    "tensors_in",
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
@@ -118,6 +119,11 @@ def mutated_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
             elif argument.name in kwargs:
                 mutated.append(kwargs[argument.name])
     return mutated
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in a nest of tuples, lists and dicts, in order."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def fake_mode_of(values: list[Any]) -> FakeTensorMode:

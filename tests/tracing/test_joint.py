@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.data.program import Op
+from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import make_repeatable
-from bayplan.tracing.joint import JointStep, analyse_joint, positions_to_overwrite
+from bayplan.tracing.joint import JointStep, analyse_joint
 
 
 class Stopped(Exception):

@@ -6,9 +6,9 @@ of a plane. Each kernel here has its way back, and the two together give the ver
 
 Bits follow the elements' order in memory, so that no dense tensor is ever copied, whatever its
 memory format; tensors with gaps or overlaps go row by row. On the CPU two kernels of ours
-(`packed.c`) do what is done most: the signs of float32. The rest is done in chunks, so that the
-temporary memory stays small, by numpy on the CPU, and elsewhere by torch, which has never been run
-on a GPU. Given tensors without data, as in tracing, all return such tensors.
+(`packed.c`) do the most common work: the signs of float32. The rest is done in chunks that keep
+temporary memory small, by numpy on the CPU and by torch elsewhere; nothing here has been run on a
+GPU. Given tensors without data, as in tracing, all return such tensors.
 """
 
 import ctypes
@@ -23,14 +23,13 @@ import torch
 from bayplan.native import CompileFailed, load_library
 
 __all__ = [
+    "as_integers",
     "index_dtype",
     "is_dense",
     "pack_bits",
     "pack_positive",
-    "shrink_indices",
     "threshold_backward_from_bits",
     "unpack_bits",
-    "widen_indices",
 ]
 
 aten = torch.ops.aten
@@ -125,9 +124,8 @@ def threshold_backward_from_bits(
             return result
         # Memory in two orders cannot be walked in chunks.
         values = unpack_bits(bits, gradient.shape, stride).to(gradient.dtype)
-        if grad_input is None:
-            return aten.threshold_backward(gradient, values, 0)
-        return aten.threshold_backward(gradient, values, 0, grad_input=grad_input)
+        output = {} if grad_input is None else {"grad_input": grad_input}
+        return aten.threshold_backward(gradient, values, 0, **output)
     result = _empty_as_elementwise(gradient) if grad_input is None else grad_input
     source, target = _flat(gradient), _flat(result)
     kernels = _kernels_for(source)
@@ -144,25 +142,14 @@ def threshold_backward_from_bits(
 
 
 def index_dtype(num_positions: int) -> torch.dtype:
-    """The smallest integer type that holds every index below a number.
-
-    >>> index_dtype(224 * 224)
-    torch.uint16
-    """
-    for dtype in _INDEX_DTYPES:
-        if num_positions - 1 <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int64
+    """The smallest integer type that holds every index below a number."""
+    fitting = (dtype for dtype in _INDEX_DTYPES if num_positions - 1 <= torch.iinfo(dtype).max)
+    return next(fitting, torch.int64)
 
 
-def shrink_indices(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Indices as a smaller integer type, which must hold all of them."""
+def as_integers(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Indices as another integer type, which must hold all of them."""
     return indices.to(dtype)
-
-
-def widen_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Indices as kernels want them."""
-    return indices.to(torch.int64)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -291,16 +278,16 @@ def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
-    return _packed_by_torch(mask)
+    if not mask.is_cpu:
+        return _packed_by_torch(mask)
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
     """A byte of zero or one for each element."""
-    if bits.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
-    return _unpacked_by_torch(bits, numel)
+    if not bits.is_cpu:
+        return _unpacked_by_torch(bits, numel)
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
 
 
 def _packed_by_torch(mask: torch.Tensor) -> torch.Tensor:

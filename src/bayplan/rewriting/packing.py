@@ -30,6 +30,7 @@ from bayplan.rewriting import packed
 from bayplan.rewriting.free import (
     gradient_by_sample,
     gradient_by_shape,
+    has_known_geometry,
     is_view,
     nodes_after_tangents,
 )
@@ -92,7 +93,8 @@ def apply_packs(graph: fx.Graph, names: Collection[str]) -> None:
     unknown = set(names) - set(sites)
     assert not unknown, f"no such packs in this graph: {sorted(unknown)}"
     for name in names:
-        _APPLY[sites[name].pack.kind](graph, sites[name])
+        with graph.inserting_after(sites[name].after):
+            _APPLY[sites[name].pack.kind](graph, sites[name])
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,7 @@ def _is_packable(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or is_view(node) or not isinstance(value, torch.Tensor):
         return False
-    numbers = (*value.shape, *value.stride())
-    return all(isinstance(number, int) for number in numbers) and packed.is_dense(
-        value.shape, value.stride()
-    )
+    return has_known_geometry(value) and packed.is_dense(value.shape, value.stride())
 
 
 def _reads_of(value: fx.Node) -> list[_Read]:
@@ -188,13 +187,13 @@ def _sign_site(value: fx.Node, reads: tuple[_Read, ...]) -> _Site | None:
     """How a value could be packed if some of its readers only ask which elements passed a ReLU."""
     num_bit_bytes = math.ceil(value.meta["val"].numel() / 8)
     signs = tuple(read for read in reads if _asks_for_sign(read))
-    others = [read for read in reads if not _asks_for_sign(read)]
+    others = tuple(read for read in reads if not _asks_for_sign(read))
     if not signs or len({read.reader.args[_THRESHOLD] for read in signs}) > 1:
         return None
     if not others:
         return _Site(_pack(value, PackKind.SIGN, num_bit_bytes), value, value, signs)
     last = others[-1].reader
-    if reads[: len(others)] != tuple(others) or last is signs[0].reader:
+    if reads != others + signs or last is signs[0].reader:
         return None  # it has to stay until then, or longer
     return _Site(_pack(value, PackKind.LATE_SIGN, num_bit_bytes), value, last, signs)
 
@@ -213,21 +212,19 @@ def _num_positions(node: fx.Node) -> int | None:
     """The number of positions that a pooling's indices count over; None for other nodes."""
     if node.target is not operator.getitem or node.args[1] != _INDICES:
         return None
-    pool = node.args[0]
-    assert isinstance(pool, fx.Node), "parts are taken of nodes"
-    dimensions = _POOL_DIMENSIONS.get(pool.target)
-    if dimensions is None:
+    pool = node.all_input_nodes[0]
+    if pool.target not in _POOL_DIMENSIONS:
         return None
-    shape = pool.all_input_nodes[0].meta["val"].shape[-dimensions:]
+    shape = pool.all_input_nodes[0].meta["val"].shape[-_POOL_DIMENSIONS[pool.target] :]
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
 
 
 def _asks_for_sign(read: _Read) -> bool:
     """Whether a reader only asks which elements passed a ReLU."""
     node, alias = read.reader, read.alias
-    if node.target is not aten.threshold_backward.default or node.args[_VALUES] is not alias:
+    if node.target is not aten.threshold_backward.default:
         return False
-    if node.args[0] is alias:
+    if node.args[_VALUES] is not alias or node.args[0] is alias:
         return False
     while alias.target is aten.detach.default:
         alias = alias.all_input_nodes[0]
@@ -236,7 +233,7 @@ def _asks_for_sign(read: _Read) -> bool:
 
 def _apply_mask(graph: fx.Graph, site: _Site) -> None:
     shape, stride = tuple(site.value.meta["val"].shape), tuple(site.value.meta["val"].stride())
-    bits = _packed_behind(graph, site, packed.pack_bits, (site.value, stride))
+    bits = _call(graph, packed.pack_bits, (site.value, stride))
     _unpack_for_readers(graph, site.reads, site.value, packed.unpack_bits, (bits, shape, stride))
 
 
@@ -244,7 +241,7 @@ def _apply_indices(graph: fx.Graph, site: _Site) -> None:
     num_positions = _num_positions(site.value)
     assert num_positions is not None, "indices come from a pooling"
     dtype = packed.index_dtype(num_positions)
-    small = _packed_behind(graph, site, packed.shrink_indices, (site.value, dtype))
+    small = _call(graph, packed.as_integers, (site.value, dtype))
     pool = site.value.all_input_nodes[0]
     # A dimension of samples, and one of channels, before those of positions.
     has_batch = site.value.meta["val"].dim() == _POOL_DIMENSIONS[pool.target] + 2
@@ -257,13 +254,13 @@ def _apply_indices(graph: fx.Graph, site: _Site) -> None:
             node.kwargs = {"stride": tuple(node.meta["val"].stride())}
         else:
             others.append(read)
-    _unpack_for_readers(graph, others, site.value, packed.widen_indices, (small,))
+    _unpack_for_readers(graph, others, site.value, packed.as_integers, (small, torch.int64))
 
 
 def _apply_sign(graph: fx.Graph, site: _Site) -> None:
     threshold = site.reads[0].reader.args[_THRESHOLD]
     stride = tuple(site.value.meta["val"].stride())
-    bits = _packed_behind(graph, site, packed.pack_positive, (site.value, threshold, stride))
+    bits = _call(graph, packed.pack_positive, (site.value, threshold, stride))
     for read in site.reads:
         # Changed where it stands: it gives the same tensor as before, and others may know it.
         read.reader.target = packed.threshold_backward_from_bits
@@ -276,13 +273,6 @@ _APPLY: dict[PackKind, Callable[[fx.Graph, _Site], None]] = {
     PackKind.SIGN: _apply_sign,
     PackKind.LATE_SIGN: _apply_sign,
 }
-
-
-def _packed_behind(
-    graph: fx.Graph, site: _Site, function: Callable[..., Any], args: tuple[Any, ...]
-) -> fx.Node:
-    with graph.inserting_after(site.after):
-        return _call(graph, function, args)
 
 
 def _unpack_for_readers(

@@ -41,7 +41,7 @@ from torch import fx, nn
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError, PlanBroken, UsageError
 from bayplan.data.program import Program
-from bayplan.rewriting.free import is_view, nodes_after_tangents
+from bayplan.rewriting.free import Price, call_alone, is_view, nodes_after_tangents
 
 __all__ = [
     "ParameterUpdates",
@@ -52,9 +52,9 @@ __all__ = [
     "without_backward_repeats",
 ]
 
-Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
 
-_NEED_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_INDEX, _GRADIENT, _PARAMETER = range(3)  # among an update's arguments
 _REMEDY = "turn update_in_backward off"
 
 
@@ -129,26 +129,20 @@ class ParameterUpdates:
 
     def among(self, inputs: Sequence[Any]) -> dict[int, int]:
         """By position among a graph's inputs, the index of each parameter to update."""
-        indices = (
-            (position, self.index_by_id.get(id(value))) for position, value in enumerate(inputs)
-        )
-        return {position: index for position, index in indices if index is not None}
+        return {
+            position: self.index_by_id[id(value)]
+            for position, value in enumerate(inputs)
+            if id(value) in self.index_by_id
+        }
 
-    def cost_of(self, node: fx.Node, *, price: Cost) -> tuple[float, int]:
+    def cost_of(self, node: fx.Node, *, price: Price) -> tuple[float, int]:
         """Price a node; an update by one on a parameter that is made up."""
         if node.target is not self.function:
             return price(node)
         index, gradient, parameter = node.args
         assert isinstance(index, int), "an update names a parameter"
-        graph = fx.Graph()
-        sources = []
-        for source in (parameter, gradient):
-            assert isinstance(source, fx.Node), "an update reads a gradient and a parameter"
-            sources.append(graph.placeholder(source.name))
-            sources[-1].meta = {"val": source.meta["val"]}
-        trial = graph.call_function(_Trial(self.optimizer, self._group(index)), (*sources,))
-        trial.meta = {"val": None}
-        return price(trial)
+        trial = _Trial(self.optimizer, self._group(index))
+        return price(call_alone(trial, (parameter, gradient), value=None))
 
     def checked(
         self, run: Callable[[list[Any]], Any], indices: Sequence[int]
@@ -171,18 +165,13 @@ class ParameterUpdates:
                 f"{member.name} is another tensor than the one the optimizer was given; plan the"
                 " model anew with an optimizer of its parameters"
             )
-        self._watch_steps()
-        self._done.add(index)
-        _update_one(
-            self._stand_in, self.optimizer.state, self._group(index), member.parameter, gradient
-        )
-
-    def _watch_steps(self) -> None:
-        """Hear of the user's `step()` from the first update on."""
-        if not self._is_watching:
+        if not self._is_watching:  # the user's `step()`, from the first update on
             self._is_watching = True
             self.optimizer.register_step_pre_hook(self._before_step)
             self.optimizer.register_step_post_hook(self._after_step)
+        self._done.add(index)
+        group, state = self._group(index), self.optimizer.state
+        _update_one(self._stand_in, state, group, member.parameter, gradient)
 
     def _before_step(self, *_: Any) -> None:
         for index in self._done:
@@ -197,12 +186,12 @@ class ParameterUpdates:
         self._done.clear()
 
     def _check_can_update(self, indices: Sequence[int]) -> None:
-        members = [self.members[index] for index in indices]
         if not self._done.isdisjoint(indices):
             raise PlanBroken(
                 "a second backward pass without optimizer.step() after the first: gradient"
                 f" accumulation needs gradients kept; {_REMEDY}"
             )
+        members = [self.members[index] for index in indices]
         for member in members:
             if member.parameter.grad is not None:
                 raise PlanBroken(
@@ -281,22 +270,21 @@ def _check_by_parameter(optimizer: Any) -> None:
             "update_in_backward needs the optimizer that you train with, as optimizer=...; got"
             f" {'none' if optimizer is None else type(optimizer).__name__}"
         )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, _NEED_ALL_GRADIENTS):
-        raise UsageError(
-            f"{name} needs all gradients at once, or sparse ones, so it cannot update in backward;"
-            f" {_REMEDY}"
+    name, fault = type(optimizer).__name__, ""
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        fault = " needs all gradients at once, or sparse ones, so it cannot update in backward;"
+    elif not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        fault = (
+            " has a step() of its own, which may need all gradients at once; update in backward"
+            " with an optimizer of torch.optim, or"
         )
-    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
-        raise UsageError(
-            f"{name} has a step() of its own, which may need all gradients at once; update in"
-            f" backward with an optimizer of torch.optim, or {_REMEDY}"
+    elif any(group.get("differentiable") for group in optimizer.param_groups):
+        fault = (
+            "(differentiable=True) records its updates for a later backward, which needs them all"
+            " kept;"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError(
-            f"{name}(differentiable=True) records its updates for a later backward, which needs"
-            f" them all kept; {_REMEDY}"
-        )
+    if fault:
+        raise UsageError(f"{name}{fault} {_REMEDY}")
 
 
 def _check_no_hooks(members: Sequence[_Member], error: type[UsageError] | type[PlanBroken]) -> None:
@@ -306,11 +294,6 @@ def _check_no_hooks(members: Sequence[_Member], error: type[UsageError] | type[P
                 f"{member.name} has a hook on its gradient, which would not run when it is updated"
                 f" in backward; remove the hook, or {_REMEDY}"
             )
-
-
-Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
-
-_INDEX, _GRADIENT, _PARAMETER = range(3)  # among an update's arguments
 
 
 def insert_updates(
@@ -341,9 +324,9 @@ def insert_updates(
         _check_dense(gradient, inputs[position])
         behind = max(last_reader[inputs[position]], gradient, key=order.__getitem__)
         with graph.inserting_after(behind):
-            arguments = (index, gradient, inputs[position])
-            node = graph.call_function(update, arguments)
-        node.meta = {**gradient.meta, "val": _token_like(gradient)}
+            node = graph.call_function(update, (index, gradient, inputs[position]))
+        with torch_compat.fake_mode_of([gradient.meta["val"]]):
+            node.meta = {**gradient.meta, "val": gradient.meta["val"].new_empty(0)}
         if not _is_its_own(gradient, outputs):
             _read_a_copy(graph, node)
         outputs[num_forward_outputs + position] = node
@@ -364,11 +347,9 @@ def updated_parameter(node: fx.Node) -> fx.Node:
 
 def without_backward_repeats(program: Program) -> Program:
     """The program with forward operators alone allowed to be repeated: rule 1."""
-    ops = tuple(
-        op if index < program.first_backward else msgspec.structs.replace(op, can_repeat=False)
-        for index, op in enumerate(program.ops)
-    )
-    return msgspec.structs.replace(program, ops=ops)
+    forward, backward = program.ops[: program.first_backward], program.ops[program.first_backward :]
+    once = (msgspec.structs.replace(op, can_repeat=False) for op in backward)
+    return msgspec.structs.replace(program, ops=(*forward, *once))
 
 
 def check_old_weights(
@@ -378,16 +359,6 @@ def check_old_weights(
 
     Args:
         changes: by the op of each update, the buffer that it changes.
-
-    Example:
-        >>> from bayplan.data.program import Op
-        >>> ops = (Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
-        ...        Op(name="update", reads=(0, 1), writes=(2,), seconds=1.0))
-        >>> program = Program(buffers=(4, 8, 0), ops=ops, first_backward=1, inputs=frozenset({0}))
-        >>> check_old_weights(program, (0, 1), {1: 0})
-        >>> check_old_weights(program, (0, 1, 0), {1: 0})
-        Traceback (most recent call last):
-        ValueError: step 2 (f) reads buffer 0, which update has changed at step 1
     """
     changed_at: dict[int, int] = {}
     for step, (index, op) in enumerate(zip(schedule, program.executions(schedule), strict=True)):
@@ -438,11 +409,6 @@ def _read_a_copy(graph: fx.Graph, update: fx.Node) -> None:
     with torch_compat.fake_mode_of([gradient.meta["val"]]):
         copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
     update.update_arg(_GRADIENT, copy)
-
-
-def _token_like(gradient: fx.Node) -> torch.Tensor:
-    with torch_compat.fake_mode_of([gradient.meta["val"]]):
-        return gradient.meta["val"].new_empty(0)
 
 
 def _check_dense(gradient: fx.Node, parameter: fx.Node) -> None:

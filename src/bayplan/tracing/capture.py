@@ -19,7 +19,7 @@ from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 
-__all__ = ["capture_step", "convert", "follow_step", "trace_step"]
+__all__ = ["capture_step", "convert", "follow_step", "record_step"]
 
 
 def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int]) -> StepGraph:
@@ -128,10 +128,8 @@ def capture_step(
         optimizer: one to copy, a function from parameters to one, or None for no update.
         name: what the graph calls the model; its class by default.
     """
-    with _untouched_generators(), explained(), without_memory():
-        fake = fake_step(step, optimizer)
-        fake()
-        return trace_step(fake, name=name or type(fake.model).__name__)
+    with _warm_fake(step, optimizer) as fake:
+        return record_step(fake, name=name or type(fake.model).__name__)
 
 
 def follow_step(
@@ -141,15 +139,13 @@ def follow_step(
 
     The mode sees the nodes of the step's graph in their order.
     """
-    with _untouched_generators(), explained(), without_memory():
-        fake = fake_step(step, optimizer)
-        fake()
+    with _warm_fake(step, optimizer) as fake:
         fake.model.zero_grad()
         with torch_compat.replayed_views(), watcher:
             fake()
 
 
-def trace_step(step: TrainingStep, *, name: str) -> StepGraph:
+def record_step(step: TrainingStep, *, name: str) -> StepGraph:
     """Run a warmed-up step under the tracer, on whatever tensors it has."""
     locator = Locator(step.model)
     tracer = StepTracer(locator)
@@ -176,22 +172,24 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
     if isinstance(step.loss_fn, torch.nn.Module):
         for name, tensor in step.loss_fn.state_dict(keep_vars=True).items():
             tracer.declare(tensor, StorageKind.BUFFER, f"loss.{name}")
-    for leaf in torch_compat.tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor):
-            tracer.declare(leaf, StorageKind.INPUT, "batch")
+    for tensor in torch_compat.tensors_in(step.batch):
+        tracer.declare(tensor, StorageKind.INPUT, "batch")
     if step.optimizer is not None:
         for parameter, state in step.optimizer.state.items():
-            for leaf in torch_compat.tree_leaves(state):
-                if isinstance(leaf, torch.Tensor):
-                    name = name_of.get(parameter, "")
-                    tracer.declare(leaf, StorageKind.OPTIMIZER_STATE, name)
+            for tensor in torch_compat.tensors_in(state):
+                name = name_of.get(parameter, "")
+                tracer.declare(tensor, StorageKind.OPTIMIZER_STATE, name)
 
 
 @contextmanager
-def _untouched_generators() -> Iterator[None]:
+def _warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[TrainingStep]:
+    """A copy of a step on fake tensors that ran once; the user's generators stay as they were."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
-        yield
+        with explained(), without_memory():
+            fake = fake_step(step, optimizer)
+            fake()
+            yield fake
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])

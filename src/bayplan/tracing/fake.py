@@ -72,7 +72,7 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     copier = _Copier()
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        state = _state_tensors(optimizer)
+        state = torch_compat.tensors_in(list(optimizer.state.values()))
         copier.add_counters(tensor for tensor in state if _is_counter(tensor))
         tensors += state
         for group in optimizer.param_groups:
@@ -130,11 +130,6 @@ def _is_counter(tensor: torch.Tensor) -> bool:
     """Whether a tensor of an optimizer's state is a single number that its update reads."""
     is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.device.type == "cpu"
     return is_real and tensor.dim() == 0
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    leaves = torch_compat.tree_leaves(list(optimizer.state.values()))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 class _Copier:

@@ -15,7 +15,7 @@ from torch import fx
 
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import StepOrder
-from bayplan.rewriting.free import free_rewrites
+from bayplan.rewriting.free import Price, free_rewrites
 from bayplan.rewriting.packing import Pack, apply_packs, find_packs
 from bayplan.rewriting.repeats import as_eager, make_repeatable
 from bayplan.rewriting.updates import (
@@ -28,8 +28,6 @@ from bayplan.rewriting.updates import (
 from bayplan.tracing.joint import JointStep, analyse_joint
 
 __all__ = ["Decide", "MemoryContext", "Price", "TracedStep", "parameters_of_updates"]
-
-Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,7 @@ class Locator:
         """The place of the operator running now, remembered for its gradient."""
         place = (self._running[-1], _line_of_operator(self._model_files))
         upto = torch_compat.next_forward_sequence()
-        for sequence in range(self._next_sequence, upto):
-            self._place_of_sequence[sequence] = place
+        self._place_of_sequence.update(dict.fromkeys(range(self._next_sequence, upto), place))
         self._next_sequence = max(self._next_sequence, upto)
         return place
 
@@ -110,18 +109,17 @@ def _line_of_operator(model_files: frozenset[str]) -> str:
 
 
 # torch counts attention only for CUDA's kernels; the CPU's take the same arguments first.
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count multiplications and additions separately; 0 for operators that only move bytes."""
     packet = function.overloadpacket
-    if str(packet) == _ATTENTION:
-        query, key, value = (tensor.shape for tensor in args[:3])
-        return sdpa_flop_count(query, key, value)
-    if str(packet) == f"{_ATTENTION}_backward":
-        gradient, query, key, value = (tensor.shape for tensor in args[:4])
-        return sdpa_backward_flop_count(gradient, query, key, value)
+    if packet is _ATTENTION:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is _ATTENTION_BACKWARD:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
@@ -253,18 +251,12 @@ class StepTracer(torch_compat.OperatorWatch):
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = true_output(func, args, func(*args, **kwargs))
-        self._record(func, args, kwargs, output)
-        return output
-
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
         index = len(self.nodes)
         if func is _CONSTANT:
             args = ()  # made by Python just before; the output is the same memory, or its fake twin
-        taken = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        taken = torch_compat.tensors_in((args, kwargs))
         changed = torch_compat.mutated_arguments(func, args, kwargs)
-        given = [leaf for leaf in torch_compat.tree_leaves((output, changed)) if _is_tensor(leaf)]
+        given = torch_compat.tensors_in((output, changed))
         given = list({id(tensor): tensor for tensor in given}.values())  # in place is both
         reads = [self._value_of(tensor, producer=None) for tensor in taken]
         writes = [self._value_of(tensor, producer=index) for tensor in given]
@@ -285,6 +277,7 @@ class StepTracer(torch_compat.OperatorWatch):
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
+        return output
 
     def _place(self, reads: list[int]) -> tuple[str, str]:
         if self.phase is Phase.FORWARD:
@@ -304,8 +297,7 @@ class StepTracer(torch_compat.OperatorWatch):
             )
         storage = tensor.untyped_storage()
         key = torch_compat.storage_key(storage)
-        watched = self._watched.get(key)
-        if watched is None:
+        if key not in self._watched:
             index = len(self.storages)
             self.storages.append(RawStorage(size_bytes=storage.nbytes(), born=born))
 
@@ -314,9 +306,8 @@ class StepTracer(torch_compat.OperatorWatch):
                 # Before the first node there is no node to name; its memory counts for that one.
                 self.storages[index].released = max(len(self.nodes) - 1, 0)
 
-            watched = _Watched(index, weakref.ref(storage, on_release))
-            self._watched[key] = watched
-        return watched
+            self._watched[key] = _Watched(index, weakref.ref(storage, on_release))
+        return self._watched[key]
 
     def _value_of(self, tensor: torch.Tensor, *, producer: int | None) -> int:
         """The value for this tensor: a new one if a node just wrote it, else the latest known.
@@ -340,10 +331,6 @@ class StepTracer(torch_compat.OperatorWatch):
             )
         )
         return len(self.values) - 1
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _written_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

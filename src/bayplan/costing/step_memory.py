@@ -1,9 +1,12 @@
-"""What a captured step takes in memory: its plain peak, and what counts beside its traced graph.
+"""What a step takes beside its traced graph, and its plain peak.
 
 A planned graph holds forward and backward. The optimizer's state and update, and the loss between
-forward and backward, run outside it and count as well.
+forward and backward, run outside it and count as well: in memory, and the update in seconds.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import WorkspaceWatch
+from bayplan.costing.pricing import CallPrices, OutsideWatch
+from bayplan.costing.roofline import derive_profile
+from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.live_memory import replay_memory
 from bayplan.devices.meters import open_meter
@@ -22,12 +28,14 @@ from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 
 __all__ = [
+    "UpdateCost",
+    "derived_update_cost",
     "loss_bytes",
     "outside_nodes",
     "plain_peak_bytes",
     "resident_bytes",
     "update_bytes",
-    "update_nodes",
+    "update_cost",
 ]
 
 # No kernel is taken to need more scratch memory than this share of the peak.
@@ -40,7 +48,7 @@ def resident_bytes(graph: StepGraph) -> int:
     return sum(state.size_bytes for state in states)
 
 
-def update_nodes(graph: StepGraph) -> list[int]:
+def _update_nodes(graph: StepGraph) -> list[int]:
     return [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
 
 
@@ -49,7 +57,7 @@ def update_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int | None:
 
     None where the step has no update.
     """
-    update = update_nodes(graph)
+    update = _update_nodes(graph)
     if not update:
         return None
     live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes)
@@ -93,7 +101,7 @@ def outside_nodes(graph: StepGraph) -> frozenset[int]:
             inside[node.phase].append(index)
     last_forward = max(inside[Phase.FORWARD], default=-1)
     first_backward = min(inside[Phase.BACKWARD], default=0)
-    return frozenset((*update_nodes(graph), *range(last_forward + 1, first_backward)))
+    return frozenset((*_update_nodes(graph), *range(last_forward + 1, first_backward)))
 
 
 def loss_bytes(step: TrainingStep) -> int:
@@ -128,6 +136,57 @@ def loss_bytes(step: TrainingStep) -> int:
     return replay_memory(graph, [0] * len(graph.nodes)).peak_bytes - given
 
 
+@dataclass(frozen=True)
+class UpdateCost:
+    """Of one rank; bytes count over parameters, gradients and state."""
+
+    seconds: float = 0.0
+    size_bytes: int = 0
+
+
+def update_cost(
+    parameters: Sequence[torch.Tensor],
+    optimizer: OptimizerSource,
+    *,
+    prices: AbstractContextManager[CallPrices],
+    granularity_bytes: int,
+) -> UpdateCost:
+    """Price an update, operator by operator.
+
+    Args:
+        parameters: what is trained; may take no memory.
+    """
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    step, graph = _captured(parameters, optimizer)
+    with prices as costs:
+        watch = OutsideWatch(_update_nodes(graph), costs)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
+    return UpdateCost(watch.seconds, size_bytes)
+
+
+def derived_update_cost(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource, *, kind: DeviceKind
+) -> UpdateCost:
+    """The same on a device that need not be here."""
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    _, graph = _captured(parameters, optimizer)
+    seconds = derive_profile(graph, kind).seconds
+    size_bytes = update_bytes(graph, granularity_bytes=kind.allocation_granularity_bytes) or 0
+    return UpdateCost(sum(seconds[index] for index in _update_nodes(graph)), size_bytes)
+
+
+def _captured(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource
+) -> tuple[TrainingStep, StepGraph]:
+    with without_memory():
+        model = _Parameters([nn.Parameter(torch.empty_like(parameter)) for parameter in parameters])
+    step = TrainingStep(model=model, batch=())
+    return step, capture_step(step, optimizer=optimizer)
+
+
 class _Given(nn.Module):
     """A model whose outputs are its parameters."""
 
@@ -138,3 +197,14 @@ class _Given(nn.Module):
 
     def forward(self) -> Any:
         return self.output
+
+
+class _Parameters(nn.Module):
+    """A model of which all but the update takes nothing."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(parameters)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([parameter.sum() for parameter in self.all]).sum()

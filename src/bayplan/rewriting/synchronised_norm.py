@@ -102,13 +102,9 @@ def norm_of_replicas(
     output = normalise(image, weight, bias, *rounded, stride)
     if running_mean is None or running_variance is None:
         return (output, *rounded, None, None)
-    return (
-        output,
-        *rounded,
-        _moved(running_mean, mean, momentum),
-        # Of samples, where the variance that normalises is of the batch itself.
-        _moved(running_variance, deviations / (count - 1), momentum),
-    )
+    # Of samples, where the variance that normalises is of the batch itself.
+    variance = _moved(running_variance, deviations / (count - 1), momentum)
+    return (output, *rounded, _moved(running_mean, mean, momentum), variance)
 
 
 def normalise(
@@ -156,7 +152,7 @@ def norm_of_replicas_backward(
     _, of_weight, of_bias = aten.native_batch_norm_backward(gradient, image, weight, *statistics)
     of_image = None
     if wanted[0]:
-        own = torch.cat([of_weight.double(), of_bias.double(), _count(image).to(mean.device)])
+        own = torch.cat([of_weight.double(), of_bias.double(), _count(image)])
         total = replicas.total(own)
         tilt, level = (total[:-1] / total[-1]).chunk(2)
         scale = inverse_deviation.double() * (1.0 if weight is None else weight.double())
@@ -188,13 +184,13 @@ def _own_statistics(image: torch.Tensor) -> torch.Tensor:
     """Means, sums of squared deviations, and the count, in one row."""
     values, count = image.to(_exact(image.dtype)), _count(image)
     mean, variance = aten.batch_norm_update_stats(values, None, None, 0.0)
-    count = count.to(mean.device)
     return torch.cat([mean.double(), variance.double() * count, count])
 
 
 def _count(image: torch.Tensor) -> torch.Tensor:
     """Values of a channel; as a double, which is exact and travels with the others."""
-    return torch.tensor([image.numel() / image.shape[1]], dtype=torch.float64)
+    num_values = [image.numel() / image.shape[1]]
+    return torch.tensor(num_values, dtype=torch.float64, device=image.device)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

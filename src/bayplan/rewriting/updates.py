@@ -9,10 +9,10 @@ as ever, and its state is the one that changes, so `state_dict` is right at any 
 the same class does the arithmetic for a group of a single parameter. The user's later `step()`
 finds no gradients and changes nothing; it marks the end of the step.
 
-What needs all gradients at once cannot work this way. What can be seen is refused: gradients from
-two backward passes or from outside the model, hooks on gradients, and optimizers that are not known
-to treat each parameter by itself. What cannot be seen is up to the user: clipping by the norm of
-all gradients, and gradient scalers, find none.
+What needs all gradients at once cannot work this way. Refused are gradients from two backward
+passes or from outside the model, hooks on gradients, and optimizers that are not known to treat
+each parameter by itself. Clipping by the norm of all gradients, and gradient scalers, cannot be
+seen from here; they find no gradients.
 
 NOTE [ Old weights ]
 
@@ -47,14 +47,11 @@ __all__ = [
     "ParameterUpdates",
     "check_old_weights",
     "insert_updates",
-    "updated_parameter",
-    "updates_in",
     "without_backward_repeats",
 ]
 
 Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
 
-_INDEX, _GRADIENT, _PARAMETER = range(3)  # among an update's arguments
 _REMEDY = "turn update_in_backward off"
 
 
@@ -107,11 +104,9 @@ class ParameterUpdates:
             UsageError: if the optimizer, or a hook on a gradient, would not work this way.
         """
         _check_by_parameter(optimizer)
-        groups = {
-            id(parameter): number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        groups: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            groups |= {id(parameter): number for parameter in group["params"]}
         members = tuple(
             _Member(name, position, parameter, groups[id(parameter)])
             for position, (name, parameter) in enumerate(model.named_parameters())
@@ -141,13 +136,17 @@ class ParameterUpdates:
             return price(node)
         index, gradient, parameter = node.args
         assert isinstance(index, int), "an update names a parameter"
-        trial = _Trial(self.optimizer, self._group(index))
+        trial = _Trial(copy.copy(self.optimizer), self._group(index))
         return price(call_alone(trial, (parameter, gradient), value=None))
 
     def checked(
-        self, run: Callable[[list[Any]], Any], indices: Sequence[int]
+        self, run: Callable[[list[Any]], Any], graph: fx.Graph
     ) -> Callable[[list[Any]], Any]:
-        """A backward that refuses before it starts, while no parameter has been touched yet."""
+        """A graph's run that refuses before it starts, while no parameter has been touched yet."""
+        updates = graph.find_nodes(op="call_function", target=self.function)
+        indices = [int(str(node.args[0])) for node in updates]
+        if not indices:
+            return run
 
         def checked_run(arguments: list[Any]) -> Any:
             self._check_can_update(indices)
@@ -168,7 +167,7 @@ class ParameterUpdates:
         if not self._is_watching:  # the user's `step()`, from the first update on
             self._is_watching = True
             self.optimizer.register_step_pre_hook(self._before_step)
-            self.optimizer.register_step_post_hook(self._after_step)
+            self.optimizer.register_step_post_hook(lambda *_: self._done.clear())
         self._done.add(index)
         group, state = self._group(index), self.optimizer.state
         _update_one(self._stand_in, state, group, member.parameter, gradient)
@@ -181,9 +180,6 @@ class ParameterUpdates:
                     f"{member.name} was updated in backward, but part of its gradient came from"
                     f" outside the planned model; {_REMEDY}"
                 )
-
-    def _after_step(self, *_: Any) -> None:
-        self._done.clear()
 
     def _check_can_update(self, indices: Sequence[int]) -> None:
         if not self._done.isdisjoint(indices):
@@ -201,27 +197,27 @@ class ParameterUpdates:
         _check_no_hooks(members, PlanBroken)
 
 
+@dataclass(eq=False)
 class _Trial:
     """An update to measure: the first call makes the optimizer's state, later ones find it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        self._stand_in: torch.optim.Optimizer = copy.copy(optimizer)
-        self._group = group
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    stand_in: torch.optim.Optimizer
+    group: dict[str, Any]
+    state: defaultdict[torch.Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
     __name__ = "update"  # fx names nodes by it
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if type(parameter) is not torch.Tensor:
             parameter = parameter.detach()  # a fake one may belong to a traced graph
-        _update_one(self._stand_in, self._state, self._group, parameter, gradient)
+        _update_one(self.stand_in, self.state, self.group, parameter, gradient)
 
     def __str__(self) -> str:
         """What the cost depends on: whether a setting is zero, and not which rate it is."""
         settings = sorted(
-            f"{name}={_kind(value)}" for name, value in self._group.items() if name != "params"
+            f"{name}={_kind(value)}" for name, value in self.group.items() if name != "params"
         )
-        return f"{type(self._stand_in).__qualname__}({','.join(settings)})"
+        return f"{type(self.stand_in).__qualname__}({','.join(settings)})"
 
 
 def _update_one(
@@ -328,21 +324,14 @@ def insert_updates(
         with torch_compat.fake_mode_of([gradient.meta["val"]]):
             node.meta = {**gradient.meta, "val": gradient.meta["val"].new_empty(0)}
         if not _is_its_own(gradient, outputs):
-            _read_a_copy(graph, node)
+            # As autograd does, which gives no parameter a gradient that others hold.
+            with graph.inserting_before(node):
+                clone = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+            with torch_compat.fake_mode_of([gradient.meta["val"]]):
+                clone.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
+            node.replace_input_with(gradient, clone)
         outputs[num_forward_outputs + position] = node
     output.args = (outputs,)
-
-
-def updates_in(graph: fx.Graph, update: Update) -> list[int]:
-    """The indices of the parameters that a graph updates, in its order."""
-    nodes = graph.find_nodes(op="call_function", target=update, sort=True)
-    return [int(str(node.args[_INDEX])) for node in nodes]
-
-
-def updated_parameter(node: fx.Node) -> fx.Node:
-    parameter = node.args[_PARAMETER]
-    assert isinstance(parameter, fx.Node), "an update is of an input"
-    return parameter
 
 
 def without_backward_repeats(program: Program) -> Program:
@@ -398,17 +387,6 @@ def _is_its_own(gradient: fx.Node, outputs: list[Any]) -> bool:
         if not is_view(node):
             return True
         node = node.all_input_nodes[0]
-
-
-def _read_a_copy(graph: fx.Graph, update: fx.Node) -> None:
-    """As autograd does, which gives no parameter a gradient that others hold."""
-    gradient = update.args[_GRADIENT]
-    assert isinstance(gradient, fx.Node), "an update reads a gradient"
-    with graph.inserting_before(update):
-        copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-    with torch_compat.fake_mode_of([gradient.meta["val"]]):
-        copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
-    update.update_arg(_GRADIENT, copy)
 
 
 def _check_dense(gradient: fx.Node, parameter: fx.Node) -> None:

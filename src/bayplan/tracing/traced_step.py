@@ -22,7 +22,6 @@ from bayplan.rewriting.updates import (
     ParameterUpdates,
     check_old_weights,
     insert_updates,
-    updated_parameter,
     without_backward_repeats,
 )
 from bayplan.tracing.joint import JointStep, analyse_joint
@@ -160,7 +159,8 @@ def parameters_of_updates(step: JointStep, update: Callable[..., Any]) -> dict[i
     changes = {}
     for index, node in enumerate(step.op_nodes):
         if node is not None and node.target is update:
-            (changes[index],) = step.buffers_of[updated_parameter(node)]
+            _, parameter = node.all_input_nodes
+            (changes[index],) = step.buffers_of[parameter]
     return changes
 
 

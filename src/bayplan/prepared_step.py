@@ -687,5 +687,6 @@ def scale_workspaces(
     with open_meter(device, cache_directory()) as meter:
         watch = WorkspaceWatch(graph, nodes, meter=meter, granularity_bytes=granularity_bytes)
         follow_step(step, optimizer=optimizer, watcher=watch)
-    sizes = [watch.found.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
+    measured = watch.workspace_bytes
+    sizes = [measured.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
     return msgspec.structs.replace(profile, workspace_bytes=tuple(sizes))

@@ -56,9 +56,11 @@ def test_chosen_operators_are_run_and_others_are_not(graph, tmp_path_factory):
     with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
         watch = WorkspaceWatch(graph, chosen, meter=meter, granularity_bytes=1)
         follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.found.keys() == set(chosen)
+    assert watch.workspace_bytes.keys() == set(chosen)
     largest_bytes = max(storage.size_bytes for storage in graph.storages)
-    assert all(0 <= size_bytes <= 4 * largest_bytes for size_bytes in watch.found.values())
+    assert all(
+        0 <= size_bytes <= 4 * largest_bytes for size_bytes in watch.workspace_bytes.values()
+    )
 
 
 def test_memory_of_the_results_is_no_workspace(graph, tmp_path_factory):
@@ -66,4 +68,4 @@ def test_memory_of_the_results_is_no_workspace(graph, tmp_path_factory):
     with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
         watch = WorkspaceWatch(graph, [relu], meter=meter, granularity_bytes=1)
         follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.found[relu] < MIB / 10  # its result alone is 1 MiB
+    assert watch.workspace_bytes[relu] < MIB / 10  # its result alone is 1 MiB

@@ -64,10 +64,6 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
     A name may be of several: `64xdgx-h100` are 64 of these hosts, joined by their network cards. A
     name wins over a file that happens to be called the same; write `./titanv-8` for that.
 
-    Raises:
-        UsageError: for a name that nothing has.
-        FileFault: for a file with a fault, with its place.
-
     Example:
         >>> len(read_cluster("titanv-8").devices), len(read_cluster("64xdgx-h100").devices)
         (8, 512)

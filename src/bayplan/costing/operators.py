@@ -31,7 +31,6 @@ __all__ = [
     "arguments_of",
     "made_up",
     "nodes_that_may_set_the_peak",
-    "signature_of",
     "signature_of_call",
 ]
 
@@ -93,10 +92,6 @@ def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
 
 
-def signature_of(node: fx.Node) -> str:
-    return signature_of_call(node.target, *arguments_of(node))
-
-
 def signature_of_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What a call's cost depends on, the same in every process."""
     return f"{_described(operator)}{_described((args, kwargs))}"
@@ -144,11 +139,7 @@ def nodes_that_may_set_the_peak(
 
 
 class WorkspaceWatch(NodeWatch):
-    """Follows a step on fake tensors and runs the chosen nodes' operators for real.
-
-    Attributes:
-        found: the workspace of each chosen node met so far.
-    """
+    """Follows a step on fake tensors and measures the workspace of some nodes for real."""
 
     def __init__(
         self,
@@ -159,7 +150,7 @@ class WorkspaceWatch(NodeWatch):
         granularity_bytes: int,
     ) -> None:
         super().__init__(nodes)
-        self.found: dict[int, int] = {}
+        self.workspace_bytes: dict[int, int] = {}  # by node, of those met so far
         self._meter = meter
         self._born_bytes = born_bytes(graph, granularity_bytes)
 
@@ -167,4 +158,4 @@ class WorkspaceWatch(NodeWatch):
         _, peak_bytes, _ = _run_alone(
             func, args, kwargs, meter=self._meter, now=time.perf_counter, repeats=1
         )
-        self.found[index] = max(0, peak_bytes - self._born_bytes[index])
+        self.workspace_bytes[index] = max(0, peak_bytes - self._born_bytes[index])

@@ -87,7 +87,7 @@ def probe_cuda(index: int) -> DeviceKind:
 
 
 def _matrix_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    # Not random: the user's generator stays as it is.
+    # Not random, so that the user's generator stays as it is.
     matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
     product = torch.empty_like(matrix)
     return 2 * size**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product), device)
@@ -126,11 +126,7 @@ def _fastest(work: Callable[[], object], *devices: torch.device) -> float:
 
 
 def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
-    """Measure what is here, in some seconds.
-
-    Args:
-        find_links: measures how fast two ranks talk; None if they cannot.
-    """
+    """Measure this machine; `find_links` measures how fast two ranks talk, None if they cannot."""
     if torch.cuda.is_available():
         return _gpus(_topology())
     return _cores(len(os.sched_getaffinity(0)), find_links)

@@ -27,11 +27,7 @@ def same_operators(measured: StepGraph, wanted: StepGraph) -> bool:
 
 
 def scale_profile(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
-    """Return the profile that `wanted` would have, from that of `measured`.
-
-    Args:
-        wanted: the same model at another batch size; refused if its operators differ.
-    """
+    """Return the profile that `wanted`, the same operators at another batch size, would have."""
     profile.check_belongs_to(measured)
     if measured.fingerprint == wanted.fingerprint:
         return profile

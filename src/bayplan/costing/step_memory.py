@@ -53,10 +53,7 @@ def _update_nodes(graph: StepGraph) -> list[int]:
 
 
 def update_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int | None:
-    """The most memory that a captured step's update takes over what is there before it.
-
-    None where the step has no update.
-    """
+    """The most memory that a step's update takes over what is there before; None without one."""
     update = _update_nodes(graph)
     if not update:
         return None
@@ -76,9 +73,8 @@ def plain_peak_bytes(
 ) -> int:
     """The peak of a step as it would run without a plan.
 
-    Args:
-        cache: keeps the compiled counter. Kernels near the peak are then run once, each alone, to
-            measure their scratch memory; None leaves scratch memory out.
+    Kernels near the peak are run, each alone, to measure their scratch memory; with no cache for
+    the compiled counter, scratch memory is left out.
     """
     no_workspace = [0] * len(graph.nodes)
     live = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
@@ -90,7 +86,7 @@ def plain_peak_bytes(
     with open_meter(device, cache) as meter:
         watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
         follow_step(step, optimizer=optimizer, watcher=watch)
-    return max(live.total_bytes[index] + size for index, size in watch.found.items())
+    return max(live.total_bytes[index] + size for index, size in watch.workspace_bytes.items())
 
 
 def outside_nodes(graph: StepGraph) -> frozenset[int]:
@@ -151,11 +147,7 @@ def update_cost(
     prices: AbstractContextManager[CallPrices],
     granularity_bytes: int,
 ) -> UpdateCost:
-    """Price an update, operator by operator.
-
-    Args:
-        parameters: what is trained; may take no memory.
-    """
+    """Price an update of parameters, which may take no memory, operator by operator."""
     if not parameters or optimizer is None:
         return UpdateCost()
     step, graph = _captured(parameters, optimizer)

@@ -21,7 +21,6 @@ import sys
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from bayplan.native import CompileFailed, load_library
 
@@ -93,11 +92,10 @@ class MallocCounter:
         A library that is loaded later is counted once its constructors have run.
 
         Args:
-            cache_dir: keeps the compiled library, see `load_library`; only the first attach uses
-                it.
+            cache_dir: keeps the compiled library; only the first attach uses it.
 
         Raises:
-            MeterUnavailable: Not Linux with glibc on x86-64 or aarch64, no compiler, or the
+            MeterUnavailable: not Linux with glibc on x86-64 or aarch64, no compiler, or the
                 process does not let its tables be changed. Nothing was changed then.
         """
         counter = cls(_load(Path(cache_dir)))
@@ -117,12 +115,7 @@ class MallocCounter:
     def __enter__(self) -> MallocCounter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     @property
@@ -177,9 +170,9 @@ class MallocCounter:
 def _check_platform() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "aarch64") or sys.maxsize < 2**32:
+        here = f"{sys.platform} on {machine}"
         raise MeterUnavailable(
-            f"malloc counter: needs 64-bit Linux on x86_64 or aarch64, "
-            f"this is {sys.platform} on {machine}"
+            f"malloc counter: needs 64-bit Linux on x86_64 or aarch64, this is {here}"
         )
     if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         raise MeterUnavailable("malloc counter: needs glibc, this process has another C library")

@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import cache as once
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -48,12 +47,7 @@ _MARK = "_bayplan_is_stand_in"
 
 @lru_cache(maxsize=1024)
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU that nobody writes to; the same for all who ask for the same.
-
-    Args:
-        shape: with no dimension of size 0.
-        stride: not below 0.
-    """
+    """A tensor on the CPU that nobody writes to; no size may be 0, and no stride negative."""
     numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     # Private: it takes no memory even if a kernel reads it.
     mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -65,24 +59,22 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of these, and takes no memory."""
     return getattr(tensor, _MARK, False)
 
 
 class MemoryMeter(Protocol):
-    """Counts from the moment it is opened; `live_bytes` may fall below zero."""
+    """Counts bytes allocated and not freed since it was opened, and their peak since a reset.
+
+    Live bytes fall below zero when memory is freed that was there before.
+    """
 
     method: str
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes allocated and not freed since the meter was opened."""
-        ...
+    def live_bytes(self) -> int: ...
 
     @property
-    def peak_bytes(self) -> int:
-        """The highest `live_bytes` since the last reset."""
-        ...
+    def peak_bytes(self) -> int: ...
 
     def reset_peak(self) -> None: ...
 
@@ -108,19 +100,14 @@ def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
 @once
 def _warn_of_storages(reason: str) -> None:
     """Say once per process what is missed, at the user's line rather than at one of ours."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
     warnings.warn(
         f"memory is measured by tensor storages only, scratch memory of kernels is missed: {reason}"
         " (`bayplan doctor` tells what to do)",
-        stacklevel=1 + _users_depth(sys._getframe()),
+        stacklevel=depth,
     )
-
-
-def _users_depth(frame: FrameType) -> int:
-    """How far above a frame the user's innermost one is, or the program's own first line."""
-    depth = 0
-    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
@@ -141,8 +128,7 @@ def resident_tensor_bytes(device: torch.device) -> int:
     return sum(size_of.values())
 
 
-# A counter's peak and curve are there once for the whole process, hence so is the list of those
-# who read them.
+# A counter's peak and curve exist once per process, and so does the list of who reads them.
 _sharing: list["SharedMeter"] = []
 
 

@@ -42,10 +42,7 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 
 def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
-    """One bit for each element of a boolean tensor, eight to a byte.
-
-    Args:
-        stride: the order of the bits, if not the mask's own.
+    """One bit for each element of a boolean tensor, in the order of its memory or of `stride`.
 
     >>> pack_bits(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
@@ -59,12 +56,7 @@ def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.
 
 
 def unpack_bits(bits: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The boolean tensor behind some bits.
-
-    Args:
-        stride: the order of the bits, and the result's; where it has gaps or overlaps, the
-            result has none.
-    """
+    """The boolean tensor behind bits in the order of `stride`, which is the result's if dense."""
     mask = _empty_in_order(bits, shape, stride, torch.bool)
     if _has_data(bits):
         flat = _flat(mask)
@@ -78,10 +70,7 @@ def pack_positive(
 ) -> torch.Tensor:
     """One bit for each element: whether a gradient passes it, as `threshold_backward` decides.
 
-    That is `not (value <= threshold)`, so NaN passes.
-
-    Args:
-        stride: the order of the bits, if not the values' own.
+    That is `not (value <= threshold)`, so NaN passes. Bits are ordered as in `pack_bits`.
 
     >>> pack_positive(torch.tensor([1.0, 0.0, -1.0, torch.nan]))
     tensor([9], dtype=torch.uint8)
@@ -120,7 +109,9 @@ def threshold_backward_from_bits(
         kernels = _kernels_for(gradient)
         if grad_input is None and kernels is not None and _is_in_rows(gradient, stride):
             result = gradient.new_empty(gradient.shape)
-            _pass(kernels, gradient, bits, result, num_rows=len(gradient))
+            rows = len(gradient), gradient.numel() // max(len(gradient), 1)
+            addresses = gradient.data_ptr(), gradient.stride(0), bits.data_ptr()
+            kernels.pass_gradient(*addresses, *rows, result.data_ptr())
             return result
         # Memory in two orders cannot be walked in chunks.
         values = unpack_bits(bits, gradient.shape, stride).to(gradient.dtype)
@@ -130,7 +121,8 @@ def threshold_backward_from_bits(
     source, target = _flat(gradient), _flat(result)
     kernels = _kernels_for(source)
     if kernels is not None:
-        _pass(kernels, source, bits, target, num_rows=1)
+        addresses = source.data_ptr(), source.stride(0), bits.data_ptr()
+        kernels.pass_gradient(*addresses, 1, source.numel(), target.data_ptr())
         return result
     # The operator itself, on ones and zeros in the place of the output.
     passed = gradient.new_empty(min(_CHUNK, source.numel()))
@@ -175,29 +167,11 @@ def _kernels_for(values: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Whether rows of a tensor lie apart, as of a part of all channels, and fill their memory.
-
-    Args:
-        stride: of the same elements elsewhere, to fill all memory row by row.
-    """
+    """Whether rows are dense but apart, as of some channels, and contiguous by `stride`."""
     shape = tensor.shape
     filling = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     same = list(stride) == filling and list(tensor.stride()[1:]) == filling[1:]
     return same and len(shape) > 1 and tensor.stride(0) > filling[0]
-
-
-def _pass(
-    kernels: ctypes.CDLL,
-    gradient: torch.Tensor,
-    bits: torch.Tensor,
-    result: torch.Tensor,
-    *,
-    num_rows: int,
-) -> None:
-    """Let a gradient's rows pass where their bits are set."""
-    addresses = gradient.data_ptr(), gradient.stride(0), bits.data_ptr()
-    count = gradient.numel() // max(num_rows, 1)
-    kernels.pass_gradient(*addresses, num_rows, count, result.data_ptr())
 
 
 @cache

@@ -51,8 +51,6 @@ _VALUES, _THRESHOLD = 1, 2  # positions among the arguments of `threshold_backwa
 
 
 class PackKind(StrEnum):
-    """What a value becomes."""
-
     MASK = "mask"
     SIGN = "sign"
     LATE_SIGN = "late-sign"
@@ -61,11 +59,7 @@ class PackKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """One value that could be packed.
-
-    Attributes:
-        name: the same whenever the same step is traced.
-    """
+    """One value that could be packed; its name is the same whenever the same step is traced."""
 
     name: str
     kind: PackKind
@@ -123,7 +117,9 @@ class _Site:
 
 def _sites(graph: fx.Graph) -> list[_Site]:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    first_backward = _first_backward(graph)
+    # The first operator that depends on the gradient of an output.
+    computed = (node for node in nodes_after_tangents(graph.nodes) if node.op == "call_function")
+    first_backward = next((node for node in computed if not is_view(node)), None)
     if first_backward is None:
         return []
     sites = []
@@ -138,12 +134,6 @@ def _sites(graph: fx.Graph) -> list[_Site]:
         if site is not None:
             sites.append(site)
     return sites
-
-
-def _first_backward(graph: fx.Graph) -> fx.Node | None:
-    """The first operator that depends on the gradient of an output; None if there is none."""
-    computed = (node for node in nodes_after_tangents(graph.nodes) if node.op == "call_function")
-    return next((node for node in computed if not is_view(node)), None)
 
 
 def _is_packable(node: fx.Node) -> bool:
@@ -168,16 +158,13 @@ def _reads_of(value: fx.Node) -> list[_Read]:
 
 def _site_of(value: fx.Node, reads: tuple[_Read, ...], first_backward: fx.Node) -> _Site | None:
     """How a value could be packed for its readers in backward, given in order."""
-    tensor = value.meta["val"]
-    num_bit_bytes = math.ceil(tensor.numel() / 8)
+    tensor, num_positions = value.meta["val"], _num_positions(value)
     if tensor.dtype is torch.bool:
-        pack = _pack(value, PackKind.MASK, num_bit_bytes)
+        pack = _pack(value, PackKind.MASK)
+    elif num_positions is not None:
+        pack = _pack(value, PackKind.INDICES, 8 * packed.index_dtype(num_positions).itemsize)
     else:
-        num_positions = _num_positions(value)
-        if num_positions is None:
-            return _sign_site(value, reads)
-        dtype = packed.index_dtype(num_positions)
-        pack = _pack(value, PackKind.INDICES, tensor.numel() * dtype.itemsize)
+        return _sign_site(value, reads)
     # What backward reads first would be unpacked at the end of forward: nothing to gain.
     is_worth_it = pack.saved_bytes > 0 and reads[0].reader is not first_backward
     return _Site(pack, value, value, reads) if is_worth_it else None
@@ -185,27 +172,24 @@ def _site_of(value: fx.Node, reads: tuple[_Read, ...], first_backward: fx.Node) 
 
 def _sign_site(value: fx.Node, reads: tuple[_Read, ...]) -> _Site | None:
     """How a value could be packed if some of its readers only ask which elements passed a ReLU."""
-    num_bit_bytes = math.ceil(value.meta["val"].numel() / 8)
     signs = tuple(read for read in reads if _asks_for_sign(read))
     others = tuple(read for read in reads if not _asks_for_sign(read))
     if not signs or len({read.reader.args[_THRESHOLD] for read in signs}) > 1:
         return None
     if not others:
-        return _Site(_pack(value, PackKind.SIGN, num_bit_bytes), value, value, signs)
+        return _Site(_pack(value, PackKind.SIGN), value, value, signs)
     last = others[-1].reader
     if reads != others + signs or last is signs[0].reader:
         return None  # it has to stay until then, or longer
-    return _Site(_pack(value, PackKind.LATE_SIGN, num_bit_bytes), value, last, signs)
+    return _Site(_pack(value, PackKind.LATE_SIGN), value, last, signs)
 
 
-def _pack(value: fx.Node, kind: PackKind, packed_bytes: int) -> Pack:
+def _pack(value: fx.Node, kind: PackKind, bits_per_element: int = 1) -> Pack:
     tensor = value.meta["val"]
-    return Pack(
-        name=f"{kind}:{value.name}",
-        kind=kind,
-        value_bytes=tensor.numel() * tensor.element_size(),
-        packed_bytes=packed_bytes,
-    )
+    packed_bytes = math.ceil(tensor.numel() * bits_per_element / 8)
+    value_bytes = tensor.numel() * tensor.element_size()
+    name = f"{kind}:{value.name}"
+    return Pack(name=name, kind=kind, value_bytes=value_bytes, packed_bytes=packed_bytes)
 
 
 def _num_positions(node: fx.Node) -> int | None:

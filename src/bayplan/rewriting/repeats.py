@@ -204,19 +204,11 @@ _TRAINING: dict[Any, int] = {
 
 @dataclass(frozen=True)
 class PartialRepeat:
-    """A repeat that makes one output of an operator again, with the help of its others.
-
-    Attributes:
-        output: the node of the output that it makes.
-    """
+    """A repeat that makes one output of an operator again, with the help of its others."""
 
     function: Any
     arguments: tuple[Any, ...]
     output: fx.Node
-
-    @property
-    def sources(self) -> tuple[fx.Node, ...]:
-        return tuple(part for part in self.arguments if isinstance(part, fx.Node))
 
     def alone(self, name: str) -> fx.Node:
         """The call as a node of a graph of its own, to be priced."""

@@ -84,7 +84,6 @@ def norm_of_replicas(
 
     Args:
         image: of this replica; channels are its second dimension.
-        momentum: what the new statistics count in the running ones.
         stride: of the result.
 
     Returns:
@@ -115,11 +114,7 @@ def normalise(
     inverse_deviation: torch.Tensor,
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The normalised values of a BatchNorm whose statistics are known.
-
-    Args:
-        stride: of the result; None lays it out as torch does.
-    """
+    """The values normalised by known statistics; without a stride, laid out as torch does."""
     scale = inverse_deviation if weight is None else inverse_deviation * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     output = None if stride is None else image.new_empty_strided(tuple(image.shape), tuple(stride))

@@ -98,11 +98,7 @@ class ParameterUpdates:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Any) -> "ParameterUpdates":
-        """Take over the updates of a model; nothing changes before its first backward.
-
-        Raises:
-            UsageError: if the optimizer, or a hook on a gradient, would not work this way.
-        """
+        """Take over the updates of a model; nothing changes before its first backward."""
         _check_by_parameter(optimizer)
         groups: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -227,10 +223,7 @@ def _update_one(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Run an optimizer's arithmetic for one parameter.
-
-    Hooks are passed by: they belong to the user's `step()`.
-    """
+    """Run an optimizer's arithmetic for one parameter, without the hooks of the user's `step()`."""
     optimizer.state = state
     optimizer.param_groups = [{**group, "params": [parameter]}]
     parameter.grad = _laid_out_like(parameter, gradient)

@@ -6,7 +6,8 @@ storage is an operator with a buffer; one whose outputs lie in known storages (v
 `detach`) is only another name for them, and is made anew wherever it is needed.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -27,12 +28,14 @@ from bayplan.rewriting.repeats import (
     partial_repeat,
     repeat_form,
 )
+from bayplan.rewriting.updates import ParameterUpdates
 
 __all__ = [
     "CARRIED",
     "OVERWRITES",
     "SWAPPER",
     "JointStep",
+    "MemoryContext",
     "analyse_joint",
     "name_of_repeat",
 ]
@@ -41,6 +44,37 @@ __all__ = [
 CARRIED = "bayplan_carried"
 # In a node's meta: the argument it overwrites; the object that its function is called with first.
 OVERWRITES, SWAPPER = "bayplan_overwrites", "bayplan_swapper"
+
+
+def _no_prices(_: torch.device) -> AbstractContextManager[Price]:
+    return nullcontext(lambda node: (0.0, 0))
+
+
+@dataclass(frozen=True)
+class MemoryContext:
+    """What surrounds a joint graph and counts in its memory.
+
+    Attributes:
+        prices: makes the function that prices operators, for a device.
+        resident_bytes: memory that is always there beside the graph's inputs, such as the
+            optimizer's state.
+        loss_bytes: memory of the loss over its input: its temporaries and the gradient it hands to
+            backward. It runs outside the graph, between forward and backward.
+        update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
+            once backward is done; None where no update follows.
+        granularity_bytes: the allocator's rounding of each buffer.
+        updates: of the parameters to update in backward; None leaves their gradients.
+    """
+
+    prices: Callable[[torch.device], AbstractContextManager[Price]] = _no_prices
+    resident_bytes: int = 0
+    loss_bytes: int = 0
+    update_bytes: int | None = None
+    granularity_bytes: int = 1
+    updates: ParameterUpdates | None = None
+
+
+_NOTHING_BESIDE = MemoryContext()
 
 
 @dataclass(frozen=True)
@@ -71,24 +105,14 @@ def analyse_joint(
     *,
     num_forward_outputs: int,
     cost_of: Price,
-    resident_bytes: int = 0,
-    loss_bytes: int = 0,
-    update_bytes: int | None = None,
-    granularity_bytes: int = 1,
+    context: MemoryContext = _NOTHING_BESIDE,
 ) -> JointStep:
-    """Find the operators and buffers of a joint graph.
+    """Find the operators and buffers of a joint graph, and remove its dead code.
 
-    Args:
-        joint: the graph; dead code in it is removed.
-        resident_bytes: memory that is there all the time beside the graph's inputs.
-        loss_bytes: memory of the loss, which runs between forward and backward and outside the
-            graph, over its input: its temporaries and the gradient it hands to backward.
-        update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
-            once backward is done; None where there is no update or backward does it.
-        granularity_bytes: the allocator's rounding of each buffer.
+    The context's prices are not used: `cost_of` is already made of them.
     """
     joint.graph.eliminate_dead_code()
-    survey = _Survey(joint, granularity_bytes)
+    survey = _Survey(joint, context.granularity_bytes)
     survey.run_on_fakes()
     outputs = joint.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "a joint graph returns a list"
@@ -100,7 +124,7 @@ def analyse_joint(
         (index for index, node in enumerate(nodes) if node in survey.after_tangents), len(nodes)
     )
     if survey.tangents:
-        loss = survey.callers_op("loss", forward_outputs, survey.tangents, loss_bytes)
+        loss = survey.callers_op("loss", forward_outputs, survey.tangents, context.loss_bytes)
         ops.insert(first_backward, loss)
         nodes.insert(first_backward, None)
         first_backward += 1
@@ -108,8 +132,8 @@ def analyse_joint(
         ops.insert(0, survey.callers_op("arrival", (), survey.arrived, 0))
         nodes.insert(0, None)
         first_backward += 1
-    if update_bytes is not None:
-        ops.append(survey.callers_op("update", backward_outputs, (), update_bytes))
+    if context.update_bytes is not None and context.updates is None:
+        ops.append(survey.callers_op("update", backward_outputs, (), context.update_bytes))
         nodes.append(None)
     program = Program(
         buffers=tuple(survey.sizes),
@@ -117,7 +141,7 @@ def analyse_joint(
         first_backward=first_backward,
         inputs=frozenset(survey.inputs),
         outputs=frozenset(survey.buffers_behind(outputs)) - survey.inputs,
-        resident_bytes=resident_bytes,
+        resident_bytes=context.resident_bytes,
     )
     return JointStep(
         graph=joint.graph,
@@ -131,12 +155,7 @@ def analyse_joint(
 
 
 def name_of_repeat(name: str) -> str:
-    """What a repeat that differs from its op is priced as.
-
-    Example:
-        >>> name_of_repeat("batch_norm_3")
-        'batch_norm_3_repeat'
-    """
+    """What a repeat that differs from its op is priced as."""
     return f"{name}_repeat"
 
 
@@ -195,7 +214,7 @@ class _Survey:
         seconds, workspace_bytes = cost_of(repeat.alone(name_of_repeat(op.name)))
         return msgspec.structs.replace(
             op,
-            repeat_reads=self.buffers_behind(repeat.sources),
+            repeat_reads=self.buffers_behind(repeat.arguments),
             repeat_writes=self.buffers_of[repeat.output],
             repeat_seconds=seconds,
             repeat_workspace_bytes=workspace_bytes,

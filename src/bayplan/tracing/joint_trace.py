@@ -26,11 +26,7 @@ _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a fu
 
 @dataclass(frozen=True)
 class Joint:
-    """A joint graph as torch hands it over.
-
-    Attributes:
-        inputs: the tensors it was traced with.
-    """
+    """A joint graph as torch hands it over, and the tensors it was traced with."""
 
     module: fx.GraphModule
     num_forward_outputs: int

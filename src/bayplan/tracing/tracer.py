@@ -41,7 +41,7 @@ _STEP_FILE = TrainingStep.__call__.__code__.co_filename
 
 
 class Locator:
-    """Knows the module that is running and the places of all forward operators so far."""
+    """Knows which module is running, and where all forward operators so far came from."""
 
     def __init__(self, model: nn.Module) -> None:
         self._path_of = {module: path for path, module in model.named_modules()}
@@ -195,17 +195,13 @@ class _Watched:
 
 
 class StepTracer(torch_compat.OperatorWatch):
-    """Records nodes, values and storages of whatever runs under it.
-
-    Attributes:
-        sums: the nodes that autograd's engine ran between formulas.
-    """
+    """Records nodes, values and storages of whatever runs under it."""
 
     def __init__(self, locator: Locator) -> None:
         super().__init__()
         self.phase = Phase.FORWARD
         self.nodes: list[Node] = []
-        self.sums: set[int] = set()
+        self.sums: set[int] = set()  # nodes that autograd's engine ran between formulas
         self.values: list[Value] = []
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0

@@ -53,8 +53,14 @@ def compile_library(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".compiling-") as folder:
             built = Path(folder) / target.name
-            _run_compiler([compiler, *flags, "-o", str(built), str(source), *libraries])
+            command = [compiler, *flags, "-o", str(built), str(source), *libraries]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
             os.replace(built, target)
+    except subprocess.TimeoutExpired as error:
+        raise CompileFailed(f"{compiler} hangs: {error}") from error
+    except subprocess.CalledProcessError as error:
+        output = error.stderr.decode(errors="replace").strip()
+        raise CompileFailed(f"{compiler} fails:\n{output}") from error
     except OSError as error:
         raise CompileFailed(f"cannot write to {cache_dir}: {error}") from error
     return target
@@ -82,13 +88,3 @@ def load_library(
                 raise
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
         return loader(str(compile_library(source, Path(folder), flags=flags, libraries=libraries)))
-
-
-def _run_compiler(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise CompileFailed(f"{command[0]} hangs: {error}") from error
-    except subprocess.CalledProcessError as error:
-        output = error.stderr.decode(errors="replace").strip()
-        raise CompileFailed(f"{command[0]} fails:\n{output}") from error

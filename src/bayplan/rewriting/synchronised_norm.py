@@ -151,28 +151,17 @@ def norm_of_replicas_backward(
         total = replicas.total(own)
         tilt, level = (total[:-1] / total[-1]).chunk(2)
         scale = inverse_deviation.double() * (1.0 if weight is None else weight.double())
+        # The sum of gradient, deviation from the mean and one, each with its factor by channel.
         factors = (scale, -scale * inverse_deviation * tilt, -scale * level)
-        of_image = _image_gradient(gradient, image, mean, factors, stride)
+        by_gradient, by_deviation, by_one = (
+            _by_channel(factor.to(mean.dtype), image) for factor in factors
+        )
+        result = image.new_empty_strided(tuple(image.shape), tuple(stride), dtype=mean.dtype)
+        torch.sub(image, _by_channel(mean, image), out=result)
+        torch.addcmul(by_one, result, by_deviation, out=result)
+        result.addcmul_(gradient.to(mean.dtype), by_gradient)
+        of_image = result.to(image.dtype)
     return of_image, of_weight if wanted[1] else None, of_bias if wanted[2] else None
-
-
-def _image_gradient(
-    gradient: torch.Tensor,
-    image: torch.Tensor,
-    mean: torch.Tensor,
-    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    """The sum of gradient, deviation from the mean and one, each with its factor by channel."""
-    of_gradient, of_deviation, of_one = (
-        _by_channel(factor.to(mean.dtype), image) for factor in factors
-    )
-    shape, stride = tuple(image.shape), tuple(stride)
-    result = image.new_empty_strided(shape, stride, dtype=mean.dtype)
-    torch.sub(image, _by_channel(mean, image), out=result)
-    torch.addcmul(of_one, result, of_deviation, out=result)
-    result.addcmul_(gradient.to(mean.dtype), of_gradient)
-    return result.to(image.dtype)
 
 
 def _own_statistics(image: torch.Tensor) -> torch.Tensor:

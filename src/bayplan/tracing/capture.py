@@ -145,7 +145,7 @@ def record_step(step: TrainingStep, *, name: str) -> StepGraph:
     with torch_compat.replayed_views(), locator.watching(), tracer:
         step(tracer.enter_phase, tracer.watch_formulas)
     gradients = [
-        tracer.storage_index(parameter.grad)
+        tracer.watch(parameter.grad, born=None).index
         for parameter in step.model.parameters()
         if parameter.grad is not None
     ]

@@ -71,7 +71,7 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
         state = torch_compat.tensors_in(list(optimizer.state.values()))
-        copier.add_counters(tensor for tensor in state if _is_counter(tensor))
+        copier.add_counters(state)
         tensors += state
         for group in optimizer.param_groups:
             tensors += group["params"]
@@ -120,12 +120,6 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
         )
 
 
-def _is_counter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of an optimizer's state is a single number that its update reads."""
-    is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.device.type == "cpu"
-    return is_real and tensor.dim() == 0
-
-
 class _Copier:
     """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
 
@@ -140,13 +134,15 @@ class _Copier:
                 self.memo[id(tensor)] = self._twin(tensor)
                 self._keep.append(tensor)
 
-    def add_counters(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make twins that know their value: of a number made under the mode, it is known."""
-        for tensor in tensors:
-            with torch_compat.outside_tracing():
-                value = tensor.item()
-            self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
-            self._keep.append(tensor)
+    def add_counters(self, state: Iterable[torch.Tensor]) -> None:
+        """Make twins that know their value, of the single numbers that an optimizer reads."""
+        for tensor in state:
+            is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.is_cpu
+            if is_real and tensor.dim() == 0:
+                with torch_compat.outside_tracing():
+                    value = tensor.item()
+                self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+                self._keep.append(tensor)
 
     def convert(self, batch: Any) -> Any:
         """Replace each tensor in a nest of tuples, lists and mappings."""

@@ -180,18 +180,14 @@ _CONSTANT = torch.ops.aten.lift_fresh.default
 
 @dataclass
 class RawStorage:
+    index: int
     size_bytes: int
     born: int | None
     kind: StorageKind | None = None
     name: str = ""
     released: int | None = None
-
-
-@dataclass
-class _Watched:
-    index: int
-    reference: weakref.ref[torch.UntypedStorage]
-    latest_values: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+    value_of_geometry: dict[tuple[Any, ...], int] = field(default_factory=dict)  # the latest
 
 
 class StepTracer(torch_compat.OperatorWatch):
@@ -206,7 +202,7 @@ class StepTracer(torch_compat.OperatorWatch):
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0
         self._locator = locator
-        self._watched: dict[int, _Watched] = {}
+        self._alive: dict[int, RawStorage] = {}
         self._finished_formula: int | None = None
 
     def enter_phase(self, phase: Phase) -> None:
@@ -237,13 +233,10 @@ class StepTracer(torch_compat.OperatorWatch):
 
     def declare(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Make known a tensor that is there before the step; the first declaration wins."""
-        storage = self.storages[self._watch(tensor, born=None).index]
+        storage = self.watch(tensor, born=None)
         if storage.kind is None:
             storage.kind, storage.name = kind, name
         self._value_of(tensor, producer=None)
-
-    def storage_index(self, tensor: torch.Tensor) -> int:
-        return self._watch(tensor, born=None).index
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = true_output(func, args, func(*args, **kwargs))
@@ -283,7 +276,8 @@ class StepTracer(torch_compat.OperatorWatch):
         names = (self.storages[self.values[value].storage].name for value in reads)
         return next(filter(None, names), ""), ""
 
-    def _watch(self, tensor: torch.Tensor, *, born: int | None) -> _Watched:
+    def watch(self, tensor: torch.Tensor, *, born: int | None) -> RawStorage:
+        """The storage of a tensor, which is followed to its release."""
         if tensor.layout is not torch.strided:
             module, source = self._place([])
             raise CaptureError(
@@ -293,17 +287,17 @@ class StepTracer(torch_compat.OperatorWatch):
             )
         storage = tensor.untyped_storage()
         key = torch_compat.storage_key(storage)
-        if key not in self._watched:
-            index = len(self.storages)
-            self.storages.append(RawStorage(size_bytes=storage.nbytes(), born=born))
+        if key not in self._alive:
 
             def on_release(_: object) -> None:
-                del self._watched[key]
                 # Before the first node there is no node to name; its memory counts for that one.
-                self.storages[index].released = max(len(self.nodes) - 1, 0)
+                self._alive.pop(key).released = max(len(self.nodes) - 1, 0)
 
-            self._watched[key] = _Watched(index, weakref.ref(storage, on_release))
-        return self._watched[key]
+            raw = RawStorage(len(self.storages), storage.nbytes(), born)
+            raw.reference = weakref.ref(storage, on_release)
+            self.storages.append(raw)
+            self._alive[key] = raw
+        return self._alive[key]
 
     def _value_of(self, tensor: torch.Tensor, *, producer: int | None) -> int:
         """The value for this tensor: a new one if a node just wrote it, else the latest known.
@@ -311,15 +305,14 @@ class StepTracer(torch_compat.OperatorWatch):
         A tensor is known by its geometry within its storage: autograd hands on fresh tensor
         objects on the same storage.
         """
-        watched = self._watch(tensor, born=producer)
+        storage = self.watch(tensor, born=producer)
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        known = watched.latest_values.get(geometry)
-        if known is not None and producer is None:
-            return known
-        watched.latest_values[geometry] = len(self.values)
+        if producer is None and geometry in storage.value_of_geometry:
+            return storage.value_of_geometry[geometry]
+        storage.value_of_geometry[geometry] = len(self.values)
         self.values.append(
             Value(
-                storage=watched.index,
+                storage=storage.index,
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 size_bytes=tensor.numel() * tensor.element_size(),

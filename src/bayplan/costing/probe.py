@@ -6,8 +6,7 @@ Used where a step is too large to run even once; a measured profile is far bette
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 
@@ -174,10 +173,14 @@ def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> Clust
 
 def _core(num_cores: int, available_bytes: int) -> DeviceKind:
     """What a core has while all of them work and share the memory's bandwidth."""
-    with _threads(num_cores):
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_cores)
         together = probe_cpu()
-    with _threads(1):
+        torch.set_num_threads(1)
         alone = probe_cpu()
+    finally:
+        torch.set_num_threads(num_threads)
     source = f"measured by a probe: the least of one core alone and a part of {num_cores}"
 
     def least(single: Figure, all_of_them: Figure) -> Figure:
@@ -232,13 +235,3 @@ def _unknown(number: int) -> Topology:
     gpus = range(number)
     kinds = tuple(tuple(None if row == gpu else LinkKind.PHB for gpu in gpus) for row in gpus)
     return Topology(kinds=kinds, nvlinks=((0,) * number,) * number, affinities=("",) * number)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

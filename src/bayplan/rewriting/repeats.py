@@ -30,7 +30,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -230,21 +230,9 @@ def partial_repeat(node: fx.Node) -> PartialRepeat | None:
     arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
     if is_synchronised:  # so it was made in the first place
         arguments = (*arguments, node.args[-1])
-    else:
-        kind = _kind_of(image, weight, bias)
-        if kind is None or not _gives_same_bits(kind):
-            return None
+    elif not _normalises_alike(image, weight, bias):
+        return None
     return PartialRepeat(normalise, arguments, parts[_OUTPUT][0])
-
-
-class _Kind(NamedTuple):
-    """What decides which kernel runs; a dtype of None is an argument that is not given."""
-
-    num_dimensions: int
-    memory_format: torch.memory_format
-    image_dtype: torch.dtype
-    weight_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
 
 
 def _parts(node: fx.Node, index: int) -> list[fx.Node]:
@@ -253,39 +241,45 @@ def _parts(node: fx.Node, index: int) -> list[fx.Node]:
     ]
 
 
-def _kind_of(image: Any, weight: Any, bias: Any) -> _Kind | None:
-    """None for what torch computes in another way: elsewhere, or with gaps between elements."""
+def _normalises_alike(image: Any, weight: Any, bias: Any) -> bool:
+    """Whether `normalise` gives the bits of torch's kernel for such inputs.
+
+    On other devices, or with gaps between elements, torch computes in another way.
+    """
     value: torch.Tensor = image.meta["val"]
     formats = (torch.contiguous_format, _CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
     memory_format = next((f for f in formats if value.is_contiguous(memory_format=f)), None)
     if value.device.type != "cpu" or memory_format is None:
-        return None
+        return False
     dtypes = (None if source is None else source.meta["val"].dtype for source in (weight, bias))
-    return _Kind(value.dim(), memory_format, value.dtype, *dtypes)
+    kind = (value.dim(), memory_format, value.dtype, *dtypes)
+    return all(_gives_same_bits(num_channels, *kind) for num_channels in _TRIED_CHANNELS)
 
 
 @cache
-def _gives_same_bits(kind: _Kind) -> bool:
-    with torch_compat.outside_tracing(), torch.no_grad():
-        return all(_is_same(kind, num_channels) for num_channels in _TRIED_CHANNELS)
-
-
-def _is_same(kind: _Kind, num_channels: int) -> bool:
+def _gives_same_bits(
+    num_channels: int,
+    num_dimensions: int,
+    memory_format: torch.memory_format,
+    image_dtype: torch.dtype,
+    *parameter_dtypes: torch.dtype | None,
+) -> bool:
     # A generator of its own: the user's must not notice.
     generator = torch.Generator().manual_seed(num_channels)
-    lengths = [3] * (kind.num_dimensions - 3) + [_TRIED_LENGTH] * (kind.num_dimensions > 2)
+    lengths = [3] * (num_dimensions - 3) + [_TRIED_LENGTH] * (num_dimensions > 2)
 
     def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype).add_(0.5)
 
-    image = draw((4, num_channels, *lengths), kind.image_dtype)
-    image = image.contiguous(memory_format=kind.memory_format)
-    weight, bias = (
-        None if dtype is None else draw((num_channels,), dtype)
-        for dtype in (kind.weight_dtype, kind.bias_dtype)
-    )
-    whole, mean, inverse_deviation = aten._native_batch_norm_legit.no_stats(
-        image, weight, bias, True, 0.1, _EPSILON
-    )
-    again = normalise(image, weight, bias, mean, inverse_deviation)
-    return again.dtype == whole.dtype and again.stride() == whole.stride() and again.equal(whole)
+    with torch_compat.outside_tracing(), torch.no_grad():
+        image = draw((4, num_channels, *lengths), image_dtype)
+        image = image.contiguous(memory_format=memory_format)
+        weight, bias = (
+            None if dtype is None else draw((num_channels,), dtype) for dtype in parameter_dtypes
+        )
+        whole, mean, inverse_deviation = aten._native_batch_norm_legit.no_stats(
+            image, weight, bias, True, 0.1, _EPSILON
+        )
+        again = normalise(image, weight, bias, mean, inverse_deviation)
+        is_laid_out_alike = again.dtype == whole.dtype and again.stride() == whole.stride()
+        return is_laid_out_alike and again.equal(whole)

@@ -310,18 +310,24 @@ def insert_updates(
         gradient = outputs[num_forward_outputs + position]
         if not isinstance(gradient, fx.Node):  # the loss does not depend on it
             continue
-        _check_dense(gradient, inputs[position])
+        value = gradient.meta["val"]
+        if value.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {inputs[position].name}, of shape {tuple(value.shape)}, is"
+                " sparse, which update_in_backward does not take; use sparse=False, or"
+                f" {_REMEDY}"
+            )
         behind = max(last_reader[inputs[position]], gradient, key=order.__getitem__)
         with graph.inserting_after(behind):
             node = graph.call_function(update, (index, gradient, inputs[position]))
-        with torch_compat.fake_mode_of([gradient.meta["val"]]):
-            node.meta = {**gradient.meta, "val": gradient.meta["val"].new_empty(0)}
+        with torch_compat.fake_mode_of([value]):
+            node.meta = {**gradient.meta, "val": value.new_empty(0)}
         if not _is_its_own(gradient, outputs):
             # As autograd does, which gives no parameter a gradient that others hold.
             with graph.inserting_before(node):
                 clone = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-            with torch_compat.fake_mode_of([gradient.meta["val"]]):
-                clone.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
+            with torch_compat.fake_mode_of([value]):
+                clone.meta = {**gradient.meta, "val": value.clone()}
             node.replace_input_with(gradient, clone)
         outputs[num_forward_outputs + position] = node
     output.args = (outputs,)
@@ -380,12 +386,3 @@ def _is_its_own(gradient: fx.Node, outputs: list[Any]) -> bool:
         if not is_view(node):
             return True
         node = node.all_input_nodes[0]
-
-
-def _check_dense(gradient: fx.Node, parameter: fx.Node) -> None:
-    value = gradient.meta["val"]
-    if value.layout is not torch.strided:
-        raise UsageError(
-            f"the gradient of {parameter.name}, of shape {tuple(value.shape)}, is sparse, which"
-            " update_in_backward does not take; use sparse=False, or turn update_in_backward off"
-        )

@@ -161,21 +161,18 @@ class _Copier:
         """A deep copy with a fake twin for each tensor, also for those that are in no register."""
         try:
             with _TwinsForCopies(self):
-                if isinstance(thing, nn.Module):
-                    self._add_uncompiled(thing)
+                # `torch.compile` hides a module's operators, so its copy is the one before.
+                modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+                for module in reversed(modules):  # inner first: outer ones hold them
+                    original = torch_compat.uncompiled(module)
+                    if original is not module:
+                        self.memo[id(module)] = copy.deepcopy(original, self.memo)
                 return copy.deepcopy(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise out_of_memory(fault) or CaptureError(
                 f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
                 " generators and the like out of its attributes"
             ) from fault
-
-    def _add_uncompiled(self, model: nn.Module) -> None:
-        """Remember the copy of each module before `torch.compile`, which hides its operators."""
-        for module in reversed(list(model.modules())):  # inner first: outer ones hold them
-            original = torch_compat.uncompiled(module)
-            if original is not module:
-                self.memo[id(module)] = copy.deepcopy(original, self.memo)
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         device = "cpu" if tensor.device.type == "meta" else tensor.device

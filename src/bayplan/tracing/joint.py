@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 
@@ -197,7 +196,13 @@ class _Survey:
     def op_of(self, node: fx.Node, cost_of: Price) -> Op:
         seconds, workspace_bytes = cost_of(node)
         repeat = partial_repeat(node)
-        op = Op(
+        again: dict[str, Any] = {}  # what a repeat reads, makes and costs, where it differs
+        if repeat is not None:
+            repeat_seconds, repeat_bytes = cost_of(repeat.alone(name_of_repeat(node.name)))
+            again = {"repeat_seconds": repeat_seconds, "repeat_workspace_bytes": repeat_bytes}
+            again["repeat_reads"] = self.buffers_behind(repeat.arguments)
+            again["repeat_writes"] = self.buffers_of[repeat.output]
+        return Op(
             name=node.name,
             reads=self.buffers_behind(node.all_input_nodes),
             writes=self.makes[node],
@@ -206,18 +211,7 @@ class _Survey:
             can_repeat=self._can_repeat(node, repeat),
             takes_over=self._may_take_over(node),
             place=_place_of(node),
-        )
-        return op if repeat is None else self._with_repeat(op, repeat, cost_of)
-
-    def _with_repeat(self, op: Op, repeat: PartialRepeat, cost_of: Price) -> Op:
-        """The op with what its repeats read, make and cost."""
-        seconds, workspace_bytes = cost_of(repeat.alone(name_of_repeat(op.name)))
-        return msgspec.structs.replace(
-            op,
-            repeat_reads=self.buffers_behind(repeat.arguments),
-            repeat_writes=self.buffers_of[repeat.output],
-            repeat_seconds=seconds,
-            repeat_workspace_bytes=workspace_bytes,
+            **again,
         )
 
     def callers_op(

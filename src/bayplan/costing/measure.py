@@ -96,7 +96,8 @@ def measure_profile(
             watch = _Watch(graph, meter, now)
             with watch:
                 step()
-            watch.check_complete()
+            if watch.expected is not None:
+                raise watch.difference("ended")
             watches.append(watch)
             on_progress(2 * repeat + 2, 2 * repeats)
 
@@ -138,10 +139,10 @@ class _Watch(torch_compat.OperatorWatch):
         self._now = now
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if str(func) != self._expected:
+        if str(func) != self.expected:
             # The graph sums gradients in place.
-            if func is not torch.ops.aten.add.Tensor or self._expected != "aten.add_.Tensor":
-                raise self._difference(f"ran {func}")
+            if func is not torch.ops.aten.add.Tensor or self.expected != "aten.add_.Tensor":
+                raise self.difference(f"ran {func}")
             func = torch.ops.aten.add_.Tensor
         self._meter.reset_peak()
         live_bytes = self._meter.live_bytes
@@ -151,19 +152,15 @@ class _Watch(torch_compat.OperatorWatch):
         self.grown_bytes.append(self._meter.peak_bytes - live_bytes)
         return output
 
-    def check_complete(self) -> None:
-        if self._expected is not None:
-            raise self._difference("ended")
-
     @property
-    def _expected(self) -> str | None:
+    def expected(self) -> str | None:
         """The operator of the graph that is next; None at its end."""
         index = len(self.seconds)
         return self._nodes[index].op if index < len(self._nodes) else None
 
-    def _difference(self, what: str) -> CaptureError:
+    def difference(self, what: str) -> CaptureError:
         index, expected = len(self.seconds), "end"
-        if self._expected is not None:
+        if self.expected is not None:
             node = self._nodes[index]
             place = " ".join(filter(None, (node.module, node.source)))
             expected = f"run {node.op} ({place})" if place else f"run {node.op}"

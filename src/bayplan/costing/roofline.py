@@ -122,10 +122,8 @@ def op_class(op: str) -> OpClass:
         return OpClass.MATMUL
     if name in _REDUCTIONS:
         return OpClass.REDUCTION
-    for kind, pattern in _PATTERNS:
-        if pattern.fullmatch(name):
-            return kind
-    return OpClass.ELEMENTWISE
+    matching = (kind for kind, pattern in _PATTERNS if pattern.fullmatch(name))
+    return next(matching, OpClass.ELEMENTWISE)
 
 
 @cache

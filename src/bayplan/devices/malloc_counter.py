@@ -1,14 +1,14 @@
 """Exact live malloc bytes of this process, from a counter attached while it runs.
 
 Sampling the resident size misses short peaks, and watching tensors misses the scratch memory
-inside kernels. Counting every malloc and free sees both, and normally needs LD_PRELOAD, that is,
-a process started for it. Here the counter is a small C library, compiled on first use, which
-redirects the malloc entries of the objects already loaded (`malloc_counter.c` tells how). It
-costs some nanoseconds per call while attached and nothing afterwards.
+inside kernels. Counting every malloc and free sees both, but normally needs a process started with
+LD_PRELOAD. Here a small C library, compiled on first use, redirects the malloc entries of the
+objects already loaded (`malloc_counter.c` tells how). It costs some nanoseconds per call while
+attached and nothing afterwards.
 
-Counted are the usable bytes of each block, so a tensor of N bytes shows as N plus the allocator's
-rounding (less than one page and 64 bytes). Not counted: memory mapped directly, such as Python's
-arenas for small objects and thread stacks.
+It counts the usable bytes of each block, so a tensor of N bytes shows as N plus the allocator's
+rounding (less than one page and 64 bytes). It does not count memory that is mapped directly, such
+as Python's arenas for small objects and thread stacks.
 """
 
 from __future__ import annotations

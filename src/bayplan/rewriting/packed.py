@@ -242,7 +242,7 @@ def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
 
 def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """Whether each element is above the threshold, or NaN."""
-    if values.device.type != "cpu":
+    if not values.is_cpu:
         return (values <= threshold).logical_not_()
     if values.element_size() < 4:
         values = values.float()  # exact, and what the operator compares, too

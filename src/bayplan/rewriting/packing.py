@@ -2,17 +2,16 @@
 
 A value can be packed where the graph proves that its readers in backward get the same bits:
 
-- a boolean mask (dropout) becomes bits;
-- the output of a ReLU that backward reads only to see which elements passed becomes bits, packed
-  as soon as forward has made it;
-- where backward needs such an output for something else first (the next convolution's weight
-  gradient), it is packed *late*, behind that: what is kept stays the same, but the output is gone
-  while the gradient on its way back to the ReLU is computed, which is where steps tend to peak;
-- the indices of a max-pool become the smallest integers that hold a position in its input's plane.
+- A boolean mask (dropout) becomes bits.
+- The output of a ReLU becomes bits if backward only asks which elements passed.
+- If backward first needs such an output for something else (the next convolution's weight
+  gradient), it is packed *late*, behind that. Forward then keeps as much as before, but the output
+  is gone while the gradient of the ReLU's output is computed, which is where steps tend to peak.
+- The indices of a max-pool become the smallest integers that hold a position in its input's plane.
 
 Packing costs time, so each is an option: `find_packs` lists them and `apply_packs` applies those
-chosen. The pack stands right behind the value's maker (or last other reader), the way back right
-before each reader.
+chosen. A value is packed right behind its maker (or last other reader) and unpacked before each
+reader.
 """
 
 import math

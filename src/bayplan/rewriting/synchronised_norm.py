@@ -1,28 +1,26 @@
 """BatchNorm over the samples of several replicas, as if one device had them all.
 
-Every replica works out the count, mean and sum of squared deviations of its own samples. These are
-tiny; all replicas get those of all, and put them together in the same order, so that they go on
-with the same bits. With counts n, means m and sums of squared deviations s of the replicas
+Every replica computes the count, mean and sum of squared deviations of its own samples. An
+all-gather of these few numbers gives all replicas the same bits, added in the same order. With
+counts n, means m and sums of squared deviations s of the replicas
 
     N = sum n      M = sum n m / N      S = sum (s + n (m - M)^2)      variance = S / N
 
 which holds for pieces of any sizes and loses nothing to large means. Backward needs two more sums
-over all samples, of the gradient and of the gradient times the normalised values; gradients of
-weight and bias stay a replica's own: they are summed with all other gradients after the step.
+over all samples: of the gradient, and of the gradient times the normalised values. Gradients of
+weight and bias stay local until the all-reduce of all gradients after the step.
 
 torch's `SyncBatchNorm` does the same on GPUs, and only there.
 
 NOTE [ Collectives inside a stage ]
-1. A replica waits inside its forward or backward for the others. All replicas of a stage have the
-   same operators in the same order, whatever the sizes of their pieces and whatever they repeat, so
-   the collectives of one action pair up. What talks to others is never repeated.
-2. So an action of a stage with replicas begins on all of them or on none: they meet. Whether lists
-   of actions in which replicas meet come to an end is shown before anything runs, as for receives
-   (`simulating/checking.py`). Where stages share no ranks, or all of them, replicas have
-   the same list, which meets as soon as its receives are there; sends and receives are posted
-   without waiting, so they go on while a replica waits.
-3. Each stage has a process group of its own for this, so that its collectives pair up with no
-   others, such as those of gradients, which are posted ahead.
+1. A replica waits inside its forward or backward for the others. All replicas of a stage run the
+   same collectives in the same order, whatever the sizes of their pieces and whatever they repeat:
+   an operator with a collective is never repeated. So the collectives of one action pair up.
+2. So an action of a stage with replicas begins on all of them or on none. `simulating/checking.py`
+   proves before a run that such action lists end, as it does for receives. Sends and receives are
+   posted without waiting, so they go on while a replica waits.
+3. Each stage has a process group of its own for this, so that its collectives never pair up with
+   others, such as the gradients' all-reduces, which are posted ahead.
 """
 
 from collections.abc import Sequence
@@ -89,7 +87,11 @@ def norm_of_replicas(
     Returns:
         the normalised values, mean, inverse deviation, and the new running mean and variance.
     """
-    gathered = replicas.gathered(_own_statistics(image))
+    # In one row: means, sums of squared deviations, and the count.
+    own_count, values = _count(image), image.to(_exact(image.dtype))
+    own_mean, own_variance = aten.batch_norm_update_stats(values, None, None, 0.0)
+    own = torch.cat([own_mean.double(), own_variance.double() * own_count, own_count])
+    gathered = replicas.gathered(own)
     counts = gathered[:, -1:]
     means, squares = gathered[:, :-1].chunk(2, dim=1)
     count = counts.sum()
@@ -162,13 +164,6 @@ def norm_of_replicas_backward(
         result.addcmul_(gradient.to(mean.dtype), by_gradient)
         of_image = result.to(image.dtype)
     return of_image, of_weight if wanted[1] else None, of_bias if wanted[2] else None
-
-
-def _own_statistics(image: torch.Tensor) -> torch.Tensor:
-    """Means, sums of squared deviations, and the count, in one row."""
-    values, count = image.to(_exact(image.dtype)), _count(image)
-    mean, variance = aten.batch_norm_update_stats(values, None, None, 0.0)
-    return torch.cat([mean.double(), variance.double() * count, count])
 
 
 def _count(image: torch.Tensor) -> torch.Tensor:

@@ -16,15 +16,14 @@ seen from here; they find no gradients.
 
 NOTE [ Old weights ]
 
-Once a parameter is changed nothing may read its old value. Three rules ensure that for every
+Nothing may read a parameter's old value after its update. Three rules ensure that for every
 schedule:
 1. Only forward operators may be repeated (`without_backward_repeats`).
 2. A repeat serves some reader of a forward value. If it reads a parameter, directly or through
-   repeats before it, it serves a reader of a value that forward computes from that parameter.
+   other repeats, it serves a reader of a value that forward computes from that parameter.
 3. So the update stands behind the last reader of the parameter, and of every value that forward
-   computes from it.
-Backward passes the layers in reverse, so those readers come before the gradient is complete, or
-right after: at most, the rule delays an update by the gradient of its own layer's input.
+   computes from it. Backward visits layers in reverse, so this delays an update at most by the
+   gradient of its own layer's input.
 """
 
 import copy

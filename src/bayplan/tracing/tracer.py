@@ -16,7 +16,7 @@ the CPU); `true_output` corrects the few fake outputs that do not.
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -45,7 +45,10 @@ class Locator:
 
     def __init__(self, model: nn.Module) -> None:
         self._path_of = {module: path for path, module in model.named_modules()}
-        self._model_files = _files_of(model)
+        # The files of libraries that the model's modules are written in.
+        homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        paths = {getattr(home, "__file__", None) or "" for home in homes}
+        self._model_files = {path for path in paths if path and owner_of(path) is Owner.LIBRARY}
         self._running: list[str] = [""]
         self._place_of_sequence: dict[int, Place] = {}
         self._next_sequence = 0
@@ -84,14 +87,7 @@ class Locator:
         return self._place_of_sequence.get(-1 if sequence is None else sequence, ("", ""))
 
 
-def _files_of(model: nn.Module) -> frozenset[str]:
-    """The files of libraries that the model's modules are written in."""
-    homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    paths = {getattr(home, "__file__", None) for home in homes}
-    return frozenset(path for path in paths if path and owner_of(path) is Owner.LIBRARY)
-
-
-def _line_of_operator(model_files: frozenset[str]) -> str:
+def _line_of_operator(model_files: Collection[str]) -> str:
     """The innermost line of the user's own on the stack, else of a library's model.
 
     None where torch's modules do it all: better no line than one of a file that is not the model's.

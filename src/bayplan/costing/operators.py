@@ -14,6 +14,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,11 +152,12 @@ class WorkspaceWatch(NodeWatch):
     ) -> None:
         super().__init__(nodes)
         self.workspace_bytes: dict[int, int] = {}  # by node, of those met so far
-        self._meter = meter
+        self._measure = partial(_run_alone, meter=meter, now=time.perf_counter, repeats=1)
+        self._peak_bytes: dict[str, int] = {}  # by signature
         self._born_bytes = born_bytes(graph, granularity_bytes)
 
     def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, peak_bytes, _ = _run_alone(
-            func, args, kwargs, meter=self._meter, now=time.perf_counter, repeats=1
-        )
-        self.workspace_bytes[index] = max(0, peak_bytes - self._born_bytes[index])
+        signature = signature_of_call(func, args, kwargs)
+        if signature not in self._peak_bytes:
+            _, self._peak_bytes[signature], _ = self._measure(func, args, kwargs)
+        self.workspace_bytes[index] = max(0, self._peak_bytes[signature] - self._born_bytes[index])

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed, load_library
 
 __all__ = [
@@ -176,9 +177,9 @@ def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
 
 @cache
 def _kernels() -> ctypes.CDLL | None:
-    """Compiled for this process alone, in a fraction of a second; None without a compiler."""
+    """Compiled once and kept, in a fraction of a second; None without a compiler."""
     try:
-        library = load_library(_SOURCE, None, flags=_FLAGS)
+        library = load_library(_SOURCE, cache_directory(), flags=_FLAGS)
     except CompileFailed:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -171,7 +171,12 @@ def derive_profile(graph: StepGraph, device: DeviceKind) -> Profile:
     at run time, which no description tells. Measure on the device where that memory matters.
     """
     _check_rates(device)
-    seconds = tuple(_node_seconds(graph, node, device) for node in graph.nodes)
+    seconds = tuple(
+        max(node_parts(graph, node, device)) + device.launch_seconds.value
+        if op_class(node.op) is not OpClass.VIEW
+        else 0.0
+        for node in graph.nodes
+    )
     return Profile(
         model=graph.model,
         fingerprint=graph.fingerprint,
@@ -280,12 +285,6 @@ def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float,
     elif kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
         compute_seconds /= WINOGRAD_SAVING
     return compute_seconds / compute_share, memory_seconds / memory_share
-
-
-def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
-    if op_class(node.op) is OpClass.VIEW:
-        return 0.0
-    return max(node_parts(graph, node, device)) + device.launch_seconds.value
 
 
 def _working_dtype(graph: StepGraph, node: Node) -> str:

@@ -34,6 +34,8 @@ from bayplan.step import TrainingStep
 
 __all__ = ["Locator", "Place", "RawStorage", "StepTracer", "count_flops", "true_output"]
 
+aten = torch.ops.aten
+
 Place = tuple[str, str]  # module path, source line
 
 # Whoever started the step stands further out than this, and made no operator of it.
@@ -105,8 +107,8 @@ def _line_of_operator(model_files: Collection[str]) -> str:
 
 
 # torch counts attention only for CUDA's kernels; the CPU's take the same arguments first.
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
@@ -120,13 +122,13 @@ def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 
-_BATCH_NORM = torch.ops.aten.native_batch_norm.default
-_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_BATCH_NORM = aten.native_batch_norm.default
+_LSTM_LAYER = aten.mkldnn_rnn_layer.default
 _REDUCED_LOSSES = {
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
 }
 _PAGE_BYTES = 4096
 
@@ -171,7 +173,7 @@ def _padded(width: int) -> int:
     return width + 16 if width % 256 == 0 else width
 
 
-_CONSTANT = torch.ops.aten.lift_fresh.default
+_CONSTANT = aten.lift_fresh.default
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bayplan.native import CompileFailed, compile_library
+from bayplan.native import CompileFailed, compile_library, load_library
 
 FLAGS = ("-shared", "-fPIC")
 
@@ -55,3 +55,8 @@ def test_broken_source_is_said_and_leaves_nothing(source: Path, tmp_path: Path) 
 def test_unwritable_directory_is_said(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileFailed, match="cannot write"):
         compile_library(source, source, flags=FLAGS)
+
+
+def test_library_is_loaded_without_a_cache_that_can_be_written(source: Path) -> None:
+    for cache_dir in (source, None):
+        assert load_library(source, cache_dir, flags=FLAGS).answer() == 42

@@ -14,7 +14,7 @@ import torch
 from reports_000_002.rows import Run
 
 from bayplan.costing.catalogue import load_device
-from bayplan.costing.operators import signature_of
+from bayplan.costing.operators import arguments_of, signature_of_call
 from bayplan.costing.pricing import graph_of
 from bayplan.costing.roofline import node_parts, op_class
 from bayplan.data.device import DeviceKind, OpClass
@@ -214,7 +214,7 @@ _known: dict[tuple[str, str], list[Parts]] = {}
 
 def _parts(node, device: DeviceKind) -> list[Parts]:
     """Of the operators behind a node; the same call is looked at once."""
-    key = (device.name, signature_of(node))
+    key = (device.name, signature_of_call(node.target, *arguments_of(node)))
     if key not in _known:
         graph = graph_of(node)
         _known[key] = [] if graph is None else _parts_of(graph, device)

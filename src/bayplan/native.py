@@ -26,19 +26,17 @@ class CompileFailed(RuntimeError):
 def compile_library(
     source: Path, cache_dir: Path, *, flags: tuple[str, ...], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Returns the compiled library, compiling it unless `cache_dir` has it already.
+    """Return the compiled library; compile it unless `cache_dir` has it already.
 
     The name holds a hash of source, flags, machine and C library, and the file appears whole or
     not at all, so processes and machines may share the directory.
 
     Args:
-        source: The C file; its stem names the library.
-        cache_dir: Where libraries are kept, for this user alone to write, as they are loaded into
-            the process.
-        libraries: To link with, after the source, such as `-ldl`.
+        cache_dir: only this user may write to it, because its files are loaded into the process.
+        libraries: to link with, after the source, such as `-ldl`.
 
     Raises:
-        CompileFailed: No compiler, a compiler that fails, or a directory that cannot be written.
+        CompileFailed: no compiler, a compiler that fails, or a directory that cannot be written.
     """
     key = repr((source.read_text("utf-8"), flags, platform.machine(), platform.libc_ver()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -55,33 +53,38 @@ def compile_library(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".compiling-") as folder:
             built = Path(folder) / target.name
-            _run_compiler([compiler, *flags, "-o", str(built), str(source), *libraries])
+            command = [compiler, *flags, "-o", str(built), str(source), *libraries]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
             os.replace(built, target)
+    except subprocess.TimeoutExpired as error:
+        raise CompileFailed(f"{compiler} hangs: {error}") from error
+    except subprocess.CalledProcessError as error:
+        output = error.stderr.decode(errors="replace").strip()
+        raise CompileFailed(f"{compiler} fails:\n{output}") from error
     except OSError as error:
         raise CompileFailed(f"cannot write to {cache_dir}: {error}") from error
     return target
 
 
-def load_library(source: Path, cache_dir: Path | None, *, flags: tuple[str, ...]) -> ctypes.CDLL:
+def load_library(
+    source: Path,
+    cache_dir: Path | None,
+    *,
+    flags: tuple[str, ...],
+    libraries: tuple[str, ...] = (),
+    loader: type[ctypes.CDLL] = ctypes.CDLL,
+) -> ctypes.CDLL:
     """Compile a C file as `compile_library` does, and load it.
 
     Args:
-        cache_dir: Where the library is kept; None compiles it for this process alone.
-
-    Raises:
-        CompileFailed: As above.
+        cache_dir: None, or a directory that cannot be written, compiles for this process alone.
     """
-    if cache_dir is None:
-        with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
-            return load_library(source, Path(folder), flags=flags)
-    return ctypes.CDLL(str(compile_library(source, cache_dir, flags=flags).absolute()))
-
-
-def _run_compiler(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise CompileFailed(f"{command[0]} hangs: {error}") from error
-    except subprocess.CalledProcessError as error:
-        output = error.stderr.decode(errors="replace").strip()
-        raise CompileFailed(f"{command[0]} fails:\n{output}") from error
+    if cache_dir is not None:
+        try:
+            path = compile_library(source, cache_dir, flags=flags, libraries=libraries)
+            return loader(str(path.absolute()))
+        except CompileFailed as failure:
+            if not isinstance(failure.__cause__, OSError):
+                raise
+    with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
+        return loader(str(compile_library(source, Path(folder), flags=flags, libraries=libraries)))

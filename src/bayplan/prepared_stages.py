@@ -26,7 +26,7 @@ from bayplan.costing.pricing import (
     samples_to_price,
     with_whole_masks,
 )
-from bayplan.costing.updates import UpdateCost, derived_update_cost, update_cost
+from bayplan.costing.step_memory import UpdateCost, derived_update_cost, update_cost
 from bayplan.data.chain import Chain
 from bayplan.data.device import DeviceKind
 from bayplan.data.plan import Request

@@ -33,7 +33,13 @@ from bayplan.costing.pricing import (
 from bayplan.costing.probe import probe_cpu
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import same_operators, scale_profile
-from bayplan.costing.step_memory import memory_context, outside_nodes, plain_peak_bytes
+from bayplan.costing.step_memory import (
+    loss_bytes,
+    outside_nodes,
+    plain_peak_bytes,
+    resident_bytes,
+    update_bytes,
+)
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import (
     BayplanError,
@@ -542,10 +548,11 @@ class PreparedStep:
     @cached_property
     def context(self) -> MemoryContext:
         """What counts in memory beside the traced graph."""
-        return memory_context(
-            self.step,
-            self.graph,
+        return MemoryContext(
             prices=self._prices,
+            resident_bytes=resident_bytes(self.graph),
+            loss_bytes=loss_bytes(self.step),
+            update_bytes=update_bytes(self.graph, granularity_bytes=self.granularity_bytes),
             granularity_bytes=self.granularity_bytes,
             updates=self._updates(),
         )
@@ -685,5 +692,6 @@ def scale_workspaces(
     with open_meter(device, cache_directory()) as meter:
         watch = WorkspaceWatch(graph, nodes, meter=meter, granularity_bytes=granularity_bytes)
         follow_step(step, optimizer=optimizer, watcher=watch)
-    sizes = [watch.found.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
+    measured = watch.workspace_bytes
+    sizes = [measured.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
     return msgspec.structs.replace(profile, workspace_bytes=tuple(sizes))

@@ -54,6 +54,7 @@ __all__ = [
     "running_eagerly",
     "set_compiled_call",
     "storage_key",
+    "tensors_in",
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
@@ -110,14 +111,17 @@ class OperatorWatch(TorchDispatchMode):
 
 def mutated_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator writes to, by its schema; also those that return nothing."""
-    mutated = []
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if position < len(args):
-                mutated.append(args[position])
-            elif argument.name in kwargs:
-                mutated.append(kwargs[argument.name])
-    return mutated
+    arguments = function._schema.arguments
+    given = {
+        argument.name: value for argument, value in zip(arguments, args, strict=False)
+    } | kwargs
+    written = (each.name for each in arguments if each.alias_info and each.alias_info.is_write)
+    return [given[name] for name in written if name in given]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in a nest of tuples, lists and dicts, in order."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def fake_mode_of(values: list[Any]) -> FakeTensorMode:
@@ -190,7 +194,7 @@ def compile_joint(
 
     return aot_module_simplified(
         module,
-        _with_known_sizes(inputs),
+        [_with_known_sizes(value) for value in inputs],
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
         partition_fn=partition,
@@ -211,23 +215,19 @@ def ignore_logging() -> None:
     config.ignore_logging_functions = {*config.ignore_logging_functions, *methods}
 
 
-def _with_known_sizes(inputs: Sequence[Any]) -> list[Any]:
-    """Examples of a graph's inputs in which sizes that torch left open have their present values.
+def _with_known_sizes(value: Any) -> Any:
+    """An example of a graph's input in which sizes that torch left open have their present values.
 
     To ask an open size for its value is to promise that it stays: another one is compiled anew.
     """
-
-    def known(value: Any) -> Any:
-        if isinstance(value, torch.SymInt):
-            return int(value)
-        if not isinstance(value, FakeTensor) or not value._has_symbolic_sizes_strides:
-            return value
-        shape, stride = ([int(size) for size in sizes] for sizes in (value.shape, value.stride()))
-        with value.fake_mode:
-            example = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        return example.requires_grad_(value.requires_grad)
-
-    return [known(value) for value in inputs]
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if not isinstance(value, FakeTensor) or not value._has_symbolic_sizes_strides:
+        return value
+    shape, stride = ([int(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    with value.fake_mode:
+        example = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return example.requires_grad_(value.requires_grad)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

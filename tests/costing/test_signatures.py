@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bayplan.costing.operators import OperatorCosts, arguments_of, made_up, signature_of
+from bayplan.costing.operators import OperatorCosts, arguments_of, made_up, signature_of_call
 from bayplan.devices.meters import open_meter
 from bayplan.torch_compat import FakeTensor, FakeTensorMode
 
@@ -17,6 +17,10 @@ def node_of(function, *inputs: torch.Tensor) -> fx.Node:
     """The last operator of a function, traced."""
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     return [node for node in graph.nodes if node.op == "call_function"][-1]
+
+
+def signature_of(node: fx.Node) -> str:
+    return signature_of_call(node.target, *arguments_of(node))
 
 
 @pytest.fixture

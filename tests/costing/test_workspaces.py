@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import bayplan
+from bayplan.costing import operators
 from bayplan.costing.operators import WorkspaceWatch, nodes_that_may_set_the_peak
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
@@ -56,9 +57,11 @@ def test_chosen_operators_are_run_and_others_are_not(graph, tmp_path_factory):
     with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
         watch = WorkspaceWatch(graph, chosen, meter=meter, granularity_bytes=1)
         follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.found.keys() == set(chosen)
+    assert watch.workspace_bytes.keys() == set(chosen)
     largest_bytes = max(storage.size_bytes for storage in graph.storages)
-    assert all(0 <= size_bytes <= 4 * largest_bytes for size_bytes in watch.found.values())
+    assert all(
+        0 <= size_bytes <= 4 * largest_bytes for size_bytes in watch.workspace_bytes.values()
+    )
 
 
 def test_memory_of_the_results_is_no_workspace(graph, tmp_path_factory):
@@ -66,4 +69,21 @@ def test_memory_of_the_results_is_no_workspace(graph, tmp_path_factory):
     with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
         watch = WorkspaceWatch(graph, [relu], meter=meter, granularity_bytes=1)
         follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.found[relu] < MIB / 10  # its result alone is 1 MiB
+    assert watch.workspace_bytes[relu] < MIB / 10  # its result alone is 1 MiB
+
+
+def test_equal_calls_are_run_once(graph, monkeypatch, tmp_path_factory):
+    runs = []
+
+    def run_alone(operator, args, kwargs, **_):
+        runs.append(operator)
+        return 0.0, 0, 0
+
+    monkeypatch.setattr(operators, "_run_alone", run_alone)
+    with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
+        watch = WorkspaceWatch(graph, [0], meter=meter, granularity_bytes=1)
+        for index in range(3):
+            watch.look_at(index, torch.relu, (torch.ones(3),), {})
+        watch.look_at(3, torch.relu, (torch.ones(4),), {})
+    assert len(runs) == 2
+    assert [*watch.workspace_bytes] == [0, 1, 2, 3]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bayplan.devices import malloc_counter
-from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable, compile_counter
+from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 
 MIB = 1 << 20
 SLACK_BYTES = 4 * 1024
@@ -130,14 +130,6 @@ def test_attach_while_threads_run(cache_dir: Path, probe: ctypes.CDLL) -> None:
         thread.join()
 
 
-def test_compiled_file_is_reused(cache_dir: Path) -> None:
-    path = compile_counter(cache_dir)
-    modified_ns = path.stat().st_mtime_ns
-    assert compile_counter(cache_dir) == path
-    assert path.stat().st_mtime_ns == modified_ns
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(malloc_counter, "_library", None)
@@ -150,11 +142,9 @@ def test_failing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compiler.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(malloc_counter, "_library", None)
     with pytest.raises(MeterUnavailable, match="no such header"):
-        compile_counter(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    with pytest.raises(MeterUnavailable, match="cannot write"):
-        compile_counter(compiler)
+        MallocCounter.attach(tmp_path / "cache")
 
 
 def test_other_platform_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,14 +162,14 @@ def test_torch_packs_as_numpy_does():
 def test_indices_get_the_smallest_type_that_holds_them(num_positions, dtype):
     assert packed.index_dtype(num_positions) is dtype
     indices = torch.tensor([0, num_positions // 2, num_positions - 1])
-    small = packed.shrink_indices(indices, dtype)
+    small = packed.as_integers(indices, dtype)
     assert small.dtype is dtype
-    assert torch.equal(packed.widen_indices(small), indices)
+    assert torch.equal(packed.as_integers(small, torch.int64), indices)
 
 
 def test_indices_keep_their_memory_format():
     indices = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    back = packed.widen_indices(packed.shrink_indices(indices, torch.uint8))
+    back = packed.as_integers(packed.as_integers(indices, torch.uint8), torch.int64)
     assert torch.equal(back, indices)
     assert back.stride() == indices.stride()
 

@@ -12,7 +12,6 @@ from bayplan.data.program import Op, Program
 from bayplan.rewriting.updates import (
     check_old_weights,
     insert_updates,
-    updates_in,
     without_backward_repeats,
 )
 from bayplan.tracing.joint import JointStep, analyse_joint
@@ -124,7 +123,8 @@ def repeats_needed(program: Program, index: int, repeats: list[int]) -> list[int
 
 def test_layers_are_updated_one_after_the_other():
     step = updated(Chain(), torch.ones(2, 4, requires_grad=True))
-    layers = [index // 2 for index in updates_in(step.graph, update)]
+    updates = step.graph.find_nodes(op="call_function", target=update, sort=True)
+    layers = [node.args[0] // 2 for node in updates]
     assert layers == [3, 3, 2, 2, 1, 1, 0, 0]
     # Nothing of an earlier layer is begun before: between two weights lies one layer's backward.
     names = [step.program.ops[index].name for index in parameters_of_updates(step, update)]

@@ -11,7 +11,7 @@ import torch
 from bayplan.data.graph import StepGraph
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.step import Batch, LossFunction, TrainingStep
-from bayplan.tracing.capture import capture_step, trace_step
+from bayplan.tracing.capture import capture_step, record_step
 from bayplan.tracing.fake import OptimizerSource
 
 SameAsReal = Callable[..., StepGraph]
@@ -32,7 +32,7 @@ def trace_real_step(
         model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer, autocast=autocast
     )
     step()
-    return trace_step(step, name=type(model).__name__)
+    return record_step(step, name=type(model).__name__)
 
 
 def first_difference(fake: StepGraph, real: StepGraph) -> str:

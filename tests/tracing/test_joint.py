@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.data.program import Op
+from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import make_repeatable
-from bayplan.tracing.joint import JointStep, analyse_joint, positions_to_overwrite
+from bayplan.tracing.joint import JointStep, MemoryContext, analyse_joint
 
 
 class Stopped(Exception):
@@ -40,7 +41,10 @@ def joint_of(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[fx.Gr
 def analysed(function: Callable[..., Any], *inputs: torch.Tensor, **settings: Any) -> JointStep:
     joint, num_forward_outputs = joint_of(function, *inputs)
     return analyse_joint(
-        joint, num_forward_outputs=num_forward_outputs, cost_of=lambda node: (1.0, 7), **settings
+        joint,
+        num_forward_outputs=num_forward_outputs,
+        cost_of=lambda node: (1.0, 7),
+        context=MemoryContext(**settings),
     )
 
 

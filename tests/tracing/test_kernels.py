@@ -8,7 +8,7 @@ from torch.nn import functional
 import bayplan
 from bayplan.data.graph import StepGraph
 from bayplan.step import TrainingStep
-from bayplan.tracing.capture import trace_step
+from bayplan.tracing.capture import record_step
 from bayplan.tracing.tracer import true_output
 
 
@@ -24,7 +24,7 @@ def sizes(graph: StepGraph, op: str) -> list[list[int]]:
 def both(model, batch, loss_fn, autocast=None) -> tuple[StepGraph, StepGraph]:
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
     fake = bayplan.capture(model, batch, loss_fn, autocast=autocast)
-    return fake, trace_step(step, name="real")
+    return fake, record_step(step, name="real")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import TypeVar
 
 from bayplan.data.cluster import Cluster
 from bayplan.data.cluster_file import ClusterFile
@@ -18,26 +19,29 @@ __all__ = [
     "expand",
     "kept_probe",
     "load_device",
-    "names_in",
     "read_cluster",
     "read_cluster_file",
 ]
 
+THIS_MACHINE = "this-machine"
+"""The name of what `bayplan cluster --probe` has measured here and kept."""
+
 _DEVICES = files("bayplan.costing") / "devices"
-FILE_ENDINGS = (".yaml", ".yml", ".json")
+_CLUSTERS = files("bayplan.costing") / "clusters"
+_FILE_ENDINGS = (".yaml", ".yml", ".json")
+_SEVERAL = re.compile(r"([0-9]{1,5})x(.+)")
+_Noun = TypeVar("_Noun", DeviceKind, ClusterFile)
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names in the catalogue, sorted.
-
-    Example:
-        >>> "titan-v" in device_names()
-        True
-    """
-    return names_in(_DEVICES)
+    return _names_in(_DEVICES)
 
 
-def names_in(folder: Traversable) -> tuple[str, ...]:
+def cluster_names() -> tuple[str, ...]:
+    return _names_in(_CLUSTERS)
+
+
+def _names_in(folder: Traversable) -> tuple[str, ...]:
     names = (entry.name for entry in folder.iterdir())
     return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
 
@@ -51,33 +55,7 @@ def load_device(name_or_path: str | Path) -> DeviceKind:
         >>> load_device("v100").title
         'NVIDIA Tesla V100 SXM2 16 GB'
     """
-    text = str(name_or_path)
-    if text.lower() in device_names():
-        file = _DEVICES / f"{text.lower()}.yaml"
-        return decode(file.read_bytes(), DeviceKind, name=f"catalogue/{file.name}", is_yaml=True)
-    if text.endswith(FILE_ENDINGS) or Path(text).is_file():
-        return read(text, DeviceKind)
-    raise UsageError(
-        f"no device {text!r} in the catalogue: {did_you_mean(text.lower(), device_names())}"
-        " (for any other device, give the path of a YAML file)"
-    )
-
-
-THIS_MACHINE = "this-machine"
-"""The name of what `bayplan cluster --probe` has found here and kept."""
-
-_CLUSTERS = files("bayplan.costing") / "clusters"
-_SEVERAL = re.compile(r"([0-9]{1,5})x(.+)")
-
-
-def cluster_names() -> tuple[str, ...]:
-    """Return the names in the catalogue, sorted.
-
-    Example:
-        >>> "titanv-8" in cluster_names()
-        True
-    """
-    return names_in(_CLUSTERS)
+    return _load(str(name_or_path), DeviceKind, _DEVICES, "device", device_names())
 
 
 def read_cluster(name_or_path: str | Path) -> Cluster:
@@ -85,10 +63,6 @@ def read_cluster(name_or_path: str | Path) -> Cluster:
 
     A name may be of several: `64xdgx-h100` are 64 of these hosts, joined by their network cards. A
     name wins over a file that happens to be called the same; write `./titanv-8` for that.
-
-    Raises:
-        UsageError: for a name that nothing has.
-        FileFault: for a file with a fault, with its place.
 
     Example:
         >>> len(read_cluster("titanv-8").devices), len(read_cluster("64xdgx-h100").devices)
@@ -118,18 +92,13 @@ def read_cluster_file(name_or_path: str | Path) -> ClusterFile:
             raise
         except ValueError as fault:
             raise UsageError(f"{text}: {fault}") from None
-    if text.lower() in cluster_names():
-        file = _CLUSTERS / f"{text.lower()}.yaml"
-        return decode(file.read_bytes(), ClusterFile, name=f"catalogue/{file.name}", is_yaml=True)
     if text == THIS_MACHINE:
-        return _probed()
-    if text.endswith(FILE_ENDINGS) or Path(text).is_file():
-        return read(text, ClusterFile)
-    hint = did_you_mean(text.lower(), (*cluster_names(), THIS_MACHINE))
-    raise UsageError(
-        f"no cluster {text!r} in the catalogue: {hint} (for any other cluster, give the path of a"
-        " YAML file)"
-    )
+        if not kept_probe().exists():
+            raise UsageError(
+                "this machine was not probed yet; `bayplan cluster --probe` does it in some seconds"
+            )
+        return read(kept_probe(), ClusterFile)
+    return _load(text, ClusterFile, _CLUSTERS, "cluster", (*cluster_names(), THIS_MACHINE))
 
 
 def kept_probe() -> Path:
@@ -139,13 +108,19 @@ def kept_probe() -> Path:
     return cache_directory() / "clusters" / f"{THIS_MACHINE}.json"
 
 
-def _probed() -> ClusterFile:
-    path = kept_probe()
-    if not path.exists():
-        raise UsageError(
-            "this machine was not probed yet; `bayplan cluster --probe` does it in some seconds"
-        )
-    return read(path, ClusterFile)
+def _load(
+    text: str, noun: type[_Noun], folder: Traversable, what: str, known: tuple[str, ...]
+) -> _Noun:
+    """Read what a name in the catalogue, or else a path, stands for."""
+    if text.lower() in _names_in(folder):
+        file = folder / f"{text.lower()}.yaml"
+        return decode(file.read_bytes(), noun, name=f"catalogue/{file.name}", is_yaml=True)
+    if text.endswith(_FILE_ENDINGS) or Path(text).is_file():
+        return read(text, noun)
+    raise UsageError(
+        f"no {what} {text!r} in the catalogue: {did_you_mean(text.lower(), known)}"
+        f" (for any other {what}, give the path of a YAML file)"
+    )
 
 
 def _known_device(name: str) -> DeviceKind:

@@ -9,7 +9,7 @@ is larger (watching costs a little), the operators are scaled down so that the s
 import statistics
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from bayplan.devices.machine import describe_machine, device_name
 from bayplan.devices.meters import MemoryMeter
 from bayplan.step import TrainingStep
 
-__all__ = ["NodeWatch", "clock_function", "measure_profile"]
+__all__ = ["NodeWatch", "born_bytes", "clock_function", "measure_profile"]
 
 
 class NodeWatch(torch_compat.OperatorWatch):
@@ -43,7 +43,13 @@ class NodeWatch(torch_compat.OperatorWatch):
         return func(*args, **kwargs)
 
 
-_ACCUMULATE = torch.ops.aten.add.Tensor
+def born_bytes(graph: StepGraph, granularity_bytes: int) -> list[int]:
+    """The bytes that each node allocates and leaves, as the allocator rounds them."""
+    totals = [0] * len(graph.nodes)
+    for storage in graph.storages:
+        if storage.born is not None:
+            totals[storage.born] += round_up(storage.size_bytes, granularity_bytes)
+    return totals
 
 
 def clock_function(clock: Clock, device: torch.device) -> Callable[[], float]:
@@ -78,12 +84,8 @@ def measure_profile(
         granularity_bytes: the allocator's rounding, as the simulation uses it.
     """
     now = clock_function(clock, device)
-    born_bytes = [0] * len(graph.nodes)
-    for storage in graph.storages:
-        if storage.born is not None:
-            born_bytes[storage.born] += round_up(storage.size_bytes, granularity_bytes)
     whole: list[float] = []
-    watched: list[_Watch] = []
+    watches: list[_Watch] = []
     with torch_compat.running_eagerly():  # as it was captured
         step()  # optimizer state and kernel caches are made by the first step
         for repeat in range(repeats):
@@ -94,14 +96,16 @@ def measure_profile(
             watch = _Watch(graph, meter, now)
             with watch:
                 step()
-            watch.check_complete()
-            watched.append(watch)
+            if watch.expected is not None:
+                raise watch.difference("ended")
+            watches.append(watch)
             on_progress(2 * repeat + 2, 2 * repeats)
 
-    columns = list(zip(*(watch.seconds for watch in watched), strict=True))
+    columns = list(zip(*(watch.seconds for watch in watches), strict=True))
     seconds = [min(column) for column in columns]
     scale = min(1.0, min(whole) / max(sum(seconds), 1e-12))
-    peaks = [min(column) for column in zip(*(watch.grown_bytes for watch in watched), strict=True)]
+    grown_bytes = map(min, zip(*(watch.grown_bytes for watch in watches), strict=True))
+    outputs_bytes = born_bytes(graph, granularity_bytes)
     return Profile(
         model=graph.model,
         fingerprint=graph.fingerprint,
@@ -116,7 +120,7 @@ def measure_profile(
             (statistics.median(column) - min(column)) * scale for column in columns
         ),
         workspace_bytes=tuple(
-            max(0, peak - born) for peak, born in zip(peaks, born_bytes, strict=True)
+            max(0, grown - born) for grown, born in zip(grown_bytes, outputs_bytes, strict=True)
         ),
         overhead_seconds=max(0.0, min(whole) - sum(seconds)),
         step_spread_seconds=statistics.median(whole) - min(whole),
@@ -135,36 +139,32 @@ class _Watch(torch_compat.OperatorWatch):
         self._now = now
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        planned = self._as_planned(func)
+        if str(func) != self.expected:
+            # The graph sums gradients in place.
+            if func is not torch.ops.aten.add.Tensor or self.expected != "aten.add_.Tensor":
+                raise self.difference(f"ran {func}")
+            func = torch.ops.aten.add_.Tensor
         self._meter.reset_peak()
         live_bytes = self._meter.live_bytes
         start = self._now()
-        output = planned(*args, **kwargs)
+        output = func(*args, **kwargs)
         self.seconds.append(max(0.0, self._now() - start))
         self.grown_bytes.append(self._meter.peak_bytes - live_bytes)
         return output
 
-    def check_complete(self) -> None:
-        if len(self.seconds) != len(self._nodes):
-            self._differs(len(self.seconds), "ended")
-
-    def _as_planned(self, func: Any) -> Callable[..., Any]:
-        """The operator to run here: the graph's, which sums gradients in place."""
+    @property
+    def expected(self) -> str | None:
+        """The operator of the graph that is next; None at its end."""
         index = len(self.seconds)
-        expected = self._nodes[index].op if index < len(self._nodes) else "the end of the step"
-        if str(func) == expected:
-            return func
-        if func is _ACCUMULATE and expected == "aten.add_.Tensor":
-            return torch.ops.aten.add_.Tensor
-        self._differs(index, f"ran {func}")
+        return self._nodes[index].op if index < len(self._nodes) else None
 
-    def _differs(self, index: int, what: str) -> NoReturn:
-        node = self._nodes[index] if index < len(self._nodes) else None
-        expected = "end"
-        if node is not None:
+    def difference(self, what: str) -> CaptureError:
+        index, expected = len(self.seconds), "end"
+        if self.expected is not None:
+            node = self._nodes[index]
             place = " ".join(filter(None, (node.module, node.source)))
             expected = f"run {node.op} ({place})" if place else f"run {node.op}"
-        raise CaptureError(
+        return CaptureError(
             f"the step {what} at node {index}, where its captured graph would {expected}; the"
             " model's forward changes from step to step, or differs without data"
         )

@@ -14,16 +14,16 @@ import inspect
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.costing.measure import NodeWatch
+from bayplan.costing.measure import NodeWatch, born_bytes
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
-from bayplan.data.units import round_up
 from bayplan.devices.meters import MemoryMeter
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "arguments_of",
     "made_up",
     "nodes_that_may_set_the_peak",
-    "signature_of",
     "signature_of_call",
 ]
 
@@ -56,35 +55,42 @@ class OperatorCosts:
         """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self.known:
-            self.known[signature] = self._measure(operator, args, kwargs)
+            seconds, peak_bytes, kept_bytes = _run_alone(
+                operator, args, kwargs, meter=self.meter, now=self.now, repeats=_REPEATS
+            )
+            self.known[signature] = (seconds, max(0, peak_bytes - max(kept_bytes, 0)))
         return self.known[signature]
 
-    def _measure(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[float, int]:
-        with torch_compat.outside_tracing(), torch.no_grad():
-            args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
-            operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
-            seconds, workspace_bytes = float("inf"), 0
-            for _ in range(_REPEATS):
-                self.meter.reset_peak()
-                before = self.meter.live_bytes
-                start = self.now()
-                output = operator(*args, **kwargs)
-                seconds = min(seconds, self.now() - start)
-                grown = self.meter.live_bytes - before
-                workspace_bytes = self.meter.peak_bytes - before - max(grown, 0)
-                del output
-        return seconds, max(0, workspace_bytes)
+
+def _run_alone(
+    operator: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    meter: MemoryMeter,
+    now: Callable[[], float],
+    repeats: int,
+) -> tuple[float, int, int]:
+    """Run a call on made-up tensors: its fastest seconds, the bytes at its peak and after it."""
+    with torch_compat.outside_tracing(), torch.no_grad():
+        args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
+        operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
+        seconds, peak_bytes, kept_bytes = float("inf"), 0, 0
+        for _ in range(repeats):
+            meter.reset_peak()
+            before_bytes = meter.live_bytes
+            start = now()
+            output = operator(*args, **kwargs)
+            seconds = min(seconds, now() - start)
+            kept_bytes = meter.live_bytes - before_bytes
+            peak_bytes = meter.peak_bytes - before_bytes
+            del output
+    return seconds, peak_bytes, kept_bytes
 
 
 def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments, with the fake tensors that stand for its sources."""
     return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-
-
-def signature_of(node: fx.Node) -> str:
-    return signature_of_call(node.target, *arguments_of(node))
 
 
 def signature_of_call(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -114,7 +120,6 @@ def made_up(fake: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
 
 
-_WORKSPACE_REPEATS = 2  # the first run of a kernel may fill caches that stay
 # Scaled scratch memory is taken to be within this factor of the truth, either way.
 _UNCERTAINTY = 2.0
 
@@ -123,23 +128,19 @@ def nodes_that_may_set_the_peak(
     graph: StepGraph, workspace_bytes: Collection[int], *, granularity_bytes: int
 ) -> frozenset[int]:
     """The nodes whose uncertain workspace could decide the step's peak."""
-    sizes = list(workspace_bytes)
-    without = replay_memory(graph, [0] * len(sizes), granularity_bytes=granularity_bytes)
-    totals = without.total_bytes
-    surely = max(total + size / _UNCERTAINTY for total, size in zip(totals, sizes, strict=True))
+    no_workspace = [0] * len(graph.nodes)
+    totals = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes).total_bytes
+    nodes = list(zip(totals, workspace_bytes, strict=True))
+    surely = max(total + size / _UNCERTAINTY for total, size in nodes)
     return frozenset(
         index
-        for index, (total, size) in enumerate(zip(totals, sizes, strict=True))
+        for index, (total, size) in enumerate(nodes)
         if size and total + size * _UNCERTAINTY >= surely
     )
 
 
 class WorkspaceWatch(NodeWatch):
-    """Follows a step on fake tensors and runs the chosen nodes' operators for real.
-
-    Attributes:
-        found: the workspace of each chosen node met so far.
-    """
+    """Follows a step on fake tensors and measures the workspace of some nodes for real."""
 
     def __init__(
         self,
@@ -150,25 +151,13 @@ class WorkspaceWatch(NodeWatch):
         granularity_bytes: int,
     ) -> None:
         super().__init__(nodes)
-        self.found: dict[int, int] = {}
-        self._meter = meter
-        self._born_bytes = [0] * len(graph.nodes)
-        for storage in graph.storages:
-            if storage.born is not None:
-                size_bytes = round_up(storage.size_bytes, granularity_bytes)
-                self._born_bytes[storage.born] += size_bytes
+        self.workspace_bytes: dict[int, int] = {}  # by node, of those met so far
+        self._measure = partial(_run_alone, meter=meter, now=time.perf_counter, repeats=1)
+        self._peak_bytes: dict[str, int] = {}  # by signature
+        self._born_bytes = born_bytes(graph, granularity_bytes)
 
     def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        grown_bytes = self._run(func, args, kwargs)
-        self.found[index] = max(0, grown_bytes - self._born_bytes[index])
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        with torch_compat.outside_tracing(), torch.no_grad():
-            args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
-            grown_bytes = 0
-            for _ in range(_WORKSPACE_REPEATS):
-                self._meter.reset_peak()
-                before_bytes = self._meter.live_bytes
-                func(*args, **kwargs)
-                grown_bytes = self._meter.peak_bytes - before_bytes
-        return grown_bytes
+        signature = signature_of_call(func, args, kwargs)
+        if signature not in self._peak_bytes:
+            _, self._peak_bytes[signature], _ = self._measure(func, args, kwargs)
+        self.workspace_bytes[index] = max(0, self._peak_bytes[signature] - self._born_bytes[index])

@@ -6,8 +6,7 @@ Used where a step is too large to run even once; a measured profile is far bette
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 
@@ -15,7 +14,7 @@ import msgspec
 import psutil
 import torch
 
-from bayplan.costing.catalogue import THIS_MACHINE, kept_probe
+from bayplan.costing.catalogue import THIS_MACHINE, expand, kept_probe
 from bayplan.data.cluster import LinkKind
 from bayplan.data.cluster_file import ClusterFile, HostEntry, JointEntry
 from bayplan.data.device import DeviceKind, Figure, OpClass
@@ -34,14 +33,16 @@ _SMALL_BYTES = 64
 _PAIR_BYTES = 64 * 2**20
 # Shares of the probed peaks that whole models reached on the reference models here.
 _EFFICIENCY = {
-    OpClass.MATMUL: 0.8,
-    OpClass.CONVOLUTION: 0.6,
-    OpClass.ATTENTION: 0.5,
-    OpClass.ELEMENTWISE: 0.8,
-    OpClass.REDUCTION: 0.6,
-    OpClass.GATHER: 0.5,
-    OpClass.VIEW: 1.0,
+    OpClass.MATMUL: Figure(0.8, "guess"),
+    OpClass.CONVOLUTION: Figure(0.6, "guess"),
+    OpClass.ATTENTION: Figure(0.5, "guess"),
+    OpClass.ELEMENTWISE: Figure(0.8, "guess"),
+    OpClass.REDUCTION: Figure(0.6, "guess"),
+    OpClass.GATHER: Figure(0.5, "guess"),
+    OpClass.VIEW: Figure(1.0, "guess"),
 }
+_COPIES = "measured by a probe, one pair of devices at a time"
+_RANKS = "measured by a probe with two ranks"
 
 
 def probe_cpu() -> DeviceKind:
@@ -56,7 +57,7 @@ def probe_cpu() -> DeviceKind:
         bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
         flops_per_s={"float32": Figure(flops, probed)},
         vector_flops_per_s=Figure(flops / 4, "guess from the matrix rate"),
-        efficiency={kind: Figure(share, "guess") for kind, share in _EFFICIENCY.items()},
+        efficiency=_EFFICIENCY,
         launch_seconds=Figure(_fastest(lambda: torch.ones(1).add_(1)), probed),
         allocation_granularity_bytes=64,
     )
@@ -66,10 +67,8 @@ def probe_cuda(index: int) -> DeviceKind:
     """Describe a GPU the same way. Nothing here has been run on one."""
     device, probed = torch.device("cuda", index), "measured by a probe of this GPU"
     flops = {
-        str(dtype).removeprefix("torch."): Figure(
-            _matrix_flops(device, dtype, 4 * _MATRIX_SIZE), probed
-        )
-        for dtype in (torch.float32, torch.float16)
+        dtype: Figure(_matrix_flops(device, getattr(torch, dtype), 4 * _MATRIX_SIZE), probed)
+        for dtype in ("float32", "float16")
     }
     scalar = torch.ones(1, device=device)
     guess = "guess: CUDA context with cuBLAS and cuDNN loaded is commonly 300 to 700 MiB"
@@ -81,13 +80,13 @@ def probe_cuda(index: int) -> DeviceKind:
         bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
         flops_per_s=flops,
         vector_flops_per_s=Figure(flops["float32"].value, "guess: as float32"),
-        efficiency={kind: Figure(share, "guess") for kind, share in _EFFICIENCY.items()},
+        efficiency=_EFFICIENCY,
         launch_seconds=Figure(_fastest(lambda: scalar.add_(1), device), probed),
     )
 
 
 def _matrix_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    # Not random: the user's generator stays as it is.
+    # Not random, so that the user's generator stays as it is.
     matrix = torch.full((size, size), 0.5, device=device, dtype=dtype)
     product = torch.empty_like(matrix)
     return 2 * size**3 / _fastest(lambda: torch.mm(matrix, matrix, out=product), device)
@@ -125,16 +124,8 @@ def _fastest(work: Callable[[], object], *devices: torch.device) -> float:
     return min(seconds)
 
 
-_COPIES = "measured by a probe, one pair of devices at a time"
-_RANKS = "measured by a probe with two ranks"
-
-
 def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
-    """Measure what is here, in some seconds.
-
-    Args:
-        find_links: measures how fast two ranks talk; None if they cannot.
-    """
+    """Measure this machine; `find_links` measures how fast two ranks talk, None if they cannot."""
     if torch.cuda.is_available():
         return _gpus(_topology())
     return _cores(len(os.sched_getaffinity(0)), find_links)
@@ -142,10 +133,9 @@ def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
 
 def keep(file: ClusterFile) -> None:
     """Remember it under the name `this-machine`."""
-    path = kept_probe()
     kept = msgspec.structs.replace(file, name=THIS_MACHINE)
     # Whole, so that nothing that is a default today is another one tomorrow.
-    write(path, kept.cluster(_never))
+    write(kept_probe(), expand(kept, where=THIS_MACHINE))
 
 
 def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
@@ -155,10 +145,18 @@ def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> Clust
         links = find_links()
         if links is None:
             raise UsageError(
-                "two processes of this machine could not talk to each other, so that its links are"
-                " not measured; `bayplan doctor` may say more"
+                "two processes of this machine could not talk to each other, so its links cannot be"
+                " measured; `bayplan doctor` may say more"
             )
-        joints = (_memory_joint(num_cores, links),)
+        joint = JointEntry(
+            kind=LinkKind.MEMORY,
+            joins=("|".join(map(str, range(num_cores))),),
+            latency_seconds=Figure(links.message.latency_seconds, _RANKS),
+            bandwidth_bytes_per_s=Figure(links.message.bytes_per_second, _RANKS),
+            reduce_latency_seconds=Figure(links.reduce.latency_seconds, _RANKS),
+            reduce_bandwidth_bytes_per_s=Figure(links.reduce.bytes_per_second, _RANKS),
+        )
+        joints = (joint,)
     host = HostEntry(
         name="here",
         memory_bytes=Figure(memory.total, "measured: all memory of this machine"),
@@ -174,36 +172,30 @@ def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> Clust
 
 
 def _core(num_cores: int, available_bytes: int) -> DeviceKind:
-    """What a core has when all of them are at work: memory's bandwidth is for all of them."""
-    with _threads(num_cores):
+    """What a core has while all of them work and share the memory's bandwidth."""
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_cores)
         together = probe_cpu()
-    with _threads(1):
+        torch.set_num_threads(1)
         alone = probe_cpu()
+    finally:
+        torch.set_num_threads(num_threads)
     source = f"measured by a probe: the least of one core alone and a part of {num_cores}"
 
     def least(single: Figure, all_of_them: Figure) -> Figure:
         return Figure(min(single.value, all_of_them.value / num_cores), source)
 
     flops = least(alone.flops_per_s["float32"], together.flops_per_s["float32"])
+    bandwidth = least(alone.bandwidth_bytes_per_s, together.bandwidth_bytes_per_s)
     return msgspec.structs.replace(
         alone,
         name="core",
         title="one core of this processor, probed",
         memory_bytes=Figure(available_bytes / num_cores, f"measured: free memory / {num_cores}"),
-        bandwidth_bytes_per_s=least(alone.bandwidth_bytes_per_s, together.bandwidth_bytes_per_s),
+        bandwidth_bytes_per_s=bandwidth,
         flops_per_s={"float32": flops},
         vector_flops_per_s=Figure(flops.value / 4, "guess from the matrix rate"),
-    )
-
-
-def _memory_joint(num_cores: int, links: LinkSpeeds) -> JointEntry:
-    return JointEntry(
-        kind=LinkKind.MEMORY,
-        joins=("|".join(str(core) for core in range(num_cores)),),
-        latency_seconds=Figure(links.message.latency_seconds, _RANKS),
-        bandwidth_bytes_per_s=Figure(links.message.bytes_per_second, _RANKS),
-        reduce_latency_seconds=Figure(links.reduce.latency_seconds, _RANKS),
-        reduce_bandwidth_bytes_per_s=Figure(links.reduce.bytes_per_second, _RANKS),
     )
 
 
@@ -222,12 +214,8 @@ def _gpus(topology: Topology | None) -> ClusterFile:
     _, to_host = probe_copy(torch.device("cuda", 0), torch.device("cpu"))
     (host,) = file.hosts
     host = msgspec.structs.replace(host, copy_bytes_per_s=Figure(to_host, _COPIES))
-    file = msgspec.structs.replace(
-        file,
-        title=f"{number} {kind.title}",
-        kinds={kind.name: kind},
-        hosts=(host,),
-    )
+    title = f"{number} {kind.title}"
+    file = msgspec.structs.replace(file, title=title, kinds={kind.name: kind}, hosts=(host,))
     return with_measured_copies(file, copies, source=_COPIES)
 
 
@@ -244,22 +232,6 @@ def _topology() -> Topology | None:
 
 def _unknown(number: int) -> Topology:
     """All GPUs around one processor, until the copies are measured."""
-    kinds = tuple(
-        tuple(None if row == column else LinkKind.PHB for column in range(number))
-        for row in range(number)
-    )
+    gpus = range(number)
+    kinds = tuple(tuple(None if row == gpu else LinkKind.PHB for gpu in gpus) for row in gpus)
     return Topology(kinds=kinds, nvlinks=((0,) * number,) * number, affinities=("",) * number)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _never(name: str) -> DeviceKind:
-    raise AssertionError(f"a probe describes its devices, and {name} it does not")

@@ -8,20 +8,19 @@ An operator is bound either by arithmetic or by memory traffic, so the slower of
 (Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
 either peak is one efficiency per operator class, in the device description.
 
-A device may say finer what its convolutions reach, by kernel and channels.
+A device may also say what its convolutions reach by kernel and channels.
 
-What this leaves out, on purpose: caches (every operand is read from memory once), overlap of
-kernels, clocks that sink under load, and waiting for the host; and, where a device does not say it,
-the number of channels of a convolution. A derived profile is a guess, and says so: origin
+Left out on purpose: caches (every operand is read from memory once), overlap of kernels, clocks
+that drop under load, and waiting for the host. A derived profile is a guess, and says so: origin
 `derived`, no repeats, and a spread of `RELATIVE_SPREAD`.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 
-from bayplan.data.device import ConvolutionKind, DeviceKind, Figure, OpClass
+from bayplan.data.device import ConvolutionKind, DeviceKind, OpClass
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Node, StepGraph
 from bayplan.data.profile import Origin, Profile
@@ -123,10 +122,8 @@ def op_class(op: str) -> OpClass:
         return OpClass.MATMUL
     if name in _REDUCTIONS:
         return OpClass.REDUCTION
-    for kind, pattern in _PATTERNS:
-        if pattern.fullmatch(name):
-            return kind
-    return OpClass.ELEMENTWISE
+    matching = (kind for kind, pattern in _PATTERNS if pattern.fullmatch(name))
+    return next(matching, OpClass.ELEMENTWISE)
 
 
 @cache
@@ -135,10 +132,6 @@ def selects_rows(op: str) -> bool:
 
     An embedding may look up four rows of a table of gigabytes; the table's size says nothing about
     its time.
-
-    Example:
-        >>> selects_rows("aten.embedding.default"), selects_rows("aten.mul.Tensor")
-        (True, False)
     """
     return _split(op)[1] in _ROW_SELECTIONS
 
@@ -178,7 +171,12 @@ def derive_profile(graph: StepGraph, device: DeviceKind) -> Profile:
     at run time, which no description tells. Measure on the device where that memory matters.
     """
     _check_rates(device)
-    seconds = tuple(_node_seconds(graph, node, device) for node in graph.nodes)
+    seconds = tuple(
+        max(node_parts(graph, node, device)) + device.launch_seconds.value
+        if op_class(node.op) is not OpClass.VIEW
+        else 0.0
+        for node in graph.nodes
+    )
     return Profile(
         model=graph.model,
         fingerprint=graph.fingerprint,
@@ -230,10 +228,7 @@ def uses_winograd(graph: StepGraph, node: Node, device: DeviceKind) -> bool:
     """
     if "tf32" in device.flops_per_s or _working_dtype(graph, node) != "float32":
         return False
-    shapes = _convolution_shapes(graph, node)
-    if shapes is None:
-        return False
-    image, weight, output = shapes
+    image, weight, output = _convolution_shapes(graph, node) or ((), (), ())
     return (
         len(image) == len(output) == len(weight) == 4
         and weight[2:] == (3, 3)
@@ -261,10 +256,9 @@ def convolution_rate(graph: StepGraph, node: Node, device: DeviceKind) -> float:
     return share * device.convolutions[kind].at(math.sqrt(weight[0] * weight[1]))
 
 
-_Shape = tuple[int, ...]
-
-
-def _convolution_shapes(graph: StepGraph, node: Node) -> tuple[_Shape, _Shape, _Shape] | None:
+def _convolution_shapes(
+    graph: StepGraph, node: Node
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Of a convolution or its backward: image, weight and output."""
     shapes = [graph.values[value].shape for value in node.reads]
     # Forward takes (input, weight), backward (gradient of the output, input, weight).
@@ -283,22 +277,14 @@ def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float,
     dtype = _working_dtype(graph, node)
     compute_seconds = node.flops / peak_flops_per_s(device, kind, dtype)
     memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
+    compute_share = memory_share = device.efficiency[kind].value
     if kind is OpClass.CONVOLUTION and device.convolutions and dtype == "float32":
         # What algorithms save of products they do not save of bytes.
-        reached = convolution_rate(graph, node, device)
-        return compute_seconds / reached, memory_seconds / device.efficiency[
-            OpClass.ELEMENTWISE
-        ].value
-    if kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
+        compute_share = convolution_rate(graph, node, device)
+        memory_share = device.efficiency[OpClass.ELEMENTWISE].value
+    elif kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
         compute_seconds /= WINOGRAD_SAVING
-    efficiency = device.efficiency[kind].value
-    return compute_seconds / efficiency, memory_seconds / efficiency
-
-
-def _node_seconds(graph: StepGraph, node: Node, device: DeviceKind) -> float:
-    if op_class(node.op) is OpClass.VIEW:
-        return 0.0
-    return max(node_parts(graph, node, device)) + device.launch_seconds.value
+    return compute_seconds / compute_share, memory_seconds / memory_share
 
 
 def _working_dtype(graph: StepGraph, node: Node) -> str:
@@ -324,7 +310,12 @@ def _storage_bytes(graph: StepGraph, values: Iterable[int]) -> dict[int, int]:
 
 def _check_rates(device: DeviceKind) -> None:
     """Refuse figures that no time can be derived from."""
-    for field, figure in _rates(device):
+    rates = {
+        "bandwidth_bytes_per_s": device.bandwidth_bytes_per_s,
+        "vector_flops_per_s": device.vector_flops_per_s,
+        **{f"flops_per_s.{dtype}": figure for dtype, figure in device.flops_per_s.items()},
+    }
+    for field, figure in rates.items():
         if not 0 < figure.value < math.inf:
             raise UsageError(
                 f"device {device.name!r}: {field} is {figure.value}, must be above 0 and finite;"
@@ -332,10 +323,3 @@ def _check_rates(device: DeviceKind) -> None:
             )
     if not math.isfinite(device.launch_seconds.value):
         raise UsageError(f"device {device.name!r}: launch_seconds is not finite")
-
-
-def _rates(device: DeviceKind) -> Iterator[tuple[str, Figure]]:
-    yield "bandwidth_bytes_per_s", device.bandwidth_bytes_per_s
-    yield "vector_flops_per_s", device.vector_flops_per_s
-    for dtype, figure in device.flops_per_s.items():
-        yield f"flops_per_s.{dtype}", figure

@@ -8,10 +8,12 @@ its weights in between. Workspace follows the bytes a node touches; overhead sta
 
 from collections import defaultdict
 
+import msgspec
+
 from bayplan.costing.roofline import bytes_moved, op_class
 from bayplan.data.device import OpClass
 from bayplan.data.errors import CaptureError
-from bayplan.data.graph import StepGraph
+from bayplan.data.graph import Node, StepGraph
 from bayplan.data.profile import Origin, Profile
 
 __all__ = ["same_operators", "scale_profile"]
@@ -25,36 +27,29 @@ def same_operators(measured: StepGraph, wanted: StepGraph) -> bool:
 
 
 def scale_profile(profile: Profile, measured: StepGraph, wanted: StepGraph) -> Profile:
-    """Return the profile that `wanted` would have, from that of `measured`.
-
-    Args:
-        wanted: the same model at another batch size; refused if its operators differ.
-    """
+    """Return the profile that `wanted`, the same operators at another batch size, would have."""
     profile.check_belongs_to(measured)
     if measured.fingerprint == wanted.fingerprint:
         return profile
     _check_same_operators(measured, wanted)
     rates = _Rates(profile, measured)
     seconds, spreads, workspaces = [], [], []
-    for index in range(len(wanted.nodes)):
-        ratio = rates.seconds(wanted, index) / max(rates.seconds(measured, index), 1e-12)
+    for index, (old, new) in enumerate(zip(measured.nodes, wanted.nodes, strict=True)):
+        old_bytes, new_bytes = bytes_moved(measured, old), bytes_moved(wanted, new)
+        ratio = rates.seconds(new, new_bytes) / max(rates.seconds(old, old_bytes), 1e-12)
         seconds.append(profile.seconds[index] * ratio)
         spreads.append(profile.spread_seconds[index] * ratio)
-        workspaces.append(_scaled_workspace(profile, measured, wanted, index))
+        workspace_bytes = profile.workspace_bytes[index]
+        workspaces.append(round(workspace_bytes * new_bytes / old_bytes) if old_bytes else 0)
     growth = sum(seconds) / max(sum(profile.seconds), 1e-12)
-    return Profile(
+    return msgspec.structs.replace(
+        profile,
         model=wanted.model,
         fingerprint=wanted.fingerprint,
-        device=profile.device,
         origin=Origin.SCALED,
-        clock=profile.clock,
-        threads=profile.threads,
-        repeats=profile.repeats,
-        versions=profile.versions,
         seconds=tuple(seconds),
         spread_seconds=tuple(spreads),
         workspace_bytes=tuple(workspaces),
-        overhead_seconds=profile.overhead_seconds,
         step_spread_seconds=profile.step_spread_seconds * growth,
     )
 
@@ -79,17 +74,10 @@ class _Rates:
         # Not the best: small tensors that lie in a cache show rates that no large one has.
         self._bytes_per_s = moved_bytes / moving_seconds if moved_bytes else 1e9
 
-    def seconds(self, graph: StepGraph, index: int) -> float:
+    def seconds(self, node: Node, moved_bytes: int) -> float:
         """What a node would take at these rates; only ratios of it mean anything."""
-        node = graph.nodes[index]
         arithmetic = node.flops / self._flops_per_s[op_class(node.op)] if node.flops else 0.0
-        return arithmetic + bytes_moved(graph, node) / self._bytes_per_s + 1e-7
-
-
-def _scaled_workspace(profile: Profile, measured: StepGraph, wanted: StepGraph, index: int) -> int:
-    before = bytes_moved(measured, measured.nodes[index])
-    after = bytes_moved(wanted, wanted.nodes[index])
-    return round(profile.workspace_bytes[index] * after / before) if before else 0
+        return arithmetic + moved_bytes / self._bytes_per_s + 1e-7
 
 
 def _check_same_operators(measured: StepGraph, wanted: StepGraph) -> None:

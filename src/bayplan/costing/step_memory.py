@@ -1,11 +1,12 @@
-"""What a captured step takes in memory: its plain peak, and what counts beside its traced graph.
+"""What a step takes beside its traced graph, and its plain peak.
 
 A planned graph holds forward and backward. The optimizer's state and update, and the loss between
-forward and backward, run outside it and count as well.
+forward and backward, run outside it and count as well: in memory, and the update in seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,76 +14,53 @@ import torch
 from torch import nn
 
 from bayplan import torch_compat
+from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import WorkspaceWatch
+from bayplan.costing.pricing import CallPrices, OutsideWatch
+from bayplan.costing.roofline import derive_profile
+from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.live_memory import replay_memory
-from bayplan.data.units import round_up
 from bayplan.devices.meters import open_meter
-from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.capture import capture_step, follow_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
-from bayplan.tracing.traced_step import MemoryContext, Price
 
 __all__ = [
+    "UpdateCost",
+    "derived_update_cost",
     "loss_bytes",
-    "memory_context",
     "outside_nodes",
     "plain_peak_bytes",
     "resident_bytes",
     "update_bytes",
+    "update_cost",
 ]
 
 # No kernel is taken to need more scratch memory than this share of the peak.
 _WORKSPACE_SHARE = 0.15
 
 
-def memory_context(
-    step: TrainingStep,
-    graph: StepGraph,
-    *,
-    prices: Callable[[torch.device], AbstractContextManager[Price]],
-    granularity_bytes: int,
-    updates: ParameterUpdates | None = None,
-) -> MemoryContext:
-    """What counts beside the traced graph of a captured step.
-
-    Args:
-        step: the model and its loss; the optimizer is in the graph.
-    """
-    return MemoryContext(
-        prices=prices,
-        resident_bytes=resident_bytes(graph),
-        loss_bytes=loss_bytes(step),
-        update_bytes=update_bytes(graph, granularity_bytes=granularity_bytes),
-        granularity_bytes=granularity_bytes,
-        updates=updates,
-    )
-
-
 def resident_bytes(graph: StepGraph) -> int:
     """What a captured step keeps beside the traced graph: the optimizer's state."""
-    kinds = (StorageKind.OPTIMIZER_STATE,)
-    return sum(storage.size_bytes for storage in graph.storages if storage.kind in kinds)
+    states = (each for each in graph.storages if each.kind is StorageKind.OPTIMIZER_STATE)
+    return sum(state.size_bytes for state in states)
+
+
+def _update_nodes(graph: StepGraph) -> list[int]:
+    return [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
 
 
 def update_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int | None:
-    """The most memory that a captured step's update takes over what is there before it.
-
-    None where the step has no update.
-    """
-    update = [index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE]
+    """The most memory that a step's update takes over what is there before; None without one."""
+    update = _update_nodes(graph)
     if not update:
         return None
     live = replay_memory(graph, [0] * len(graph.nodes), granularity_bytes=granularity_bytes)
-    before = sum(
-        round_up(storage.size_bytes, granularity_bytes)
-        for storage in graph.storages
-        if (storage.born is None or storage.born < update[0])
-        and (storage.released is None or storage.released >= update[0])
-    )
-    return max(live.total_bytes[index] for index in update) - before
+    first_born_bytes = born_bytes(graph, granularity_bytes)[update[0]]
+    before_bytes = live.total_bytes[update[0]] - first_born_bytes
+    return max(live.total_bytes[index] for index in update) - before_bytes
 
 
 def plain_peak_bytes(
@@ -95,36 +73,31 @@ def plain_peak_bytes(
 ) -> int:
     """The peak of a step as it would run without a plan.
 
-    Args:
-        cache: keeps the compiled counter. Kernels near the peak are then run once, each alone, to
-            measure their scratch memory; None leaves scratch memory out.
+    Kernels near the peak are run, each alone, to measure their scratch memory; with no cache for
+    the compiled counter, scratch memory is left out.
     """
     no_workspace = [0] * len(graph.nodes)
-    without = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
+    live = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
     if cache is None:
-        return without.peak_bytes
-    least_bytes = (1 - _WORKSPACE_SHARE) * without.peak_bytes
-    high = [index for index, total in enumerate(without.total_bytes) if total >= least_bytes]
+        return live.peak_bytes
+    least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
+    high = [index for index, total in enumerate(live.total_bytes) if total >= least_bytes]
     device = next(step.model.parameters()).device
     with open_meter(device, cache) as meter:
         watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
         follow_step(step, optimizer=optimizer, watcher=watch)
-    return max(without.total_bytes[index] + size for index, size in watch.found.items())
+    return max(live.total_bytes[index] + size for index, size in watch.workspace_bytes.items())
 
 
 def outside_nodes(graph: StepGraph) -> frozenset[int]:
     """The nodes of a step that no planned graph runs: its loss, and the update."""
-    update = {index for index, node in enumerate(graph.nodes) if node.phase is Phase.UPDATE}
-    inside = [
-        index
-        for index, node in enumerate(graph.nodes)
-        if node.module and node.phase is not Phase.UPDATE
-    ]
-    last_forward = max(
-        (index for index in inside if graph.nodes[index].phase is Phase.FORWARD), default=-1
-    )
-    first_backward = min((index for index in inside if index > last_forward), default=0)
-    return frozenset(update | set(range(last_forward + 1, first_backward)))
+    inside: dict[Phase, list[int]] = {phase: [] for phase in Phase}
+    for index, node in enumerate(graph.nodes):
+        if node.module:
+            inside[node.phase].append(index)
+    last_forward = max(inside[Phase.FORWARD], default=-1)
+    first_backward = min(inside[Phase.BACKWARD], default=0)
+    return frozenset((*_update_nodes(graph), *range(last_forward + 1, first_backward)))
 
 
 def loss_bytes(step: TrainingStep) -> int:
@@ -159,6 +132,53 @@ def loss_bytes(step: TrainingStep) -> int:
     return replay_memory(graph, [0] * len(graph.nodes)).peak_bytes - given
 
 
+@dataclass(frozen=True)
+class UpdateCost:
+    """Of one rank; bytes count over parameters, gradients and state."""
+
+    seconds: float = 0.0
+    size_bytes: int = 0
+
+
+def update_cost(
+    parameters: Sequence[torch.Tensor],
+    optimizer: OptimizerSource,
+    *,
+    prices: AbstractContextManager[CallPrices],
+    granularity_bytes: int,
+) -> UpdateCost:
+    """Price an update of parameters, which may take no memory, operator by operator."""
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    step, graph = _captured(parameters, optimizer)
+    with prices as costs:
+        watch = OutsideWatch(_update_nodes(graph), costs)
+        follow_step(step, optimizer=optimizer, watcher=watch)
+    size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
+    return UpdateCost(watch.seconds, size_bytes)
+
+
+def derived_update_cost(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource, *, kind: DeviceKind
+) -> UpdateCost:
+    """The same on a device that need not be here."""
+    if not parameters or optimizer is None:
+        return UpdateCost()
+    _, graph = _captured(parameters, optimizer)
+    seconds = derive_profile(graph, kind).seconds
+    size_bytes = update_bytes(graph, granularity_bytes=kind.allocation_granularity_bytes) or 0
+    return UpdateCost(sum(seconds[index] for index in _update_nodes(graph)), size_bytes)
+
+
+def _captured(
+    parameters: Sequence[torch.Tensor], optimizer: OptimizerSource
+) -> tuple[TrainingStep, StepGraph]:
+    with without_memory():
+        model = _Parameters([nn.Parameter(torch.empty_like(parameter)) for parameter in parameters])
+    step = TrainingStep(model=model, batch=())
+    return step, capture_step(step, optimizer=optimizer)
+
+
 class _Given(nn.Module):
     """A model whose outputs are its parameters."""
 
@@ -169,3 +189,14 @@ class _Given(nn.Module):
 
     def forward(self) -> Any:
         return self.output
+
+
+class _Parameters(nn.Module):
+    """A model of which all but the update takes nothing."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(parameters)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([parameter.sum() for parameter in self.all]).sum()

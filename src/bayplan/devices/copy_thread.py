@@ -41,10 +41,8 @@ class CopyThread:
     def close(self, *, joins: bool = True) -> None:
         """Cancel the jobs that wait, let the one that runs finish, and join; again does nothing.
 
-        An interrupt while joining leaves the thread to end by itself.
-
-        Args:
-            joins: whether to wait for the job that runs; one that may hang is better left alone.
+        A running job that may hang is better not joined. An interrupt while joining leaves the
+        thread to end by itself.
         """
         if not self._is_closing.is_set():
             self._is_closing.set()

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -43,11 +44,7 @@ def granularity_of(device_type: str) -> int:
 
 
 def check_torch_version(planned: str) -> None:
-    """Refuse a plan of another torch, whose operators may be others.
-
-    Raises:
-        ForeignPlan: with both versions.
-    """
+    """Refuse a plan of another torch, whose operators may be others."""
     if planned != str(torch.__version__):
         raise ForeignPlan(
             f"the plan is for torch {planned}, here is {torch.__version__}; plan anew"
@@ -78,18 +75,14 @@ def is_running(process: int) -> bool:
 
 def cache_directory() -> Path:
     """Where profiles and compiled helpers are kept: BAYPLAN_CACHE, else the user's cache."""
-    chosen = os.environ.get("BAYPLAN_CACHE")
-    if chosen:
+    if chosen := os.environ.get("BAYPLAN_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "bayplan"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bayplan"
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or "unknown"

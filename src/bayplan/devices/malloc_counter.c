@@ -343,7 +343,6 @@ EXPORT void counter_detach(int *is_user) {
     pthread_mutex_unlock(&lock);
 }
 
-EXPORT void counter_refresh(void) { sync_from(0); }
 EXPORT int64_t counter_live(void) {
     if (LOAD(hooked)) sync_from(SIZE_MAX); /* what was loaded past dlopen_and_patch */
     return LOAD(count.live);

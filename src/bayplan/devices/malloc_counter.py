@@ -1,14 +1,14 @@
 """Exact live malloc bytes of this process, from a counter attached while it runs.
 
 Sampling the resident size misses short peaks, and watching tensors misses the scratch memory
-inside kernels. Counting every malloc and free sees both, and normally needs LD_PRELOAD, that is,
-a process started for it. Here the counter is a small C library, compiled on first use, which
-redirects the malloc entries of the objects already loaded (`malloc_counter.c` tells how). It
-costs some nanoseconds per call while attached and nothing afterwards.
+inside kernels. Counting every malloc and free sees both, but normally needs a process started with
+LD_PRELOAD. Here a small C library, compiled on first use, redirects the malloc entries of the
+objects already loaded (`malloc_counter.c` tells how). It costs some nanoseconds per call while
+attached and nothing afterwards.
 
-Counted are the usable bytes of each block, so a tensor of N bytes shows as N plus the allocator's
-rounding (less than one page and 64 bytes). Not counted: memory mapped directly, such as Python's
-arenas for small objects and thread stacks.
+It counts the usable bytes of each block, so a tensor of N bytes shows as N plus the allocator's
+rounding (less than one page and 64 bytes). It does not count memory that is mapped directly, such
+as Python's arenas for small objects and thread stacks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import errno
 import os
 import platform
 import sys
-import tempfile
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from bayplan.native import CompileFailed, compile_library
+from bayplan.native import CompileFailed, load_library
 
-__all__ = ["MallocCounter", "MallocCurve", "MeterUnavailable", "compile_counter"]
+__all__ = ["MallocCounter", "MallocCurve", "MeterUnavailable"]
 
 _SOURCE = Path(__file__).with_name("malloc_counter.c")
 # -fplt and -z now keep the counter off its own hooks: see danger 4 in the C file.
@@ -39,10 +37,23 @@ _REASONS = {
     errno.ENOENT: "another tool already holds every malloc entry (a second counter, a profiler)",
     errno.ENOSYS: "the C library lacks one of the functions to count",
 }
+_number, _is_user = ctypes.c_int64, ctypes.POINTER(ctypes.c_int)
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "counter_attach": (ctypes.c_int, [_is_user]),
+    "counter_detach": (None, [_is_user]),
+    "counter_live": (_number, []),
+    "counter_peak": (_number, []),
+    "counter_reset_peak": (None, []),
+    "counter_start_curve": (ctypes.c_int, [ctypes.c_size_t, _number]),
+    "counter_stop_curve": (None, []),
+    "counter_curve_events": (ctypes.c_size_t, []),
+    "counter_curve_capacity": (ctypes.c_size_t, []),
+    "counter_read_curve": (ctypes.c_size_t, [*[ctypes.POINTER(_number)] * 2, ctypes.c_size_t]),
+}
 
 # The entries that are redirected belong to the whole process, hence so does the library: two
 # copies of it, from two cache directories, would block each other.
-_library: ctypes.PyDLL | None = None
+_library: ctypes.CDLL | None = None
 
 
 class MeterUnavailable(RuntimeError):
@@ -51,10 +62,9 @@ class MeterUnavailable(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class MallocCurve:
-    """Live bytes over time, as counted: `live_bytes[i]` holds from `times_ns[i]` on.
+    """Live bytes over time: `live_bytes[i]` holds from `times_ns[i]` of `time.monotonic_ns` on.
 
-    Times are those of `time.monotonic_ns`, in order. `num_dropped` events came after the buffer
-    was full and are missing at the end.
+    `num_dropped` events came after the buffer was full and are missing at the end.
     """
 
     times_ns: array[int]
@@ -67,36 +77,25 @@ class MallocCounter:
 
     There is one counter per process: a nested attach joins the one that is there, with its zero,
     its peak and its curve, and the last detach ends it. Figures stay readable after that.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as cache_dir:
-        ...     with MallocCounter.attach(cache_dir) as counter:
-        ...         block = bytearray(1 << 20)
-        ...         counter.live_bytes >= 1 << 20
-        True
     """
 
     method = "malloc"
 
-    def __init__(self, library: ctypes.PyDLL) -> None:
-        """For `attach` only, which loads the library."""
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._is_user = ctypes.c_int(0)  # kept by the library, see counter_attach
 
     @classmethod
     def attach(cls, cache_dir: str | os.PathLike[str]) -> MallocCounter:
-        """Starts counting at zero, or joins the counter that is attached already.
+        """Start counting at zero, or join the counter that is attached already.
 
-        Libraries that are going to be used should be loaded before: one loaded later is counted
-        once its constructors have run.
+        A library that is loaded later is counted once its constructors have run.
 
         Args:
-            cache_dir: Where the compiled library is kept, for this user alone to write, as it is
-                loaded into the process. Only the first attach uses it; where it cannot be written
-                the library is compiled for this process alone.
+            cache_dir: keeps the compiled library; only the first attach uses it.
 
         Raises:
-            MeterUnavailable: Not Linux with glibc on x86-64 or aarch64, no compiler, or the
+            MeterUnavailable: not Linux with glibc on x86-64 or aarch64, no compiler, or the
                 process does not let its tables be changed. Nothing was changed then.
         """
         counter = cls(_load(Path(cache_dir)))
@@ -107,7 +106,7 @@ class MallocCounter:
         return counter
 
     def detach(self) -> None:
-        """Stops counting unless others are attached; a second call does nothing."""
+        """Stop counting unless others are attached; a second call does nothing."""
         self._library.counter_detach(self._is_user)
 
     def __del__(self) -> None:
@@ -116,12 +115,7 @@ class MallocCounter:
     def __enter__(self) -> MallocCounter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     @property
@@ -135,28 +129,18 @@ class MallocCounter:
         return self._library.counter_peak()
 
     def reset_peak(self) -> None:
-        """Makes the peak the present `live_bytes`, for every user of the counter."""
+        """Make the peak the present `live_bytes`, for every user of the counter."""
         self._library.counter_reset_peak()
 
-    def refresh(self) -> None:
-        """Looks at every loaded library again.
-
-        Only needed after something changed malloc entries by itself: libraries loaded later are
-        found without it, at their load or at the next reading.
-        """
-        self._library.counter_refresh()
-
     def start_curve(self, *, capacity: int = 1 << 20, minimum_bytes: int = 64 * 1024) -> None:
-        """Records time and live bytes at each allocation or release of `minimum_bytes` or more.
+        """Record time and live bytes at each allocation or release of `minimum_bytes` or more.
 
         Replaces a curve recorded before. The buffer (16 bytes per event) is mapped at once,
         touched only as it fills, and not counted.
         """
         if capacity < 1 or minimum_bytes < 1:
-            raise ValueError(
-                f"curve needs capacity and minimum_bytes of at least 1, "
-                f"got {capacity} and {minimum_bytes}"
-            )
+            sizes = f"{capacity} and {minimum_bytes}"
+            raise ValueError(f"curve needs capacity and minimum_bytes of at least 1, got {sizes}")
         if not self._is_user.value:
             raise ValueError("curve needs an attached counter, this one is detached")
         error = -self._library.counter_start_curve(capacity, minimum_bytes)
@@ -164,11 +148,11 @@ class MallocCounter:
             raise OSError(error, f"curve of {capacity} events: {os.strerror(error)}")
 
     def stop_curve(self) -> None:
-        """Ends the recording; what was recorded stays readable."""
+        """End the recording; what was recorded stays readable."""
         self._library.counter_stop_curve()
 
     def read_curve(self) -> MallocCurve:
-        """Returns what was recorded since `start_curve`, also while recording goes on."""
+        """Return what was recorded since `start_curve`, also while recording goes on."""
         num_events = self._library.counter_curve_events()
         num_kept = min(num_events, self._library.counter_curve_capacity())
         times_ns, live_bytes = (array("q", bytes(8 * num_kept)) for _ in range(2))
@@ -183,70 +167,30 @@ class MallocCounter:
         )
 
 
-def compile_counter(cache_dir: Path) -> Path:
-    """Returns the compiled counter, compiling it (0.2 s) unless `cache_dir` has it already."""
-    try:
-        return compile_library(_SOURCE, cache_dir, flags=_FLAGS, libraries=("-ldl",))
-    except CompileFailed as error:
-        raise MeterUnavailable(f"malloc counter: {error}") from error
-
-
 def _check_platform() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "aarch64") or sys.maxsize < 2**32:
+        here = f"{sys.platform} on {machine}"
         raise MeterUnavailable(
-            f"malloc counter: needs 64-bit Linux on x86_64 or aarch64, "
-            f"this is {sys.platform} on {machine}"
+            f"malloc counter: needs 64-bit Linux on x86_64 or aarch64, this is {here}"
         )
     if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         raise MeterUnavailable("malloc counter: needs glibc, this process has another C library")
 
 
-def _load(cache_dir: Path) -> ctypes.PyDLL:
+def _load(cache_dir: Path) -> ctypes.CDLL:
     global _library
     if _library is None:
         _check_platform()
-        library = _compile_and_open(cache_dir)
-        _declare(library)
+        try:
+            # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
+            library = load_library(
+                _SOURCE, cache_dir, flags=_FLAGS, libraries=("-ldl",), loader=ctypes.PyDLL
+            )
+        except (CompileFailed, OSError) as error:
+            raise MeterUnavailable(f"malloc counter: {error}") from error
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
         _library = library
     return _library
-
-
-def _compile_and_open(cache_dir: Path) -> ctypes.PyDLL:
-    try:
-        return _open(compile_counter(cache_dir))
-    except MeterUnavailable as error:
-        failure = error.__cause__
-        if not (isinstance(failure, CompileFailed) and isinstance(failure.__cause__, OSError)):
-            raise  # not for want of a folder to write to
-    with tempfile.TemporaryDirectory(prefix="bayplan-") as folder:
-        return _open(compile_counter(Path(folder)))
-
-
-def _open(path: Path) -> ctypes.PyDLL:
-    try:
-        # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
-        return ctypes.PyDLL(str(path.absolute()))
-    except OSError as error:
-        raise MeterUnavailable(f"malloc counter: {path} does not load: {error}") from error
-
-
-def _declare(library: ctypes.PyDLL) -> None:
-    size, number = ctypes.c_size_t, ctypes.c_int64
-    numbers, is_user = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int)
-    signatures: dict[str, tuple[type | None, list[type]]] = {
-        "counter_attach": (ctypes.c_int, [is_user]),
-        "counter_detach": (None, [is_user]),
-        "counter_live": (number, []),
-        "counter_peak": (number, []),
-        "counter_reset_peak": (None, []),
-        "counter_refresh": (None, []),
-        "counter_start_curve": (ctypes.c_int, [size, number]),
-        "counter_stop_curve": (None, []),
-        "counter_curve_events": (size, []),
-        "counter_curve_capacity": (size, []),
-        "counter_read_curve": (size, [numbers, numbers, size]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments

@@ -3,7 +3,7 @@
 - CPU: every malloc of the process, kernels' scratch memory included (`malloc_counter`).
 - CUDA: the caching allocator's own statistics. Nothing here has been run on a GPU.
 - Anywhere else, or without a C compiler: the storages of tensors, which misses what kernels
-  allocate inside; one warning and every record made so say it.
+  allocate inside; a warning says so once, and so does every record.
 
 Some kernels ask for a tensor and look at nothing but its shape and strides. They get a stand-in
 that takes no memory. Making one takes as long as a small kernel and a step may want a hundred, so
@@ -17,12 +17,12 @@ import time
 import warnings
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache as once
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -47,12 +47,7 @@ _MARK = "_bayplan_is_stand_in"
 
 @lru_cache(maxsize=1024)
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU that nobody writes to; the same for all who ask for the same.
-
-    Args:
-        shape: with no dimension of size 0.
-        stride: not below 0.
-    """
+    """A tensor on the CPU that nobody writes to; no size may be 0, and no stride negative."""
     numel = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     # Private: it takes no memory even if a kernel reads it.
     mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -64,24 +59,22 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of these, and takes no memory."""
     return getattr(tensor, _MARK, False)
 
 
 class MemoryMeter(Protocol):
-    """Counts from the moment it is opened; `live_bytes` may fall below zero."""
+    """Counts bytes allocated and not freed since it was opened, and their peak since a reset.
+
+    Live bytes fall below zero when memory is freed that was there before.
+    """
 
     method: str
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes allocated and not freed since the meter was opened."""
-        ...
+    def live_bytes(self) -> int: ...
 
     @property
-    def peak_bytes(self) -> int:
-        """The highest `live_bytes` since the last reset."""
-        ...
+    def peak_bytes(self) -> int: ...
 
     def reset_peak(self) -> None: ...
 
@@ -107,19 +100,14 @@ def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
 @once
 def _warn_of_storages(reason: str) -> None:
     """Say once per process what is missed, at the user's line rather than at one of ours."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
     warnings.warn(
         f"memory is measured by tensor storages only, scratch memory of kernels is missed: {reason}"
         " (`bayplan doctor` tells what to do)",
-        stacklevel=1 + _users_depth(sys._getframe()),
+        stacklevel=depth,
     )
-
-
-def _users_depth(frame: FrameType) -> int:
-    """How far above a frame the user's innermost one is, or the program's own first line."""
-    depth = 0
-    while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
@@ -134,25 +122,20 @@ def resident_tensor_bytes(device: torch.device) -> int:
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if tensor is None or issubclass(type(tensor), torch_compat.FakeTensor):
                 continue
-            if is_stand_in(tensor):
-                continue
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # sparse tensors hold none
-                continue
-            size_of[torch_compat.storage_key(storage)] = storage.nbytes()
+            storage = None if is_stand_in(tensor) else _storage_of(tensor)
+            if storage is not None:
+                size_of[torch_compat.storage_key(storage)] = storage.nbytes()
     return sum(size_of.values())
 
 
-# A counter's peak and curve are there once for the whole process, hence so is the list of those
-# who read them.
+# A counter's peak and curve exist once per process, and so does the list of who reads them.
 _sharing: list["SharedMeter"] = []
 
 
 class SharedMeter:
-    """A peak and a curve of one's own from a counter that others use at the same time.
+    """A peak and a curve of its own from a counter that others use at the same time.
 
-    Resetting a counter's peak resets it for everyone, so all take note of it before.
+    Resetting a counter's peak resets it for everyone, so every meter notes it first.
     """
 
     def __init__(self, counter: "MallocCounter | CudaMeter") -> None:
@@ -201,11 +184,8 @@ class SharedMeter:
         self._curve_from_ns = None
         if not _has_curve():
             self._counter.stop_curve()
-        return MallocCurve(
-            times_ns=curve.times_ns[start:],
-            live_bytes=curve.live_bytes[start:],
-            num_dropped=curve.num_dropped,
-        )
+        times_ns, live_bytes = curve.times_ns[start:], curve.live_bytes[start:]
+        return replace(curve, times_ns=times_ns, live_bytes=live_bytes)
 
 
 def _has_curve() -> bool:
@@ -234,7 +214,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class StorageMeter(torch_compat.TorchDispatchMode):
+class StorageMeter(torch_compat.OperatorWatch):
     """Adds up the storages that operators return, until each is released."""
 
     method = "storages"
@@ -248,38 +228,31 @@ class StorageMeter(torch_compat.TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Inputs made before the meter was opened are known but not counted.
-        for leaf in torch_compat.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._watch(leaf, counted=False)
-        output = func(*args, **(kwargs or {}))
-        for leaf in torch_compat.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                self._watch(leaf, counted=True)
+        self._watch((args, kwargs), counted=False)
+        output = func(*args, **kwargs)
+        self._watch(output, counted=True)
         return output
 
-    def _watch(self, tensor: torch.Tensor, *, counted: bool) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors hold none
-            return
-        key = torch_compat.storage_key(storage)
-        if key in self._watched:
-            return
-        size_bytes = storage.nbytes()
-        if counted:
-            self.live_bytes += size_bytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+    def _watch(self, values: Any, *, counted: bool) -> None:
+        for tensor in torch_compat.tensors_in(values):
+            storage = _storage_of(tensor)
+            if storage is None or (key := torch_compat.storage_key(storage)) in self._watched:
+                continue
+            if counted:
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            release = partial(self._release, key, storage.nbytes())
+            self._watched[key] = weakref.ref(storage, release)
 
-        def on_release(_: object) -> None:
-            del self._watched[key]
-            self.live_bytes -= size_bytes
+    def _release(self, key: int, size_bytes: int, _: object) -> None:
+        del self._watched[key]
+        self.live_bytes -= size_bytes
 
-        self._watched[key] = weakref.ref(storage, on_release)
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors hold none
+        return None

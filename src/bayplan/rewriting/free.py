@@ -1,14 +1,13 @@
 """Rewrites of a joint graph that free memory at no cost and change no bit.
 
-- The gradient of a convolution is two kernels in one operator. Apart, the one for the weight can
-  run first, after which the saved input is no longer needed: the other only asks for its shape.
-- The gradients of pooling and of padding ask for nothing but the shape of the saved input, and
-  never need it.
-- The gradient of a BatchNorm in training names the running statistics but never reads them; left
-  out, they tie it to nothing.
+- The gradient of a convolution is two kernels in one operator. Split, the weight's gradient runs
+  first and releases the saved input: the input's gradient only needs its shape.
+- The gradients of pooling and padding only need the shape of the saved input.
+- The gradient of a BatchNorm in training names the running statistics but never reads them, so
+  they are left out.
 
-Whoever only asks for a shape gets a stand-in of the same shape and strides (for these decide in
-which memory format the result comes, and by which kernel), which takes no memory.
+Kernels that only need a shape get a stand-in that takes no memory. It has the same shape and
+strides, because these decide the memory format of the result, and which kernel runs.
 """
 
 import operator
@@ -24,17 +23,22 @@ from bayplan.rewriting import packed
 
 __all__ = [
     "SHAPE_ONLY",
+    "Price",
+    "call_alone",
     "convolution_input_gradient",
     "free_rewrites",
     "gradient_by_sample",
     "gradient_by_shape",
+    "has_known_geometry",
     "in_place_form",
-    "in_place_positions",
     "is_view",
     "nodes_after_tangents",
+    "positions_to_overwrite",
 ]
 
 aten = torch.ops.aten
+
+Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
 
 
 def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,13 +72,11 @@ _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
 }
 
 
-def in_place_positions(target: Any, num_arguments: int, has_options: bool) -> tuple[int, ...]:
-    """The argument positions that an operator could overwrite with its result."""
-    forms = _FORMS.get(target, {})
+def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
+    """The argument positions that a node's operator could overwrite with its result."""
     # `add(a, b, alpha=2)` is not commutative, so only its plain form may swap operands.
-    return tuple(
-        position for position in forms if position == 0 or (num_arguments == 2 and not has_options)
-    )
+    may_swap = len(node.args) == 2 and not node.kwargs
+    return tuple(place for place in _FORMS.get(node.target, ()) if place == 0 or may_swap)
 
 
 def in_place_form(target: Any, position: int) -> Callable[..., Any]:
@@ -86,6 +88,28 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:  # of several views, as of a split
         return is_view(node.all_input_nodes[0])
     return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+
+
+def has_known_geometry(tensor: torch.Tensor) -> bool:
+    """Whether no size of a traced tensor was left open."""
+    return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
+
+
+def call_alone(
+    function: Callable[..., Any], arguments: tuple[Any, ...], *, value: Any, name: str | None = None
+) -> fx.Node:
+    """A call on some nodes' values as a node of a graph of its own, to be priced."""
+    graph = fx.Graph()
+
+    def source_of(node: fx.Node) -> fx.Node:
+        source = graph.placeholder(node.name)
+        source.meta = {"val": node.meta["val"]}
+        return source
+
+    arguments = fx.node.map_arg(arguments, source_of)
+    call = graph.create_node("call_function", function, arguments, {}, name)
+    call.meta = {"val": value}
+    return call
 
 
 def nodes_after_tangents(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
@@ -134,8 +158,7 @@ def convolution_input_gradient(
 ) -> torch.Tensor:
     """The gradient of a convolution's input, without the input."""
     image = _untouched(input_shape, input_stride, gradient)
-    outputs = _BACKWARD(gradient, image, weight, *options, [True, False, False])
-    return outputs[0]
+    return _BACKWARD(gradient, image, weight, *options, [True, False, False])[0]
 
 
 def gradient_by_shape(
@@ -159,7 +182,7 @@ def gradient_by_sample(
 ) -> torch.Tensor:
     """What `gradient_by_shape` gives for a pooling whose indices come as small integers.
 
-    They are widened for one sample at a time, so that the whole of them never takes memory.
+    They are widened for one sample at a time, so that all of them never take memory at once.
 
     Args:
         input_shape: the first dimension is the batch.
@@ -208,10 +231,8 @@ def _split_convolution_gradients(graph: fx.Graph) -> None:
     """Put each convolution's weight gradient before its input gradient."""
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         wants_input, wants_weight, wants_bias = node.args[_MASK]
-        if not (wants_input and (wants_weight or wants_bias)):
-            continue
         geometry = _geometry(node.args[_INPUT])
-        if geometry is None:
+        if not (wants_input and (wants_weight or wants_bias)) or geometry is None:
             continue
         image, *parameters = node.meta["val"]
         with graph.inserting_before(node):
@@ -236,21 +257,19 @@ def _split_convolution_gradients(graph: fx.Graph) -> None:
 def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Shape and strides of a node's value; None where no stand-in can be made of them."""
     value = node.meta["val"]
-    shape, stride = tuple(value.shape), tuple(value.stride())
-    if not all(isinstance(number, int) for number in (*shape, *stride)):
+    if not has_known_geometry(value):
         return None  # an unknown batch size cannot be written into the graph
     if value.device.type != "cpu" and not value.is_contiguous():
         return None  # the stand-in there has no memory format
-    return shape, stride
+    return tuple(value.shape), tuple(value.stride())
 
 
 def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     shape, stride = tuple(shape), tuple(stride)
-    if type(like) is not torch.Tensor:
-        return like.new_empty_strided(shape, stride)  # while tracing, where nothing takes memory
-    if like.device.type != "cpu":
-        # One element stands for all, as only the shape is looked at. On a GPU never tried.
-        return like.new_empty(1).expand(shape)
-    if 0 in shape:
+    # While tracing, nothing takes memory.
+    if type(like) is not torch.Tensor or (like.device.type == "cpu" and 0 in shape):
         return like.new_empty_strided(shape, stride)
+    if like.device.type != "cpu":
+        # One element stands for all, because only the shape is read. Never run on a GPU.
+        return like.new_empty(1).expand(shape)
     return stand_in(shape, stride, like.dtype)

@@ -6,9 +6,9 @@ of a plane. Each kernel here has its way back, and the two together give the ver
 
 Bits follow the elements' order in memory, so that no dense tensor is ever copied, whatever its
 memory format; tensors with gaps or overlaps go row by row. On the CPU two kernels of ours
-(`packed.c`) do what is done most: the signs of float32. The rest is done in chunks, so that the
-temporary memory stays small, by numpy on the CPU, and elsewhere by torch, which has never been run
-on a GPU. Given tensors without data, as in tracing, all return such tensors.
+(`packed.c`) do the most common work: the signs of float32. The rest is done in chunks that keep
+temporary memory small, by numpy on the CPU and by torch elsewhere; nothing here has been run on a
+GPU. Given tensors without data, as in tracing, all return such tensors.
 """
 
 import ctypes
@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed, load_library
 
 __all__ = [
+    "as_integers",
     "index_dtype",
     "is_dense",
     "pack_bits",
     "pack_positive",
-    "shrink_indices",
     "threshold_backward_from_bits",
     "unpack_bits",
-    "widen_indices",
 ]
 
 aten = torch.ops.aten
@@ -43,10 +43,7 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 
 def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
-    """One bit for each element of a boolean tensor, eight to a byte.
-
-    Args:
-        stride: the order of the bits, if not the mask's own.
+    """One bit for each element of a boolean tensor, in the order of its memory or of `stride`.
 
     >>> pack_bits(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
@@ -60,12 +57,7 @@ def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.
 
 
 def unpack_bits(bits: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The boolean tensor behind some bits.
-
-    Args:
-        stride: the order of the bits, and the result's; where it has gaps or overlaps, the
-            result has none.
-    """
+    """The boolean tensor behind bits in the order of `stride`, which is the result's if dense."""
     mask = _empty_in_order(bits, shape, stride, torch.bool)
     if _has_data(bits):
         flat = _flat(mask)
@@ -79,10 +71,7 @@ def pack_positive(
 ) -> torch.Tensor:
     """One bit for each element: whether a gradient passes it, as `threshold_backward` decides.
 
-    That is `not (value <= threshold)`, so NaN passes.
-
-    Args:
-        stride: the order of the bits, if not the values' own.
+    That is `not (value <= threshold)`, so NaN passes. Bits are ordered as in `pack_bits`.
 
     >>> pack_positive(torch.tensor([1.0, 0.0, -1.0, torch.nan]))
     tensor([9], dtype=torch.uint8)
@@ -121,18 +110,20 @@ def threshold_backward_from_bits(
         kernels = _kernels_for(gradient)
         if grad_input is None and kernels is not None and _is_in_rows(gradient, stride):
             result = gradient.new_empty(gradient.shape)
-            _pass(kernels, gradient, bits, result, num_rows=len(gradient))
+            rows = len(gradient), gradient.numel() // max(len(gradient), 1)
+            addresses = gradient.data_ptr(), gradient.stride(0), bits.data_ptr()
+            kernels.pass_gradient(*addresses, *rows, result.data_ptr())
             return result
         # Memory in two orders cannot be walked in chunks.
         values = unpack_bits(bits, gradient.shape, stride).to(gradient.dtype)
-        if grad_input is None:
-            return aten.threshold_backward(gradient, values, 0)
-        return aten.threshold_backward(gradient, values, 0, grad_input=grad_input)
+        output = {} if grad_input is None else {"grad_input": grad_input}
+        return aten.threshold_backward(gradient, values, 0, **output)
     result = _empty_as_elementwise(gradient) if grad_input is None else grad_input
     source, target = _flat(gradient), _flat(result)
     kernels = _kernels_for(source)
     if kernels is not None:
-        _pass(kernels, source, bits, target, num_rows=1)
+        addresses = source.data_ptr(), source.stride(0), bits.data_ptr()
+        kernels.pass_gradient(*addresses, 1, source.numel(), target.data_ptr())
         return result
     # The operator itself, on ones and zeros in the place of the output.
     passed = gradient.new_empty(min(_CHUNK, source.numel()))
@@ -144,25 +135,14 @@ def threshold_backward_from_bits(
 
 
 def index_dtype(num_positions: int) -> torch.dtype:
-    """The smallest integer type that holds every index below a number.
-
-    >>> index_dtype(224 * 224)
-    torch.uint16
-    """
-    for dtype in _INDEX_DTYPES:
-        if num_positions - 1 <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int64
+    """The smallest integer type that holds every index below a number."""
+    fitting = (dtype for dtype in _INDEX_DTYPES if num_positions - 1 <= torch.iinfo(dtype).max)
+    return next(fitting, torch.int64)
 
 
-def shrink_indices(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Indices as a smaller integer type, which must hold all of them."""
+def as_integers(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Indices as another integer type, which must hold all of them."""
     return indices.to(dtype)
-
-
-def widen_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Indices as kernels want them."""
-    return indices.to(torch.int64)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -188,36 +168,18 @@ def _kernels_for(values: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Whether rows of a tensor lie apart, as of a part of all channels, and fill their memory.
-
-    Args:
-        stride: of the same elements elsewhere, to fill all memory row by row.
-    """
+    """Whether rows are dense but apart, as of some channels, and contiguous by `stride`."""
     shape = tensor.shape
     filling = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     same = list(stride) == filling and list(tensor.stride()[1:]) == filling[1:]
     return same and len(shape) > 1 and tensor.stride(0) > filling[0]
 
 
-def _pass(
-    kernels: ctypes.CDLL,
-    gradient: torch.Tensor,
-    bits: torch.Tensor,
-    result: torch.Tensor,
-    *,
-    num_rows: int,
-) -> None:
-    """Let a gradient's rows pass where their bits are set."""
-    addresses = gradient.data_ptr(), gradient.stride(0), bits.data_ptr()
-    count = gradient.numel() // max(num_rows, 1)
-    kernels.pass_gradient(*addresses, num_rows, count, result.data_ptr())
-
-
 @cache
 def _kernels() -> ctypes.CDLL | None:
-    """Compiled for this process alone, in a fraction of a second; None without a compiler."""
+    """Compiled once and kept, in a fraction of a second; None without a compiler."""
     try:
-        library = load_library(_SOURCE, None, flags=_FLAGS)
+        library = load_library(_SOURCE, cache_directory(), flags=_FLAGS)
     except CompileFailed:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -281,7 +243,7 @@ def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
 
 def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """Whether each element is above the threshold, or NaN."""
-    if values.device.type != "cpu":
+    if not values.is_cpu:
         return (values <= threshold).logical_not_()
     if values.element_size() < 4:
         values = values.float()  # exact, and what the operator compares, too
@@ -291,16 +253,16 @@ def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
-    return _packed_by_torch(mask)
+    if not mask.is_cpu:
+        return _packed_by_torch(mask)
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
     """A byte of zero or one for each element."""
-    if bits.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
-    return _unpacked_by_torch(bits, numel)
+    if not bits.is_cpu:
+        return _unpacked_by_torch(bits, numel)
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
 
 
 def _packed_by_torch(mask: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,16 @@
 
 A value can be packed where the graph proves that its readers in backward get the same bits:
 
-- a boolean mask (dropout) becomes bits;
-- the output of a ReLU that backward reads only to see which elements passed becomes bits, packed
-  as soon as forward has made it;
-- where backward needs such an output for something else first (the next convolution's weight
-  gradient), it is packed *late*, behind that: what is kept stays the same, but the output is gone
-  while the gradient on its way back to the ReLU is computed, which is where steps tend to peak;
-- the indices of a max-pool become the smallest integers that hold a position in its input's plane.
+- A boolean mask (dropout) becomes bits.
+- The output of a ReLU becomes bits if backward only asks which elements passed.
+- If backward first needs such an output for something else (the next convolution's weight
+  gradient), it is packed *late*, behind that. Forward then keeps as much as before, but the output
+  is gone while the gradient of the ReLU's output is computed, which is where steps tend to peak.
+- The indices of a max-pool become the smallest integers that hold a position in its input's plane.
 
 Packing costs time, so each is an option: `find_packs` lists them and `apply_packs` applies those
-chosen. The pack stands right behind the value's maker (or last other reader), the way back right
-before each reader.
+chosen. A value is packed right behind its maker (or last other reader) and unpacked before each
+reader.
 """
 
 import math
@@ -30,6 +29,7 @@ from bayplan.rewriting import packed
 from bayplan.rewriting.free import (
     gradient_by_sample,
     gradient_by_shape,
+    has_known_geometry,
     is_view,
     nodes_after_tangents,
 )
@@ -50,8 +50,6 @@ _VALUES, _THRESHOLD = 1, 2  # positions among the arguments of `threshold_backwa
 
 
 class PackKind(StrEnum):
-    """What a value becomes."""
-
     MASK = "mask"
     SIGN = "sign"
     LATE_SIGN = "late-sign"
@@ -60,11 +58,7 @@ class PackKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """One value that could be packed.
-
-    Attributes:
-        name: the same whenever the same step is traced.
-    """
+    """One value that could be packed; its name is the same whenever the same step is traced."""
 
     name: str
     kind: PackKind
@@ -92,7 +86,8 @@ def apply_packs(graph: fx.Graph, names: Collection[str]) -> None:
     unknown = set(names) - set(sites)
     assert not unknown, f"no such packs in this graph: {sorted(unknown)}"
     for name in names:
-        _APPLY[sites[name].pack.kind](graph, sites[name])
+        with graph.inserting_after(sites[name].after):
+            _APPLY[sites[name].pack.kind](graph, sites[name])
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,9 @@ class _Site:
 
 def _sites(graph: fx.Graph) -> list[_Site]:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    first_backward = _first_backward(graph)
+    # The first operator that depends on the gradient of an output.
+    computed = (node for node in nodes_after_tangents(graph.nodes) if node.op == "call_function")
+    first_backward = next((node for node in computed if not is_view(node)), None)
     if first_backward is None:
         return []
     sites = []
@@ -138,21 +135,12 @@ def _sites(graph: fx.Graph) -> list[_Site]:
     return sites
 
 
-def _first_backward(graph: fx.Graph) -> fx.Node | None:
-    """The first operator that depends on the gradient of an output; None if there is none."""
-    computed = (node for node in nodes_after_tangents(graph.nodes) if node.op == "call_function")
-    return next((node for node in computed if not is_view(node)), None)
-
-
 def _is_packable(node: fx.Node) -> bool:
     """Whether a node makes a single tensor that fills its memory, of a size known by now."""
     value = node.meta.get("val")
     if node.op != "call_function" or is_view(node) or not isinstance(value, torch.Tensor):
         return False
-    numbers = (*value.shape, *value.stride())
-    return all(isinstance(number, int) for number in numbers) and packed.is_dense(
-        value.shape, value.stride()
-    )
+    return has_known_geometry(value) and packed.is_dense(value.shape, value.stride())
 
 
 def _reads_of(value: fx.Node) -> list[_Read]:
@@ -169,16 +157,13 @@ def _reads_of(value: fx.Node) -> list[_Read]:
 
 def _site_of(value: fx.Node, reads: tuple[_Read, ...], first_backward: fx.Node) -> _Site | None:
     """How a value could be packed for its readers in backward, given in order."""
-    tensor = value.meta["val"]
-    num_bit_bytes = math.ceil(tensor.numel() / 8)
+    tensor, num_positions = value.meta["val"], _num_positions(value)
     if tensor.dtype is torch.bool:
-        pack = _pack(value, PackKind.MASK, num_bit_bytes)
+        pack = _pack(value, PackKind.MASK)
+    elif num_positions is not None:
+        pack = _pack(value, PackKind.INDICES, 8 * packed.index_dtype(num_positions).itemsize)
     else:
-        num_positions = _num_positions(value)
-        if num_positions is None:
-            return _sign_site(value, reads)
-        dtype = packed.index_dtype(num_positions)
-        pack = _pack(value, PackKind.INDICES, tensor.numel() * dtype.itemsize)
+        return _sign_site(value, reads)
     # What backward reads first would be unpacked at the end of forward: nothing to gain.
     is_worth_it = pack.saved_bytes > 0 and reads[0].reader is not first_backward
     return _Site(pack, value, value, reads) if is_worth_it else None
@@ -186,48 +171,43 @@ def _site_of(value: fx.Node, reads: tuple[_Read, ...], first_backward: fx.Node) 
 
 def _sign_site(value: fx.Node, reads: tuple[_Read, ...]) -> _Site | None:
     """How a value could be packed if some of its readers only ask which elements passed a ReLU."""
-    num_bit_bytes = math.ceil(value.meta["val"].numel() / 8)
     signs = tuple(read for read in reads if _asks_for_sign(read))
-    others = [read for read in reads if not _asks_for_sign(read)]
+    others = tuple(read for read in reads if not _asks_for_sign(read))
     if not signs or len({read.reader.args[_THRESHOLD] for read in signs}) > 1:
         return None
     if not others:
-        return _Site(_pack(value, PackKind.SIGN, num_bit_bytes), value, value, signs)
+        return _Site(_pack(value, PackKind.SIGN), value, value, signs)
     last = others[-1].reader
-    if reads[: len(others)] != tuple(others) or last is signs[0].reader:
+    if reads != others + signs or last is signs[0].reader:
         return None  # it has to stay until then, or longer
-    return _Site(_pack(value, PackKind.LATE_SIGN, num_bit_bytes), value, last, signs)
+    return _Site(_pack(value, PackKind.LATE_SIGN), value, last, signs)
 
 
-def _pack(value: fx.Node, kind: PackKind, packed_bytes: int) -> Pack:
+def _pack(value: fx.Node, kind: PackKind, bits_per_element: int = 1) -> Pack:
     tensor = value.meta["val"]
-    return Pack(
-        name=f"{kind}:{value.name}",
-        kind=kind,
-        value_bytes=tensor.numel() * tensor.element_size(),
-        packed_bytes=packed_bytes,
-    )
+    packed_bytes = math.ceil(tensor.numel() * bits_per_element / 8)
+    value_bytes = tensor.numel() * tensor.element_size()
+    name = f"{kind}:{value.name}"
+    return Pack(name=name, kind=kind, value_bytes=value_bytes, packed_bytes=packed_bytes)
 
 
 def _num_positions(node: fx.Node) -> int | None:
     """The number of positions that a pooling's indices count over; None for other nodes."""
     if node.target is not operator.getitem or node.args[1] != _INDICES:
         return None
-    pool = node.args[0]
-    assert isinstance(pool, fx.Node), "parts are taken of nodes"
-    dimensions = _POOL_DIMENSIONS.get(pool.target)
-    if dimensions is None:
+    pool = node.all_input_nodes[0]
+    if pool.target not in _POOL_DIMENSIONS:
         return None
-    shape = pool.all_input_nodes[0].meta["val"].shape[-dimensions:]
+    shape = pool.all_input_nodes[0].meta["val"].shape[-_POOL_DIMENSIONS[pool.target] :]
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
 
 
 def _asks_for_sign(read: _Read) -> bool:
     """Whether a reader only asks which elements passed a ReLU."""
     node, alias = read.reader, read.alias
-    if node.target is not aten.threshold_backward.default or node.args[_VALUES] is not alias:
+    if node.target is not aten.threshold_backward.default:
         return False
-    if node.args[0] is alias:
+    if node.args[_VALUES] is not alias or node.args[0] is alias:
         return False
     while alias.target is aten.detach.default:
         alias = alias.all_input_nodes[0]
@@ -236,7 +216,7 @@ def _asks_for_sign(read: _Read) -> bool:
 
 def _apply_mask(graph: fx.Graph, site: _Site) -> None:
     shape, stride = tuple(site.value.meta["val"].shape), tuple(site.value.meta["val"].stride())
-    bits = _packed_behind(graph, site, packed.pack_bits, (site.value, stride))
+    bits = _call(graph, packed.pack_bits, (site.value, stride))
     _unpack_for_readers(graph, site.reads, site.value, packed.unpack_bits, (bits, shape, stride))
 
 
@@ -244,7 +224,7 @@ def _apply_indices(graph: fx.Graph, site: _Site) -> None:
     num_positions = _num_positions(site.value)
     assert num_positions is not None, "indices come from a pooling"
     dtype = packed.index_dtype(num_positions)
-    small = _packed_behind(graph, site, packed.shrink_indices, (site.value, dtype))
+    small = _call(graph, packed.as_integers, (site.value, dtype))
     pool = site.value.all_input_nodes[0]
     # A dimension of samples, and one of channels, before those of positions.
     has_batch = site.value.meta["val"].dim() == _POOL_DIMENSIONS[pool.target] + 2
@@ -257,13 +237,13 @@ def _apply_indices(graph: fx.Graph, site: _Site) -> None:
             node.kwargs = {"stride": tuple(node.meta["val"].stride())}
         else:
             others.append(read)
-    _unpack_for_readers(graph, others, site.value, packed.widen_indices, (small,))
+    _unpack_for_readers(graph, others, site.value, packed.as_integers, (small, torch.int64))
 
 
 def _apply_sign(graph: fx.Graph, site: _Site) -> None:
     threshold = site.reads[0].reader.args[_THRESHOLD]
     stride = tuple(site.value.meta["val"].stride())
-    bits = _packed_behind(graph, site, packed.pack_positive, (site.value, threshold, stride))
+    bits = _call(graph, packed.pack_positive, (site.value, threshold, stride))
     for read in site.reads:
         # Changed where it stands: it gives the same tensor as before, and others may know it.
         read.reader.target = packed.threshold_backward_from_bits
@@ -276,13 +256,6 @@ _APPLY: dict[PackKind, Callable[[fx.Graph, _Site], None]] = {
     PackKind.SIGN: _apply_sign,
     PackKind.LATE_SIGN: _apply_sign,
 }
-
-
-def _packed_behind(
-    graph: fx.Graph, site: _Site, function: Callable[..., Any], args: tuple[Any, ...]
-) -> fx.Node:
-    with graph.inserting_after(site.after):
-        return _call(graph, function, args)
 
 
 def _unpack_for_readers(

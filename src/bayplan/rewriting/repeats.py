@@ -1,23 +1,22 @@
 """Makes operators repeatable: a repeat gives the same bits and leaves no trace.
 
 - Dropout. On a CPU, eager dropout multiplies by a mask that holds 1 / (1 - p), rounded to the
-  tensor's dtype. Traced, it is `native_dropout`, which rounds that number at another moment: for
-  about every seventh p the last bit differs. `as_eager` computes with eager's number. (On CUDA
-  eager itself runs `native_dropout`.)
-- Random operators draw the same numbers again. The generator's state is taken right before an
-  operator runs and becomes one of its arguments. The operator itself draws from the generator, so
-  a step uses up the same numbers as plain training. A repeat sets the saved state, draws, and puts
-  the generator back.
-- BatchNorm updates its running statistics once. They have no part in what it computes in training,
-  so it is repeated without them or, where that gives the same bits, from the saved statistics of
-  the batch.
+  tensor's dtype. Traced, it is `native_dropout`, which rounds that number later: for about every
+  seventh p the last bit differs. `as_eager` computes with eager's number. (On CUDA eager itself
+  runs `native_dropout`.)
+- Random operators draw the same numbers again. The generator's state right before an operator
+  runs becomes one of its arguments. The operator itself draws from the generator, so a step uses
+  up the same numbers as plain training. A repeat sets the saved state, draws, and restores the
+  generator.
+- BatchNorm updates its running statistics once. Training does not compute with them, so it is
+  repeated without them or, where that gives the same bits, from the saved batch statistics.
 - Synchronised BatchNorm talks to other replicas, which would not expect it a second time. It is
   repeated from its saved statistics or not at all, and its gradient never.
-- Any other reader of a buffer that forward changes would find the new value, and is never repeated.
+- Any other reader of a buffer that forward changes would read the new value, so it never repeats.
 
 BatchNorm in training reads its input three times: for the mean, for the deviation and to
-normalise. Mean and inverse deviation are tiny and saved for backward, so a repeat that only wants
-the normalised values computes just those, with the arithmetic of torch's CPU kernel:
+normalise. Mean and inverse deviation are tiny and saved for backward, so a repeat only computes
+the normalised values, with the arithmetic of torch's CPU kernel:
 
     scale = inverse_deviation * weight
     shift = bias - mean * scale              one rounding
@@ -31,12 +30,13 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from bayplan import torch_compat
+from bayplan.rewriting.free import call_alone
 from bayplan.rewriting.synchronised_norm import (
     normalise,
     synchronised_norm,
@@ -61,23 +61,24 @@ __all__ = [
     "repeat_form",
 ]
 
-_DROPOUT = torch.ops.aten.native_dropout.default
-_DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
+aten = torch.ops.aten
+
+CHANGED = "bayplan_changed"  # in an input's meta, where forward changes its tensor
+_CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def as_eager(graph: fx.Graph) -> None:
-    """Replace such forms in a joint graph."""
-    for node in graph.find_nodes(op="call_function", target=_DROPOUT):
+    """Give the dropouts of a joint graph eager's numbers."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         values, probability, training = node.args
         if values.meta["val"].device.type != "cpu" or not training:
             continue
         node.target = torch.ops.bayplan.dropout.default
         node.args = (values, probability)
         masks = [user for user in node.users if user.args[1] == 1]
-        for reader in gradient_readers(masks, _DROPOUT_BACKWARD):
+        for reader in gradient_readers(masks, aten.native_dropout_backward.default):
             gradient, mask, _ = reader.args
-            scale = _scale(probability, gradient.meta["val"].dtype)
-            reader.args = (gradient, mask, scale)
+            reader.args = (gradient, mask, _scale(probability, gradient.meta["val"].dtype))
 
 
 # An operator of torch's kind, so that graphs can name it and hand it on.
@@ -118,16 +119,9 @@ def gradient_readers(parts: Iterable[fx.Node], gradient: Any) -> list[Any]:
         for user in waiting.pop().users:
             if user.target is gradient:
                 readers[user] = None
-            elif user.target is torch.ops.aten.detach.default:
+            elif user.target is aten.detach.default:
                 waiting.append(user)
     return list(readers)
-
-
-aten = torch.ops.aten
-
-CHANGED = "bayplan_changed"  # in an input's meta, where forward changes its tensor
-
-_CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def make_repeatable(graph: fx.Graph) -> None:
@@ -140,10 +134,11 @@ def make_repeatable(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
-        device = _device_of(node.meta["val"])
+        output = torch_compat.tensors_in(node.meta["val"])[0]
+        device = str(output.device)
         with graph.inserting_before(node):
             state = graph.call_function(generator_state, (device,))
-            with torch_compat.fake_mode_of([_first_tensor(node.meta["val"])]):
+            with torch_compat.fake_mode_of([output]):
                 state.meta = {"val": generator_state(device)}
             arguments = (node.target, state, *node.args)
             drawn = graph.create_node("call_function", draw, arguments, node.kwargs, node.name)
@@ -169,11 +164,11 @@ def draw_again(
     operator: Callable[..., Any], state: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
     """Run a random operator as it ran before; the generator goes on as if it had not."""
-    output = next(part for part in (*args, state) if isinstance(part, torch.Tensor))
-    devices = [output.device] if output.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        if devices:
-            torch.cuda.set_rng_state(state, output.device)
+    device = next(part for part in (*args, state) if isinstance(part, torch.Tensor)).device
+    is_cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if is_cuda else []):
+        if is_cuda:
+            torch.cuda.set_rng_state(state, device)
         else:
             torch.set_rng_state(state)
         return operator(*args, **options)
@@ -195,14 +190,6 @@ def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[A
     return operator, arguments
 
 
-def _first_tensor(value: Any) -> torch.Tensor:
-    return next(leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _device_of(value: Any) -> str:
-    return str(_first_tensor(value).device)
-
-
 # Channels or lengths, whatever is innermost, fill vector registers and leave a rest.
 _TRIED_CHANNELS, _TRIED_LENGTH = (1, 5, 37), 21
 _EPSILON = 1e-5
@@ -217,33 +204,16 @@ _TRAINING: dict[Any, int] = {
 
 @dataclass(frozen=True)
 class PartialRepeat:
-    """A repeat that makes one output of an operator again, with the help of its others.
-
-    Attributes:
-        output: the node of the output that it makes.
-    """
+    """A repeat that makes one output of an operator again, with the help of its others."""
 
     function: Any
     arguments: tuple[Any, ...]
     output: fx.Node
 
-    @property
-    def sources(self) -> tuple[fx.Node, ...]:
-        return tuple(part for part in self.arguments if isinstance(part, fx.Node))
-
     def alone(self, name: str) -> fx.Node:
         """The call as a node of a graph of its own, to be priced."""
-        graph = fx.Graph()
-
-        def stand_in(source: fx.Node) -> fx.Node:
-            node = graph.placeholder(source.name)
-            node.meta = {"val": source.meta["val"]}
-            return node
-
-        arguments = fx.node.map_arg(self.arguments, stand_in)
-        node = graph.create_node("call_function", self.function, arguments, {}, name)
-        node.meta = {"val": self.output.meta["val"]}
-        return node
+        value = self.output.meta["val"]
+        return call_alone(self.function, self.arguments, value=value, name=name)
 
 
 def partial_repeat(node: fx.Node) -> PartialRepeat | None:
@@ -260,21 +230,9 @@ def partial_repeat(node: fx.Node) -> PartialRepeat | None:
     arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
     if is_synchronised:  # so it was made in the first place
         arguments = (*arguments, node.args[-1])
-    else:
-        kind = _kind_of(image, weight, bias)
-        if kind is None or not _gives_same_bits(kind):
-            return None
+    elif not _normalises_alike(image, weight, bias):
+        return None
     return PartialRepeat(normalise, arguments, parts[_OUTPUT][0])
-
-
-class _Kind(NamedTuple):
-    """What decides which kernel runs; a dtype of None is an argument that is not given."""
-
-    num_dimensions: int
-    memory_format: torch.memory_format
-    image_dtype: torch.dtype
-    weight_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
 
 
 def _parts(node: fx.Node, index: int) -> list[fx.Node]:
@@ -283,39 +241,45 @@ def _parts(node: fx.Node, index: int) -> list[fx.Node]:
     ]
 
 
-def _kind_of(image: Any, weight: Any, bias: Any) -> _Kind | None:
-    """None for what torch computes in another way: elsewhere, or with gaps between elements."""
+def _normalises_alike(image: Any, weight: Any, bias: Any) -> bool:
+    """Whether `normalise` gives the bits of torch's kernel for such inputs.
+
+    On other devices, or with gaps between elements, torch computes in another way.
+    """
     value: torch.Tensor = image.meta["val"]
     formats = (torch.contiguous_format, _CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
     memory_format = next((f for f in formats if value.is_contiguous(memory_format=f)), None)
     if value.device.type != "cpu" or memory_format is None:
-        return None
+        return False
     dtypes = (None if source is None else source.meta["val"].dtype for source in (weight, bias))
-    return _Kind(value.dim(), memory_format, value.dtype, *dtypes)
+    kind = (value.dim(), memory_format, value.dtype, *dtypes)
+    return all(_gives_same_bits(num_channels, *kind) for num_channels in _TRIED_CHANNELS)
 
 
 @cache
-def _gives_same_bits(kind: _Kind) -> bool:
-    with torch_compat.outside_tracing(), torch.no_grad():
-        return all(_is_same(kind, num_channels) for num_channels in _TRIED_CHANNELS)
-
-
-def _is_same(kind: _Kind, num_channels: int) -> bool:
+def _gives_same_bits(
+    num_channels: int,
+    num_dimensions: int,
+    memory_format: torch.memory_format,
+    image_dtype: torch.dtype,
+    *parameter_dtypes: torch.dtype | None,
+) -> bool:
     # A generator of its own: the user's must not notice.
     generator = torch.Generator().manual_seed(num_channels)
-    lengths = [3] * (kind.num_dimensions - 3) + [_TRIED_LENGTH] * (kind.num_dimensions > 2)
+    lengths = [3] * (num_dimensions - 3) + [_TRIED_LENGTH] * (num_dimensions > 2)
 
     def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype).add_(0.5)
 
-    image = draw((4, num_channels, *lengths), kind.image_dtype)
-    image = image.contiguous(memory_format=kind.memory_format)
-    weight, bias = (
-        None if dtype is None else draw((num_channels,), dtype)
-        for dtype in (kind.weight_dtype, kind.bias_dtype)
-    )
-    whole, mean, inverse_deviation = aten._native_batch_norm_legit.no_stats(
-        image, weight, bias, True, 0.1, _EPSILON
-    )
-    again = normalise(image, weight, bias, mean, inverse_deviation)
-    return again.dtype == whole.dtype and again.stride() == whole.stride() and again.equal(whole)
+    with torch_compat.outside_tracing(), torch.no_grad():
+        image = draw((4, num_channels, *lengths), image_dtype)
+        image = image.contiguous(memory_format=memory_format)
+        weight, bias = (
+            None if dtype is None else draw((num_channels,), dtype) for dtype in parameter_dtypes
+        )
+        whole, mean, inverse_deviation = aten._native_batch_norm_legit.no_stats(
+            image, weight, bias, True, 0.1, _EPSILON
+        )
+        again = normalise(image, weight, bias, mean, inverse_deviation)
+        is_laid_out_alike = again.dtype == whole.dtype and again.stride() == whole.stride()
+        return is_laid_out_alike and again.equal(whole)

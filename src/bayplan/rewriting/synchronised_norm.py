@@ -1,28 +1,26 @@
 """BatchNorm over the samples of several replicas, as if one device had them all.
 
-Every replica works out the count, mean and sum of squared deviations of its own samples. These are
-tiny; all replicas get those of all, and put them together in the same order, so that they go on
-with the same bits. With counts n, means m and sums of squared deviations s of the replicas
+Every replica computes the count, mean and sum of squared deviations of its own samples. An
+all-gather of these few numbers gives all replicas the same bits, added in the same order. With
+counts n, means m and sums of squared deviations s of the replicas
 
     N = sum n      M = sum n m / N      S = sum (s + n (m - M)^2)      variance = S / N
 
 which holds for pieces of any sizes and loses nothing to large means. Backward needs two more sums
-over all samples, of the gradient and of the gradient times the normalised values; gradients of
-weight and bias stay a replica's own: they are summed with all other gradients after the step.
+over all samples: of the gradient, and of the gradient times the normalised values. Gradients of
+weight and bias stay local until the all-reduce of all gradients after the step.
 
 torch's `SyncBatchNorm` does the same on GPUs, and only there.
 
 NOTE [ Collectives inside a stage ]
-1. A replica waits inside its forward or backward for the others. All replicas of a stage have the
-   same operators in the same order, whatever the sizes of their pieces and whatever they repeat, so
-   the collectives of one action pair up. What talks to others is never repeated.
-2. So an action of a stage with replicas begins on all of them or on none: they meet. Whether lists
-   of actions in which replicas meet come to an end is shown before anything runs, as for receives
-   (`simulating/checking.py`). Where stages share no ranks, or all of them, replicas have
-   the same list, which meets as soon as its receives are there; sends and receives are posted
-   without waiting, so they go on while a replica waits.
-3. Each stage has a process group of its own for this, so that its collectives pair up with no
-   others, such as those of gradients, which are posted ahead.
+1. A replica waits inside its forward or backward for the others. All replicas of a stage run the
+   same collectives in the same order, whatever the sizes of their pieces and whatever they repeat:
+   an operator with a collective is never repeated. So the collectives of one action pair up.
+2. So an action of a stage with replicas begins on all of them or on none. `simulating/checking.py`
+   proves before a run that such action lists end, as it does for receives. Sends and receives are
+   posted without waiting, so they go on while a replica waits.
+3. Each stage has a process group of its own for this, so that its collectives never pair up with
+   others, such as the gradients' all-reduces, which are posted ahead.
 """
 
 from collections.abc import Sequence
@@ -84,13 +82,16 @@ def norm_of_replicas(
 
     Args:
         image: of this replica; channels are its second dimension.
-        momentum: what the new statistics count in the running ones.
         stride: of the result.
 
     Returns:
         the normalised values, mean, inverse deviation, and the new running mean and variance.
     """
-    gathered = replicas.gathered(_own_statistics(image))
+    # In one row: means, sums of squared deviations, and the count.
+    own_count, values = _count(image), image.to(_exact(image.dtype))
+    own_mean, own_variance = aten.batch_norm_update_stats(values, None, None, 0.0)
+    own = torch.cat([own_mean.double(), own_variance.double() * own_count, own_count])
+    gathered = replicas.gathered(own)
     counts = gathered[:, -1:]
     means, squares = gathered[:, :-1].chunk(2, dim=1)
     count = counts.sum()
@@ -102,13 +103,9 @@ def norm_of_replicas(
     output = normalise(image, weight, bias, *rounded, stride)
     if running_mean is None or running_variance is None:
         return (output, *rounded, None, None)
-    return (
-        output,
-        *rounded,
-        _moved(running_mean, mean, momentum),
-        # Of samples, where the variance that normalises is of the batch itself.
-        _moved(running_variance, deviations / (count - 1), momentum),
-    )
+    # Of samples, where the variance that normalises is of the batch itself.
+    variance = _moved(running_variance, deviations / (count - 1), momentum)
+    return (output, *rounded, _moved(running_mean, mean, momentum), variance)
 
 
 def normalise(
@@ -119,11 +116,7 @@ def normalise(
     inverse_deviation: torch.Tensor,
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The normalised values of a BatchNorm whose statistics are known.
-
-    Args:
-        stride: of the result; None lays it out as torch does.
-    """
+    """The values normalised by known statistics; without a stride, laid out as torch does."""
     scale = inverse_deviation if weight is None else inverse_deviation * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     output = None if stride is None else image.new_empty_strided(tuple(image.shape), tuple(stride))
@@ -156,45 +149,27 @@ def norm_of_replicas_backward(
     _, of_weight, of_bias = aten.native_batch_norm_backward(gradient, image, weight, *statistics)
     of_image = None
     if wanted[0]:
-        own = torch.cat([of_weight.double(), of_bias.double(), _count(image).to(mean.device)])
+        own = torch.cat([of_weight.double(), of_bias.double(), _count(image)])
         total = replicas.total(own)
         tilt, level = (total[:-1] / total[-1]).chunk(2)
         scale = inverse_deviation.double() * (1.0 if weight is None else weight.double())
+        # The sum of gradient, deviation from the mean and one, each with its factor by channel.
         factors = (scale, -scale * inverse_deviation * tilt, -scale * level)
-        of_image = _image_gradient(gradient, image, mean, factors, stride)
+        by_gradient, by_deviation, by_one = (
+            _by_channel(factor.to(mean.dtype), image) for factor in factors
+        )
+        result = image.new_empty_strided(tuple(image.shape), tuple(stride), dtype=mean.dtype)
+        torch.sub(image, _by_channel(mean, image), out=result)
+        torch.addcmul(by_one, result, by_deviation, out=result)
+        result.addcmul_(gradient.to(mean.dtype), by_gradient)
+        of_image = result.to(image.dtype)
     return of_image, of_weight if wanted[1] else None, of_bias if wanted[2] else None
-
-
-def _image_gradient(
-    gradient: torch.Tensor,
-    image: torch.Tensor,
-    mean: torch.Tensor,
-    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    """The sum of gradient, deviation from the mean and one, each with its factor by channel."""
-    of_gradient, of_deviation, of_one = (
-        _by_channel(factor.to(mean.dtype), image) for factor in factors
-    )
-    shape, stride = tuple(image.shape), tuple(stride)
-    result = image.new_empty_strided(shape, stride, dtype=mean.dtype)
-    torch.sub(image, _by_channel(mean, image), out=result)
-    torch.addcmul(of_one, result, of_deviation, out=result)
-    result.addcmul_(gradient.to(mean.dtype), of_gradient)
-    return result.to(image.dtype)
-
-
-def _own_statistics(image: torch.Tensor) -> torch.Tensor:
-    """Means, sums of squared deviations, and the count, in one row."""
-    values, count = image.to(_exact(image.dtype)), _count(image)
-    mean, variance = aten.batch_norm_update_stats(values, None, None, 0.0)
-    count = count.to(mean.device)
-    return torch.cat([mean.double(), variance.double() * count, count])
 
 
 def _count(image: torch.Tensor) -> torch.Tensor:
     """Values of a channel; as a double, which is exact and travels with the others."""
-    return torch.tensor([image.numel() / image.shape[1]], dtype=torch.float64)
+    num_values = [image.numel() / image.shape[1]]
+    return torch.tensor(num_values, dtype=torch.float64, device=image.device)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

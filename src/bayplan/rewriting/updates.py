@@ -9,22 +9,21 @@ as ever, and its state is the one that changes, so `state_dict` is right at any 
 the same class does the arithmetic for a group of a single parameter. The user's later `step()`
 finds no gradients and changes nothing; it marks the end of the step.
 
-What needs all gradients at once cannot work this way. What can be seen is refused: gradients from
-two backward passes or from outside the model, hooks on gradients, and optimizers that are not known
-to treat each parameter by itself. What cannot be seen is up to the user: clipping by the norm of
-all gradients, and gradient scalers, find none.
+What needs all gradients at once cannot work this way. Refused are gradients from two backward
+passes or from outside the model, hooks on gradients, and optimizers that are not known to treat
+each parameter by itself. Clipping by the norm of all gradients, and gradient scalers, cannot be
+seen from here; they find no gradients.
 
 NOTE [ Old weights ]
 
-Once a parameter is changed nothing may read its old value. Three rules ensure that for every
+Nothing may read a parameter's old value after its update. Three rules ensure that for every
 schedule:
 1. Only forward operators may be repeated (`without_backward_repeats`).
 2. A repeat serves some reader of a forward value. If it reads a parameter, directly or through
-   repeats before it, it serves a reader of a value that forward computes from that parameter.
+   other repeats, it serves a reader of a value that forward computes from that parameter.
 3. So the update stands behind the last reader of the parameter, and of every value that forward
-   computes from it.
-Backward passes the layers in reverse, so those readers come before the gradient is complete, or
-right after: at most, the rule delays an update by the gradient of its own layer's input.
+   computes from it. Backward visits layers in reverse, so this delays an update at most by the
+   gradient of its own layer's input.
 """
 
 import copy
@@ -41,20 +40,17 @@ from torch import fx, nn
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError, PlanBroken, UsageError
 from bayplan.data.program import Program
-from bayplan.rewriting.free import is_view, nodes_after_tangents
+from bayplan.rewriting.free import Price, call_alone, is_view, nodes_after_tangents
 
 __all__ = [
     "ParameterUpdates",
     "check_old_weights",
     "insert_updates",
-    "updated_parameter",
-    "updates_in",
     "without_backward_repeats",
 ]
 
-Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
 
-_NEED_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _REMEDY = "turn update_in_backward off"
 
 
@@ -101,17 +97,11 @@ class ParameterUpdates:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Any) -> "ParameterUpdates":
-        """Take over the updates of a model; nothing changes before its first backward.
-
-        Raises:
-            UsageError: if the optimizer, or a hook on a gradient, would not work this way.
-        """
+        """Take over the updates of a model; nothing changes before its first backward."""
         _check_by_parameter(optimizer)
-        groups = {
-            id(parameter): number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        groups: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            groups |= {id(parameter): number for parameter in group["params"]}
         members = tuple(
             _Member(name, position, parameter, groups[id(parameter)])
             for position, (name, parameter) in enumerate(model.named_parameters())
@@ -129,31 +119,29 @@ class ParameterUpdates:
 
     def among(self, inputs: Sequence[Any]) -> dict[int, int]:
         """By position among a graph's inputs, the index of each parameter to update."""
-        indices = (
-            (position, self.index_by_id.get(id(value))) for position, value in enumerate(inputs)
-        )
-        return {position: index for position, index in indices if index is not None}
+        return {
+            position: self.index_by_id[id(value)]
+            for position, value in enumerate(inputs)
+            if id(value) in self.index_by_id
+        }
 
-    def cost_of(self, node: fx.Node, *, price: Cost) -> tuple[float, int]:
+    def cost_of(self, node: fx.Node, *, price: Price) -> tuple[float, int]:
         """Price a node; an update by one on a parameter that is made up."""
         if node.target is not self.function:
             return price(node)
         index, gradient, parameter = node.args
         assert isinstance(index, int), "an update names a parameter"
-        graph = fx.Graph()
-        sources = []
-        for source in (parameter, gradient):
-            assert isinstance(source, fx.Node), "an update reads a gradient and a parameter"
-            sources.append(graph.placeholder(source.name))
-            sources[-1].meta = {"val": source.meta["val"]}
-        trial = graph.call_function(_Trial(self.optimizer, self._group(index)), (*sources,))
-        trial.meta = {"val": None}
-        return price(trial)
+        trial = _Trial(copy.copy(self.optimizer), self._group(index))
+        return price(call_alone(trial, (parameter, gradient), value=None))
 
     def checked(
-        self, run: Callable[[list[Any]], Any], indices: Sequence[int]
+        self, run: Callable[[list[Any]], Any], graph: fx.Graph
     ) -> Callable[[list[Any]], Any]:
-        """A backward that refuses before it starts, while no parameter has been touched yet."""
+        """A graph's run that refuses before it starts, while no parameter has been touched yet."""
+        updates = graph.find_nodes(op="call_function", target=self.function)
+        indices = [int(str(node.args[0])) for node in updates]
+        if not indices:
+            return run
 
         def checked_run(arguments: list[Any]) -> Any:
             self._check_can_update(indices)
@@ -171,18 +159,13 @@ class ParameterUpdates:
                 f"{member.name} is another tensor than the one the optimizer was given; plan the"
                 " model anew with an optimizer of its parameters"
             )
-        self._watch_steps()
-        self._done.add(index)
-        _update_one(
-            self._stand_in, self.optimizer.state, self._group(index), member.parameter, gradient
-        )
-
-    def _watch_steps(self) -> None:
-        """Hear of the user's `step()` from the first update on."""
-        if not self._is_watching:
+        if not self._is_watching:  # the user's `step()`, from the first update on
             self._is_watching = True
             self.optimizer.register_step_pre_hook(self._before_step)
-            self.optimizer.register_step_post_hook(self._after_step)
+            self.optimizer.register_step_post_hook(lambda *_: self._done.clear())
+        self._done.add(index)
+        group, state = self._group(index), self.optimizer.state
+        _update_one(self._stand_in, state, group, member.parameter, gradient)
 
     def _before_step(self, *_: Any) -> None:
         for index in self._done:
@@ -193,16 +176,13 @@ class ParameterUpdates:
                     f" outside the planned model; {_REMEDY}"
                 )
 
-    def _after_step(self, *_: Any) -> None:
-        self._done.clear()
-
     def _check_can_update(self, indices: Sequence[int]) -> None:
-        members = [self.members[index] for index in indices]
         if not self._done.isdisjoint(indices):
             raise PlanBroken(
                 "a second backward pass without optimizer.step() after the first: gradient"
                 f" accumulation needs gradients kept; {_REMEDY}"
             )
+        members = [self.members[index] for index in indices]
         for member in members:
             if member.parameter.grad is not None:
                 raise PlanBroken(
@@ -212,27 +192,27 @@ class ParameterUpdates:
         _check_no_hooks(members, PlanBroken)
 
 
+@dataclass(eq=False)
 class _Trial:
     """An update to measure: the first call makes the optimizer's state, later ones find it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        self._stand_in: torch.optim.Optimizer = copy.copy(optimizer)
-        self._group = group
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    stand_in: torch.optim.Optimizer
+    group: dict[str, Any]
+    state: defaultdict[torch.Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
     __name__ = "update"  # fx names nodes by it
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if type(parameter) is not torch.Tensor:
             parameter = parameter.detach()  # a fake one may belong to a traced graph
-        _update_one(self._stand_in, self._state, self._group, parameter, gradient)
+        _update_one(self.stand_in, self.state, self.group, parameter, gradient)
 
     def __str__(self) -> str:
         """What the cost depends on: whether a setting is zero, and not which rate it is."""
         settings = sorted(
-            f"{name}={_kind(value)}" for name, value in self._group.items() if name != "params"
+            f"{name}={_kind(value)}" for name, value in self.group.items() if name != "params"
         )
-        return f"{type(self._stand_in).__qualname__}({','.join(settings)})"
+        return f"{type(self.stand_in).__qualname__}({','.join(settings)})"
 
 
 def _update_one(
@@ -242,10 +222,7 @@ def _update_one(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Run an optimizer's arithmetic for one parameter.
-
-    Hooks are passed by: they belong to the user's `step()`.
-    """
+    """Run an optimizer's arithmetic for one parameter, without the hooks of the user's `step()`."""
     optimizer.state = state
     optimizer.param_groups = [{**group, "params": [parameter]}]
     parameter.grad = _laid_out_like(parameter, gradient)
@@ -281,22 +258,21 @@ def _check_by_parameter(optimizer: Any) -> None:
             "update_in_backward needs the optimizer that you train with, as optimizer=...; got"
             f" {'none' if optimizer is None else type(optimizer).__name__}"
         )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, _NEED_ALL_GRADIENTS):
-        raise UsageError(
-            f"{name} needs all gradients at once, or sparse ones, so it cannot update in backward;"
-            f" {_REMEDY}"
+    name, fault = type(optimizer).__name__, ""
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        fault = " needs all gradients at once, or sparse ones, so it cannot update in backward;"
+    elif not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        fault = (
+            " has a step() of its own, which may need all gradients at once; update in backward"
+            " with an optimizer of torch.optim, or"
         )
-    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
-        raise UsageError(
-            f"{name} has a step() of its own, which may need all gradients at once; update in"
-            f" backward with an optimizer of torch.optim, or {_REMEDY}"
+    elif any(group.get("differentiable") for group in optimizer.param_groups):
+        fault = (
+            "(differentiable=True) records its updates for a later backward, which needs them all"
+            " kept;"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UsageError(
-            f"{name}(differentiable=True) records its updates for a later backward, which needs"
-            f" them all kept; {_REMEDY}"
-        )
+    if fault:
+        raise UsageError(f"{name}{fault} {_REMEDY}")
 
 
 def _check_no_hooks(members: Sequence[_Member], error: type[UsageError] | type[PlanBroken]) -> None:
@@ -306,11 +282,6 @@ def _check_no_hooks(members: Sequence[_Member], error: type[UsageError] | type[P
                 f"{member.name} has a hook on its gradient, which would not run when it is updated"
                 f" in backward; remove the hook, or {_REMEDY}"
             )
-
-
-Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
-
-_INDEX, _GRADIENT, _PARAMETER = range(3)  # among an update's arguments
 
 
 def insert_updates(
@@ -338,37 +309,34 @@ def insert_updates(
         gradient = outputs[num_forward_outputs + position]
         if not isinstance(gradient, fx.Node):  # the loss does not depend on it
             continue
-        _check_dense(gradient, inputs[position])
+        value = gradient.meta["val"]
+        if value.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {inputs[position].name}, of shape {tuple(value.shape)}, is"
+                " sparse, which update_in_backward does not take; use sparse=False, or"
+                f" {_REMEDY}"
+            )
         behind = max(last_reader[inputs[position]], gradient, key=order.__getitem__)
         with graph.inserting_after(behind):
-            arguments = (index, gradient, inputs[position])
-            node = graph.call_function(update, arguments)
-        node.meta = {**gradient.meta, "val": _token_like(gradient)}
+            node = graph.call_function(update, (index, gradient, inputs[position]))
+        with torch_compat.fake_mode_of([value]):
+            node.meta = {**gradient.meta, "val": value.new_empty(0)}
         if not _is_its_own(gradient, outputs):
-            _read_a_copy(graph, node)
+            # As autograd does, which gives no parameter a gradient that others hold.
+            with graph.inserting_before(node):
+                clone = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+            with torch_compat.fake_mode_of([value]):
+                clone.meta = {**gradient.meta, "val": value.clone()}
+            node.replace_input_with(gradient, clone)
         outputs[num_forward_outputs + position] = node
     output.args = (outputs,)
 
 
-def updates_in(graph: fx.Graph, update: Update) -> list[int]:
-    """The indices of the parameters that a graph updates, in its order."""
-    nodes = graph.find_nodes(op="call_function", target=update, sort=True)
-    return [int(str(node.args[_INDEX])) for node in nodes]
-
-
-def updated_parameter(node: fx.Node) -> fx.Node:
-    parameter = node.args[_PARAMETER]
-    assert isinstance(parameter, fx.Node), "an update is of an input"
-    return parameter
-
-
 def without_backward_repeats(program: Program) -> Program:
     """The program with forward operators alone allowed to be repeated: rule 1."""
-    ops = tuple(
-        op if index < program.first_backward else msgspec.structs.replace(op, can_repeat=False)
-        for index, op in enumerate(program.ops)
-    )
-    return msgspec.structs.replace(program, ops=ops)
+    forward, backward = program.ops[: program.first_backward], program.ops[program.first_backward :]
+    once = (msgspec.structs.replace(op, can_repeat=False) for op in backward)
+    return msgspec.structs.replace(program, ops=(*forward, *once))
 
 
 def check_old_weights(
@@ -378,16 +346,6 @@ def check_old_weights(
 
     Args:
         changes: by the op of each update, the buffer that it changes.
-
-    Example:
-        >>> from bayplan.data.program import Op
-        >>> ops = (Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
-        ...        Op(name="update", reads=(0, 1), writes=(2,), seconds=1.0))
-        >>> program = Program(buffers=(4, 8, 0), ops=ops, first_backward=1, inputs=frozenset({0}))
-        >>> check_old_weights(program, (0, 1), {1: 0})
-        >>> check_old_weights(program, (0, 1, 0), {1: 0})
-        Traceback (most recent call last):
-        ValueError: step 2 (f) reads buffer 0, which update has changed at step 1
     """
     changed_at: dict[int, int] = {}
     for step, (index, op) in enumerate(zip(schedule, program.executions(schedule), strict=True)):
@@ -427,28 +385,3 @@ def _is_its_own(gradient: fx.Node, outputs: list[Any]) -> bool:
         if not is_view(node):
             return True
         node = node.all_input_nodes[0]
-
-
-def _read_a_copy(graph: fx.Graph, update: fx.Node) -> None:
-    """As autograd does, which gives no parameter a gradient that others hold."""
-    gradient = update.args[_GRADIENT]
-    assert isinstance(gradient, fx.Node), "an update reads a gradient"
-    with graph.inserting_before(update):
-        copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-    with torch_compat.fake_mode_of([gradient.meta["val"]]):
-        copy.meta = {**gradient.meta, "val": gradient.meta["val"].clone()}
-    update.update_arg(_GRADIENT, copy)
-
-
-def _token_like(gradient: fx.Node) -> torch.Tensor:
-    with torch_compat.fake_mode_of([gradient.meta["val"]]):
-        return gradient.meta["val"].new_empty(0)
-
-
-def _check_dense(gradient: fx.Node, parameter: fx.Node) -> None:
-    value = gradient.meta["val"]
-    if value.layout is not torch.strided:
-        raise UsageError(
-            f"the gradient of {parameter.name}, of shape {tuple(value.shape)}, is sparse, which"
-            " update_in_backward does not take; use sparse=False, or turn update_in_backward off"
-        )

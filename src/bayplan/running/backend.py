@@ -24,9 +24,6 @@ from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.prepared_step import machine_key
-from bayplan.rewriting.updates import (
-    updates_in,
-)
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
 from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
@@ -72,8 +69,7 @@ class PlannedBackend:
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run, updates = compile_graph(module), self.context.updates
-        updated = [] if updates is None else updates_in(module.graph, updates.function)
-        return updates.checked(run, updated) if updates is not None and updated else run
+        return run if updates is None else updates.checked(run, module.graph)
 
     def _partition(
         self,

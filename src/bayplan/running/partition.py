@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat as torch_compat
+from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import partial_repeat, repeat_form
 from bayplan.running.swaps.swapping import (
     SwapKind,
@@ -26,7 +27,7 @@ from bayplan.running.swaps.swapping import (
     swap_here,
     swap_out,
 )
-from bayplan.tracing.joint import OVERWRITES, SWAPPER, JointStep, positions_to_overwrite
+from bayplan.tracing.joint import OVERWRITES, SWAPPER, JointStep
 
 __all__ = ["Step", "cut"]
 

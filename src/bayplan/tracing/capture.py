@@ -5,7 +5,7 @@ meets all of the model's own errors; the second is the steady state, and is the 
 """
 
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy
@@ -13,13 +13,13 @@ import torch
 from msgspec.structs import replace
 
 from bayplan import torch_compat
-from bayplan.data.graph import Node, StepGraph, Storage, StorageKind, Value
+from bayplan.data.graph import StepGraph, Storage, StorageKind, Value
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 
-__all__ = ["capture_step", "convert", "follow_step", "trace_step"]
+__all__ = ["capture_step", "convert", "follow_step", "record_step"]
 
 
 def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int]) -> StepGraph:
@@ -36,7 +36,7 @@ def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int])
         )
         for index, raw in enumerate(tracer.storages)
     ]
-    in_place = _sum_gradients_in_place(tracer.nodes, tracer.sums, values, storages)
+    in_place = _sum_gradients_in_place(tracer, values, storages)
     return StepGraph(
         model=model,
         nodes=tuple(
@@ -58,7 +58,7 @@ def _kind_of(raw: RawStorage, first_backward: int) -> StorageKind:
 
 
 def _sum_gradients_in_place(
-    nodes: list[Node], sums: Collection[int], values: list[Value], storages: list[Storage]
+    tracer: StepTracer, values: list[Value], storages: list[Storage]
 ) -> set[int]:
     """Turn the engine's sums of gradients back into the in-place sums of plain training.
 
@@ -71,48 +71,38 @@ def _sum_gradients_in_place(
         The nodes that are in place.
     """
     rewritten: set[int] = set()
-    for index, node in enumerate(nodes):
-        if index not in sums or node.op != "aten.add.Tensor":
+
+    def is_view(value: Value) -> bool:
+        """Whether a value is another look at the tensor that its storage was made for."""
+        while value.producer != storages[value.storage].born and value.producer not in rewritten:
+            assert value.producer is not None, "an older storage is born before it is looked at"
+            producer = tracer.nodes[value.producer]
+            name = producer.op.split(".")[1]
+            if not (name.endswith("_") or name == "_unsafe_view"):  # in place, or alone by contract
+                return True
+            reads = (values[read] for read in producer.reads)
+            value = next(read for read in reads if read.storage == value.storage)
+        return False
+
+    for index in sorted(tracer.sums):
+        node = tracer.nodes[index]
+        if node.op != "aten.add.Tensor":
             continue
         older, newer, total = (values[value] for value in (*node.reads, *node.writes))
         held, made = storages[older.storage], storages[total.storage]
         is_whole = held.size_bytes == made.size_bytes == older.size_bytes
         is_alone = held.released == index and older.storage != newer.storage
-        if is_whole and is_alone and not _is_view(older, nodes, values, storages, rewritten):
+        if is_whole and is_alone and not is_view(older):
             _merge(values, storages, kept=older.storage, gone=total.storage)
             rewritten.add(index)
     return rewritten
 
 
-def _is_view(
-    value: Value,
-    nodes: list[Node],
-    values: list[Value],
-    storages: list[Storage],
-    rewritten: set[int],
-) -> bool:
-    """Whether a value is another look at the tensor that its storage was made for."""
-    while value.producer not in (storages[value.storage].born, *rewritten):
-        assert value.producer is not None, "an older storage is born before it is looked at"
-        producer = nodes[value.producer]
-        name = producer.op.split(".")[1]
-        if not (name.endswith("_") or name == "_unsafe_view"):  # in place, or alone by contract
-            return True
-        value = next(
-            values[read] for read in producer.reads if values[read].storage == value.storage
-        )
-    return False
-
-
 def _merge(values: list[Value], storages: list[Storage], *, kept: int, gone: int) -> None:
     """Let one storage live on in another; the emptied one stays, so that indices hold."""
     old, new = storages[kept], storages[gone]
-    storages[kept] = Storage(
-        size_bytes=old.size_bytes, kind=new.kind, born=old.born, released=new.released
-    )
-    storages[gone] = Storage(
-        size_bytes=0, kind=StorageKind.TEMPORARY, born=new.born, released=new.born
-    )
+    storages[kept] = replace(old, kind=new.kind, released=new.released, name="")
+    storages[gone] = replace(new, size_bytes=0, kind=StorageKind.TEMPORARY, released=new.born)
     for index, value in enumerate(values):
         if value.storage == gone:
             values[index] = replace(value, storage=kept)
@@ -128,10 +118,8 @@ def capture_step(
         optimizer: one to copy, a function from parameters to one, or None for no update.
         name: what the graph calls the model; its class by default.
     """
-    with _untouched_generators(), explained(), without_memory():
-        fake = fake_step(step, optimizer)
-        fake()
-        return trace_step(fake, name=name or type(fake.model).__name__)
+    with _warm_fake(step, optimizer) as fake:
+        return record_step(fake, name=name or type(fake.model).__name__)
 
 
 def follow_step(
@@ -141,15 +129,13 @@ def follow_step(
 
     The mode sees the nodes of the step's graph in their order.
     """
-    with _untouched_generators(), explained(), without_memory():
-        fake = fake_step(step, optimizer)
-        fake()
+    with _warm_fake(step, optimizer) as fake:
         fake.model.zero_grad()
         with torch_compat.replayed_views(), watcher:
             fake()
 
 
-def trace_step(step: TrainingStep, *, name: str) -> StepGraph:
+def record_step(step: TrainingStep, *, name: str) -> StepGraph:
     """Run a warmed-up step under the tracer, on whatever tensors it has."""
     locator = Locator(step.model)
     tracer = StepTracer(locator)
@@ -159,7 +145,7 @@ def trace_step(step: TrainingStep, *, name: str) -> StepGraph:
     with torch_compat.replayed_views(), locator.watching(), tracer:
         step(tracer.enter_phase, tracer.watch_formulas)
     gradients = [
-        tracer.storage_index(parameter.grad)
+        tracer.watch(parameter.grad, born=None).index
         for parameter in step.model.parameters()
         if parameter.grad is not None
     ]
@@ -176,22 +162,24 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
     if isinstance(step.loss_fn, torch.nn.Module):
         for name, tensor in step.loss_fn.state_dict(keep_vars=True).items():
             tracer.declare(tensor, StorageKind.BUFFER, f"loss.{name}")
-    for leaf in torch_compat.tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor):
-            tracer.declare(leaf, StorageKind.INPUT, "batch")
+    for tensor in torch_compat.tensors_in(step.batch):
+        tracer.declare(tensor, StorageKind.INPUT, "batch")
     if step.optimizer is not None:
         for parameter, state in step.optimizer.state.items():
-            for leaf in torch_compat.tree_leaves(state):
-                if isinstance(leaf, torch.Tensor):
-                    name = name_of.get(parameter, "")
-                    tracer.declare(leaf, StorageKind.OPTIMIZER_STATE, name)
+            for tensor in torch_compat.tensors_in(state):
+                name = name_of.get(parameter, "")
+                tracer.declare(tensor, StorageKind.OPTIMIZER_STATE, name)
 
 
 @contextmanager
-def _untouched_generators() -> Iterator[None]:
+def _warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[TrainingStep]:
+    """A copy of a step on fake tensors that ran once; the user's generators stay as they were."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
-        yield
+        with explained(), without_memory():
+            fake = fake_step(step, optimizer)
+            fake()
+            yield fake
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])

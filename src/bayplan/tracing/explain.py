@@ -18,6 +18,7 @@ __all__ = ["explained", "out_of_memory", "users_traceback"]
 
 # What torch says of an operator made by torch.library.custom_op, in a plain RuntimeError.
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
+_NUMPY = ".numpy() is not supported"
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # raises plain RuntimeErrors
 # As torch's CPU allocator ("4000 bytes"), its CUDA one and numpy ("20.00 MiB") write it.
 _ASKED = re.compile(r"(?:tried|unable) to allocate (?:(\d+) bytes|([\d.]+ \w+))", re.IGNORECASE)
@@ -30,27 +31,34 @@ def explained() -> Iterator[None]:
         yield
     except BayplanError:
         raise
-    except torch_compat.VALUE_DEPENDENT_ERRORS as fault:
-        raise _needs_value(fault) from fault
-    except torch_compat.UnsupportedOperatorException as fault:
-        raise _needs_fake(fault, str(fault)) from fault
-    except torch_compat.UnsupportedFakeTensorException as fault:
-        raise CaptureError(
-            f"{_users_place(fault)} makes a tensor that torch cannot describe without data: {fault}"
-        ) from fault
     except Exception as fault:
-        if ".numpy() is not supported" in str(fault):
-            raise _needs_value(fault) from fault
-        custom = _NO_FAKE.search(str(fault))
-        if custom is not None:
-            raise _needs_fake(fault, custom[1]) from fault
-        memory = out_of_memory(fault)
-        if memory is not None:
-            raise memory from fault
-        raise CaptureError(
-            f"the model fails in its own code at {_users_place(fault)}:"
-            f" {type(fault).__name__}: {_first_line(fault)}"
-        ) from fault
+        raise _explanation(fault) from fault
+
+
+def _explanation(fault: Exception) -> BayplanError:
+    place, text = _users_place(fault), str(fault)
+    custom = _NO_FAKE.search(text)
+    if isinstance(fault, torch_compat.VALUE_DEPENDENT_ERRORS) or _NUMPY in text:
+        return CaptureError(
+            f"{place} needs a tensor's value, which is not known before the step runs. Keep the"
+            " decision out of the step: pass it in as a Python number, or compute both sides and"
+            " choose with torch.where."
+        )
+    if isinstance(fault, torch_compat.UnsupportedOperatorException) or custom is not None:
+        operator = text if custom is None else custom[1]
+        return CaptureError(
+            f"{place} calls the operator {operator}, which torch cannot run without data. Register"
+            " a fake implementation, which returns an empty tensor of the right shape, with"
+            " torch.library.register_fake."
+        )
+    if isinstance(fault, torch_compat.UnsupportedFakeTensorException):
+        return CaptureError(
+            f"{place} makes a tensor that torch cannot describe without data: {text}"
+        )
+    first_line = text.strip().split("\n", 1)[0]
+    return out_of_memory(fault) or CaptureError(
+        f"the model fails in its own code at {place}: {type(fault).__name__}: {first_line}"
+    )
 
 
 def out_of_memory(fault: BaseException) -> DoesNotFit | None:
@@ -94,22 +102,6 @@ def users_traceback(fault: BaseException) -> str:
     return "".join(lines + traceback.format_exception_only(fault))
 
 
-def _needs_value(fault: BaseException) -> CaptureError:
-    return CaptureError(
-        f"{_users_place(fault)} needs a tensor's value, which is not known before the step runs."
-        " Keep the decision out of the step: pass it in as a Python number, or compute both sides"
-        " and choose with torch.where."
-    )
-
-
-def _needs_fake(fault: BaseException, operator: str) -> CaptureError:
-    return CaptureError(
-        f"{_users_place(fault)} calls the operator {operator}, which torch cannot run without data."
-        " Register a fake implementation, which returns an empty tensor of the right shape, with"
-        " torch.library.register_fake."
-    )
-
-
 def _users_place(fault: BaseException) -> str:
     """File, line and text of the innermost frame that is the user's, else a library's."""
     frames = traceback.extract_tb(fault.__traceback__)
@@ -119,7 +111,3 @@ def _users_place(fault: BaseException) -> str:
                 text = linecache.getline(frame.filename, frame.lineno).strip()
                 return f"{short_path(frame.filename)}:{frame.lineno} (`{text}`)"
     return "a place outside the model's files"
-
-
-def _first_line(fault: BaseException) -> str:
-    return str(fault).strip().split("\n", 1)[0]

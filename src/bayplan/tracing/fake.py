@@ -9,6 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +26,7 @@ __all__ = ["OptimizerSource", "build_without_memory", "fake_step", "without_memo
 OptimizerSource = (
     torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 )
-
-
-Built = TypeVar("Built")
-Copied = TypeVar("Copied")
+_Thing = TypeVar("_Thing")
 
 
 @contextmanager
@@ -50,7 +48,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
         logger.disabled = was_disabled
 
 
-def build_without_memory(build: Callable[[], Built]) -> Built:
+def build_without_memory(build: Callable[[], _Thing]) -> _Thing:
     """Call a model's builder so that its tensors take no memory; for real where that fails.
 
     Some builders read values while they build (`tensor.item()` in a schedule of drop rates), which
@@ -72,29 +70,25 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     copier = _Copier()
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        state = _state_tensors(optimizer)
-        copier.add_counters(tensor for tensor in state if _is_counter(tensor))
+        state = torch_compat.tensors_in(list(optimizer.state.values()))
+        copier.add_counters(state)
         tensors += state
         for group in optimizer.param_groups:
             tensors += group["params"]
     copier.add(tensors)
     model = copier.copy(step.model, "model")
-    fake_optimizer = None
     if isinstance(optimizer, torch.optim.Optimizer):
-        fake_optimizer = copier.copy(optimizer, "optimizer")
+        optimizer = copier.copy(optimizer, "optimizer")
     elif optimizer is not None:
-        fake_optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+        optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
     batch = copier.convert(step.batch)
-    loss_fn = copier.copy_loss(step.loss_fn)
-    if fake_optimizer is not None:
-        _check_trains(fake_optimizer, model, loss_fn)
-    return TrainingStep(
-        model=model,
-        batch=batch,
-        loss_fn=loss_fn,
-        optimizer=fake_optimizer,
-        autocast=step.autocast,
-    )
+    loss_fn = step.loss_fn
+    if isinstance(loss_fn, nn.Module):  # it may hold tensors, such as class weights
+        copier.add([*loss_fn.parameters(), *loss_fn.buffers()])
+        loss_fn = copier.copy(loss_fn, "loss")
+    if optimizer is not None:
+        _check_trains(optimizer, model, loss_fn)
+    return replace(step, model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer)
 
 
 def _check_can_be_captured(model: nn.Module) -> None:
@@ -126,17 +120,6 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
         )
 
 
-def _is_counter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of an optimizer's state is a single number that its update reads."""
-    is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.device.type == "cpu"
-    return is_real and tensor.dim() == 0
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    leaves = torch_compat.tree_leaves(list(optimizer.state.values()))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 class _Copier:
     """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
 
@@ -151,13 +134,15 @@ class _Copier:
                 self.memo[id(tensor)] = self._twin(tensor)
                 self._keep.append(tensor)
 
-    def add_counters(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make twins that know their value: of a number made under the mode, it is known."""
-        for tensor in tensors:
-            with torch_compat.outside_tracing():
-                value = tensor.item()
-            self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
-            self._keep.append(tensor)
+    def add_counters(self, state: Iterable[torch.Tensor]) -> None:
+        """Make twins that know their value, of the single numbers that an optimizer reads."""
+        for tensor in state:
+            is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.is_cpu
+            if is_real and tensor.dim() == 0:
+                with torch_compat.outside_tracing():
+                    value = tensor.item()
+                self.memo[id(tensor)] = torch.tensor(value, dtype=tensor.dtype)
+                self._keep.append(tensor)
 
     def convert(self, batch: Any) -> Any:
         """Replace each tensor in a nest of tuples, lists and mappings."""
@@ -172,19 +157,16 @@ class _Copier:
             return type(batch)(self.convert(part) for part in batch)
         return batch
 
-    def copy_loss(self, loss_fn: Any) -> Any:
-        """A loss that is a module may hold tensors (class weights); a function is used as it is."""
-        if not isinstance(loss_fn, nn.Module):
-            return loss_fn
-        self.add([*loss_fn.parameters(), *loss_fn.buffers()])
-        return self.copy(loss_fn, "loss")
-
-    def copy(self, thing: Copied, name: str) -> Copied:
+    def copy(self, thing: _Thing, name: str) -> _Thing:
         """A deep copy with a fake twin for each tensor, also for those that are in no register."""
         try:
             with _TwinsForCopies(self):
-                if isinstance(thing, nn.Module):
-                    self._add_uncompiled(thing)
+                # `torch.compile` hides a module's operators, so its copy is the one before.
+                modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+                for module in reversed(modules):  # inner first: outer ones hold them
+                    original = torch_compat.uncompiled(module)
+                    if original is not module:
+                        self.memo[id(module)] = copy.deepcopy(original, self.memo)
                 return copy.deepcopy(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise out_of_memory(fault) or CaptureError(
@@ -192,22 +174,13 @@ class _Copier:
                 " generators and the like out of its attributes"
             ) from fault
 
-    def _add_uncompiled(self, model: nn.Module) -> None:
-        """Remember the copy of each module before `torch.compile`, which hides its operators."""
-        for module in reversed(list(model.modules())):  # inner first: outer ones hold them
-            original = torch_compat.uncompiled(module)
-            if original is not module:
-                self.memo[id(module)] = copy.deepcopy(original, self.memo)
-
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         device = "cpu" if tensor.device.type == "meta" else tensor.device
         key = torch_compat.storage_key(tensor.untyped_storage())
-        base = self._base_of_storage.get(key)
-        if base is None:
-            itemsize = tensor.element_size()
-            numel = tensor.untyped_storage().nbytes() // itemsize
-            base = torch.empty(numel, dtype=tensor.dtype, device=device)
-            self._base_of_storage[key] = base
+        if key not in self._base_of_storage:
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self._base_of_storage[key] = torch.empty(numel, dtype=tensor.dtype, device=device)
+        base = self._base_of_storage[key]
         flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
         twin = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):

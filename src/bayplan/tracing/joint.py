@@ -6,19 +6,19 @@ storage is an operator with a buffer; one whose outputs lie in known storages (v
 `detach`) is only another name for them, and is made anew wherever it is needed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 
 from bayplan import torch_compat
 from bayplan.data.program import Op, Program
 from bayplan.data.units import round_up
-from bayplan.rewriting.free import in_place_positions
+from bayplan.rewriting.free import Price, nodes_after_tangents, positions_to_overwrite
 from bayplan.rewriting.repeats import (
     CHANGED,
     ONCE_ONLY,
@@ -27,23 +27,53 @@ from bayplan.rewriting.repeats import (
     partial_repeat,
     repeat_form,
 )
+from bayplan.rewriting.updates import ParameterUpdates
 
 __all__ = [
     "CARRIED",
     "OVERWRITES",
     "SWAPPER",
     "JointStep",
+    "MemoryContext",
     "analyse_joint",
     "name_of_repeat",
-    "positions_to_overwrite",
 ]
-
-Cost = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
 
 # In an input's meta, where it comes for this step alone and may be released after its last use.
 CARRIED = "bayplan_carried"
 # In a node's meta: the argument it overwrites; the object that its function is called with first.
 OVERWRITES, SWAPPER = "bayplan_overwrites", "bayplan_swapper"
+
+
+def _no_prices(_: torch.device) -> AbstractContextManager[Price]:
+    return nullcontext(lambda node: (0.0, 0))
+
+
+@dataclass(frozen=True)
+class MemoryContext:
+    """What surrounds a joint graph and counts in its memory.
+
+    Attributes:
+        prices: makes the function that prices operators, for a device.
+        resident_bytes: memory that is always there beside the graph's inputs, such as the
+            optimizer's state.
+        loss_bytes: memory of the loss over its input: its temporaries and the gradient it hands to
+            backward. It runs outside the graph, between forward and backward.
+        update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
+            once backward is done; None where no update follows.
+        granularity_bytes: the allocator's rounding of each buffer.
+        updates: of the parameters to update in backward; None leaves their gradients.
+    """
+
+    prices: Callable[[torch.device], AbstractContextManager[Price]] = _no_prices
+    resident_bytes: int = 0
+    loss_bytes: int = 0
+    update_bytes: int | None = None
+    granularity_bytes: int = 1
+    updates: ParameterUpdates | None = None
+
+
+_NOTHING_BESIDE = MemoryContext()
 
 
 @dataclass(frozen=True)
@@ -73,57 +103,44 @@ def analyse_joint(
     joint: fx.GraphModule,
     *,
     num_forward_outputs: int,
-    cost_of: Cost,
-    resident_bytes: int = 0,
-    loss_bytes: int = 0,
-    update_bytes: int | None = None,
-    granularity_bytes: int = 1,
+    cost_of: Price,
+    context: MemoryContext = _NOTHING_BESIDE,
 ) -> JointStep:
-    """Find the operators and buffers of a joint graph.
+    """Find the operators and buffers of a joint graph, and remove its dead code.
 
-    Args:
-        joint: the graph; dead code in it is removed.
-        resident_bytes: memory that is there all the time beside the graph's inputs.
-        loss_bytes: memory of the loss, which runs between forward and backward and outside the
-            graph, over its input: its temporaries and the gradient it hands to backward.
-        update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
-            once backward is done; None where there is no update or backward does it.
-        granularity_bytes: the allocator's rounding of each buffer.
+    The context's prices are not used: `cost_of` is already made of them.
     """
     joint.graph.eliminate_dead_code()
-    survey = _Survey(joint, granularity_bytes)
+    survey = _Survey(joint, context.granularity_bytes)
     survey.run_on_fakes()
     outputs = joint.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "a joint graph returns a list"
     forward_outputs = tuple(outputs[:num_forward_outputs])
-    nodes: list[fx.Node | None] = [node for node in joint.graph.nodes if node in survey.makes]
+    backward_outputs = tuple(outputs[num_forward_outputs:])
+    nodes: list[fx.Node | None] = [*survey.makes]
+    ops = [survey.op_of(node, cost_of) for node in survey.makes]
     first_backward = next(
         (index for index, node in enumerate(nodes) if node in survey.after_tangents), len(nodes)
     )
-    ops = [survey.op_of(node, cost_of) for node in nodes if node is not None]
-    kept = survey.buffers_behind(outputs)
     if survey.tangents:
-        loss = survey.callers_op(
-            "loss", reads=forward_outputs, writes=survey.tangents, size_bytes=loss_bytes
-        )
+        loss = survey.callers_op("loss", forward_outputs, survey.tangents, context.loss_bytes)
         ops.insert(first_backward, loss)
         nodes.insert(first_backward, None)
         first_backward += 1
     if survey.arrived:
-        ops.insert(0, survey.callers_op("arrival", writes=survey.arrived))
+        ops.insert(0, survey.callers_op("arrival", (), survey.arrived, 0))
         nodes.insert(0, None)
         first_backward += 1
-    if update_bytes is not None:
-        gradients = outputs[num_forward_outputs:]
-        ops.append(survey.callers_op("update", reads=gradients, size_bytes=update_bytes))
+    if context.update_bytes is not None and context.updates is None:
+        ops.append(survey.callers_op("update", backward_outputs, (), context.update_bytes))
         nodes.append(None)
     program = Program(
         buffers=tuple(survey.sizes),
         ops=tuple(ops),
         first_backward=first_backward,
         inputs=frozenset(survey.inputs),
-        outputs=frozenset(kept - survey.inputs),
-        resident_bytes=resident_bytes,
+        outputs=frozenset(survey.buffers_behind(outputs)) - survey.inputs,
+        resident_bytes=context.resident_bytes,
     )
     return JointStep(
         graph=joint.graph,
@@ -132,17 +149,12 @@ def analyse_joint(
         buffers_of=survey.buffers_of,
         bases=frozenset(survey.base_of_buffer.values()),
         forward_outputs=forward_outputs,
-        backward_outputs=tuple(outputs[num_forward_outputs:]),
+        backward_outputs=backward_outputs,
     )
 
 
 def name_of_repeat(name: str) -> str:
-    """What a repeat that differs from its op is priced as.
-
-    Example:
-        >>> name_of_repeat("batch_norm_3")
-        'batch_norm_3_repeat'
-    """
+    """What a repeat that differs from its op is priced as."""
     return f"{name}_repeat"
 
 
@@ -151,11 +163,6 @@ def _place_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((path for path, _ in reversed(stack.values())), "")
     return path.removeprefix("L['self']").lstrip(".")
-
-
-def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
-    """The arguments that an in-place form of a node's operator could overwrite."""
-    return in_place_positions(node.target, len(node.args), bool(node.kwargs))
 
 
 @dataclass
@@ -169,62 +176,52 @@ class _Survey:
     changed: set[int] = field(default_factory=set)
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     buffers_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    after_tangents: set[fx.Node] = field(default_factory=set)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     buffer_of_storage: dict[int, int] = field(default_factory=dict)
     base_of_buffer: dict[int, fx.Node] = field(default_factory=dict)
 
-    def run_on_fakes(self) -> None:
-        graph = self.joint.graph
-        fakes = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-        with torch_compat.fake_mode_of(fakes):
-            for node in graph.nodes:
-                if node.op == "placeholder":
-                    self._placeholder(node)
-                elif node.op == "call_function":
-                    self._call(node)
-                elif node.op == "get_attr":
-                    self._constant(node)
+    def __post_init__(self) -> None:
+        self.after_tangents = set(nodes_after_tangents(self.joint.graph.nodes))
 
-    def op_of(self, node: fx.Node, cost_of: Cost) -> Op:
+    def run_on_fakes(self) -> None:
+        nodes = [node for node in self.joint.graph.nodes if node.op != "output"]
+        fakes = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+        with torch_compat.fake_mode_of(fakes):
+            for node in nodes:
+                self.values[node] = self._value_of(node)
+                self._name(node, is_input=node.op != "call_function")
+                if node.op == "placeholder":
+                    self._sort_input(node)
+
+    def op_of(self, node: fx.Node, cost_of: Price) -> Op:
         seconds, workspace_bytes = cost_of(node)
         repeat = partial_repeat(node)
-        op = Op(
+        again: dict[str, Any] = {}  # what a repeat reads, makes and costs, where it differs
+        if repeat is not None:
+            repeat_seconds, repeat_bytes = cost_of(repeat.alone(name_of_repeat(node.name)))
+            again = {"repeat_seconds": repeat_seconds, "repeat_workspace_bytes": repeat_bytes}
+            again["repeat_reads"] = self.buffers_behind(repeat.arguments)
+            again["repeat_writes"] = self.buffers_of[repeat.output]
+        return Op(
             name=node.name,
-            reads=self._behind(node.all_input_nodes),
+            reads=self.buffers_behind(node.all_input_nodes),
             writes=self.makes[node],
             seconds=seconds,
             workspace_bytes=workspace_bytes,
             can_repeat=self._can_repeat(node, repeat),
-            takes_over=self.may_take_over(node),
+            takes_over=self._may_take_over(node),
             place=_place_of(node),
-        )
-        return op if repeat is None else self._with_repeat(op, repeat, cost_of)
-
-    def _with_repeat(self, op: Op, repeat: PartialRepeat, cost_of: Cost) -> Op:
-        """The op with what its repeats read, make and cost."""
-        seconds, workspace_bytes = cost_of(repeat.alone(name_of_repeat(op.name)))
-        return msgspec.structs.replace(
-            op,
-            repeat_reads=self._behind(repeat.sources),
-            repeat_writes=self.buffers_of[repeat.output],
-            repeat_seconds=seconds,
-            repeat_workspace_bytes=workspace_bytes,
+            **again,
         )
 
     def callers_op(
-        self,
-        name: str,
-        *,
-        reads: Iterable[Any] = (),
-        writes: Iterable[int] = (),
-        size_bytes: int = 0,
+        self, name: str, reads: Iterable[Any], writes: Collection[int], size_bytes: int
     ) -> Op:
         """What the caller runs outside the graph, with so much memory over its inputs."""
         written_bytes = sum(self.sizes[buffer] for buffer in writes)
         return Op(
             name=name,
-            reads=tuple(sorted(self.buffers_behind(reads) - self.inputs)),
+            reads=tuple(sorted({*self.buffers_behind(reads)} - self.inputs)),
             writes=tuple(sorted(writes)),
             seconds=0.0,
             workspace_bytes=max(0, size_bytes - written_bytes),
@@ -232,15 +229,12 @@ class _Survey:
             is_callers=True,
         )
 
-    def buffers_behind(self, outputs: Iterable[Any]) -> set[int]:
-        nodes = (output for output in outputs if isinstance(output, fx.Node))
-        return {buffer for node in nodes for buffer in self.buffers_of.get(node, ())}
+    def buffers_behind(self, values: Iterable[Any]) -> tuple[int, ...]:
+        """The buffers of the nodes among some values, each once."""
+        nodes = (value for value in values if isinstance(value, fx.Node))
+        return tuple(dict.fromkeys(chain.from_iterable(map(self.buffers_of.__getitem__, nodes))))
 
-    def _behind(self, sources: Iterable[fx.Node]) -> tuple[int, ...]:
-        """The buffers that some nodes lie in, each once."""
-        return tuple(dict.fromkeys(chain.from_iterable(map(self.buffers_of.__getitem__, sources))))
-
-    def may_take_over(self, node: fx.Node) -> tuple[int, ...]:
+    def _may_take_over(self, node: fx.Node) -> tuple[int, ...]:
         """The buffers that an in-place form of this operator could write into."""
         if len(self.makes[node]) != 1:
             return ()
@@ -258,8 +252,7 @@ class _Survey:
         sources: list[fx.Node] = []
         whole = (repeat_form(node.target, node.args)[1], node.kwargs)
         fx.node.map_arg(whole if repeat is None else repeat.arguments, sources.append)
-        read = {buffer for source in sources for buffer in self.buffers_of[source]}
-        return read.isdisjoint(self.changed)
+        return self.changed.isdisjoint(self.buffers_behind(sources))
 
     def _could_hold(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a result fits exactly where an argument lies."""
@@ -285,50 +278,41 @@ class _Survey:
             and self.sizes[buffer] == self.sizes[self.makes[node][0]]
         )
 
-    def _placeholder(self, node: fx.Node) -> None:
-        value = self.values[node] = node.meta["val"]
-        self._name(node, value, is_input=True)
+    def _value_of(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return node.meta["val"]
+        if node.op == "get_attr":
+            return getattr(self.joint, str(node.target))
+        assert callable(node.target), "a joint graph calls functions only"
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return node.target(*args, **kwargs)
+
+    def _sort_input(self, node: fx.Node) -> None:
+        buffers = {*self.buffers_of[node]}
         if node.meta.get(CHANGED):
-            self.changed.update(self.buffers_of[node])
+            self.changed |= buffers
         if node.meta.get(CARRIED):
-            self.arrived |= {*self.buffers_of[node]} & self.inputs
+            self.arrived |= buffers & self.inputs
             self.inputs -= self.arrived
-        if torch_compat.is_tangent(node):
-            self.after_tangents.add(node)
-            # Made by the loss, and no input of the step.
-            self.tangents |= {*self.buffers_of[node]} & self.inputs
+        if torch_compat.is_tangent(node):  # made by the loss, and no input of the step
+            self.tangents |= buffers & self.inputs
             self.inputs -= self.tangents
 
-    def _constant(self, node: fx.Node) -> None:
-        value = self.values[node] = getattr(self.joint, str(node.target))
-        self._name(node, value, is_input=True)
-
-    def _call(self, node: fx.Node) -> None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        assert callable(node.target), "a joint graph calls functions only"
-        value = self.values[node] = node.target(*args, **kwargs)
-        if any(source in self.after_tangents for source in node.all_input_nodes):
-            self.after_tangents.add(node)
-        self._name(node, value, is_input=False)
-
-    def _name(self, node: fx.Node, value: Any, *, is_input: bool) -> None:
-        """Find or make the buffer of every tensor in a value."""
+    def _name(self, node: fx.Node, *, is_input: bool) -> None:
+        """Find or make the buffer of every tensor in a node's value."""
         buffers, made = [], []
-        for tensor in torch_compat.tree_leaves(value):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in torch_compat.tensors_in(self.values[node]):
             storage = tensor.untyped_storage()
             key = torch_compat.storage_key(storage)
-            buffer = self.buffer_of_storage.get(key)
-            if buffer is None:
-                buffer = self.buffer_of_storage[key] = len(self.sizes)
+            if key not in self.buffer_of_storage:
+                made.append(len(self.sizes))
+                self.buffer_of_storage[key] = len(self.sizes)
                 self.sizes.append(round_up(storage.nbytes(), self.granularity_bytes))
-                made.append(buffer)
-                if is_input:
-                    self.inputs.add(buffer)
-            buffers.append(buffer)
+            buffers.append(self.buffer_of_storage[key])
         self.buffers_of[node] = tuple(buffers)
-        if isinstance(value, torch.Tensor):
+        if isinstance(self.values[node], torch.Tensor):
             self.base_of_buffer.setdefault(buffers[0], node)
-        if made and not is_input:
+        if is_input:
+            self.inputs.update(made)
+        elif made:
             self.makes[node] = tuple(made)

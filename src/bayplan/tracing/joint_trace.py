@@ -19,24 +19,14 @@ from bayplan.tracing.explain import out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
-__all__ = [
-    "Joint",
-    "compile_whole",
-    "joint_of",
-    "trace_step",
-    "untraceable",
-]
+__all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
 
 _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A joint graph as torch hands it over.
-
-    Attributes:
-        inputs: the tensors it was traced with.
-    """
+    """A joint graph as torch hands it over, and the tensors it was traced with."""
 
     module: fx.GraphModule
     num_forward_outputs: int
@@ -85,14 +75,9 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
 
     Memory is exact or nothing, so neither a break in the graph nor an unknown size is allowed.
     """
-    options: dict[str, Any] = {
-        "backend": backend,
-        "fullgraph": True,
-        "dynamic": False,
-        # Else the ninth batch size of a class of models, over all its instances, is refused.
-        "recompile_limit": _MOST_GRAPHS,
-        "isolate_recompiles": True,
-    }
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    # Else the ninth batch size of a class of models, over all its instances, is refused.
+    options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
     if type(model).forward.__module__.startswith("torch."):
         # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
@@ -118,9 +103,6 @@ def untraceable(fault: Exception) -> BayplanError:
     inner = torch_compat.compile_fault(fault)
     if isinstance(inner, BayplanError):
         return inner
-    memory = out_of_memory(inner)
-    if memory is not None:
-        return memory
-    return CaptureError(
+    return out_of_memory(inner) or CaptureError(
         f"torch cannot trace the model's forward as one graph, which planning needs: {fault}"
     )

@@ -1,11 +1,9 @@
 """`TracedStep`: a joint graph as torch hands it over, and its packed variants as programs.
 
-Planners see the programs; the executor gets the graph. `MemoryContext` is what counts in a step's
-memory beside the graph itself.
+Planners see the programs; the executor gets the graph.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,43 +13,17 @@ from torch import fx
 
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import StepOrder
-from bayplan.rewriting.free import free_rewrites
+from bayplan.rewriting.free import Price, free_rewrites
 from bayplan.rewriting.packing import Pack, apply_packs, find_packs
 from bayplan.rewriting.repeats import as_eager, make_repeatable
 from bayplan.rewriting.updates import (
-    ParameterUpdates,
     check_old_weights,
     insert_updates,
-    updated_parameter,
     without_backward_repeats,
 )
-from bayplan.tracing.joint import JointStep, analyse_joint
+from bayplan.tracing.joint import JointStep, MemoryContext, analyse_joint
 
 __all__ = ["Decide", "MemoryContext", "Price", "TracedStep", "parameters_of_updates"]
-
-Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes
-
-
-@dataclass(frozen=True)
-class MemoryContext:
-    """What surrounds a traced graph and counts in its memory.
-
-    Attributes:
-        resident_bytes: memory beside the graph's inputs, such as the optimizer's state.
-        loss_bytes: memory of a loss that is computed outside the graph.
-        update_bytes: memory that the optimizer's update takes over what is there by then; None
-            where none follows.
-        granularity_bytes: the allocator's rounding.
-        prices: makes the function that prices operators, for a device.
-        updates: of the parameters to update in backward; None leaves their gradients.
-    """
-
-    prices: Callable[[torch.device], AbstractContextManager[Price]]
-    resident_bytes: int = 0
-    loss_bytes: int = 0
-    update_bytes: int | None = None
-    granularity_bytes: int = 1
-    updates: ParameterUpdates | None = None
 
 
 @dataclass
@@ -79,8 +51,7 @@ class TracedStep:
     ) -> "TracedStep":
         """Rewrite a joint graph, in place, where that costs nothing.
 
-        Args:
-            inputs: what it was traced with, to know parameters by that are updated in backward.
+        The inputs that it was traced with tell which parameters are updated in backward.
         """
         joint.graph.eliminate_dead_code()
         free_rewrites(joint.graph)
@@ -115,22 +86,18 @@ class TracedStep:
                 module,
                 num_forward_outputs=self.num_forward_outputs,
                 cost_of=price if updates is None else partial(updates.cost_of, price=price),
-                resident_bytes=self.context.resident_bytes,
-                loss_bytes=self.context.loss_bytes,
-                update_bytes=self.context.update_bytes if updates is None else None,
-                granularity_bytes=self.context.granularity_bytes,
+                context=self.context,
             )
         if updates is None:
             return step
         return replace(step, program=without_backward_repeats(step.program))
 
     def for_order(self, order: StepOrder, *, is_here: bool = True) -> JointStep:
-        """The step with the packs of a decided order.
+        """The step with the packs of a plan's order.
 
         Args:
-            order: from a plan.
-            is_here: whether the plan was made for the device that the step is traced for; on
-                another one an allocator may round sizes otherwise, and the order is the same.
+            is_here: whether the plan was made for the device that the step is traced for; the
+                allocator of another device may round sizes differently.
 
         Raises:
             ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
@@ -162,7 +129,8 @@ def parameters_of_updates(step: JointStep, update: Callable[..., Any]) -> dict[i
     changes = {}
     for index, node in enumerate(step.op_nodes):
         if node is not None and node.target is update:
-            (changes[index],) = step.buffers_of[updated_parameter(node)]
+            _, parameter = node.all_input_nodes
+            (changes[index],) = step.buffers_of[parameter]
     return changes
 
 

@@ -16,7 +16,7 @@ the CPU); `true_output` corrects the few fake outputs that do not.
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -34,6 +34,8 @@ from bayplan.step import TrainingStep
 
 __all__ = ["Locator", "Place", "RawStorage", "StepTracer", "count_flops", "true_output"]
 
+aten = torch.ops.aten
+
 Place = tuple[str, str]  # module path, source line
 
 # Whoever started the step stands further out than this, and made no operator of it.
@@ -41,11 +43,14 @@ _STEP_FILE = TrainingStep.__call__.__code__.co_filename
 
 
 class Locator:
-    """Knows the module that is running and the places of all forward operators so far."""
+    """Knows which module is running, and where all forward operators so far came from."""
 
     def __init__(self, model: nn.Module) -> None:
         self._path_of = {module: path for path, module in model.named_modules()}
-        self._model_files = _files_of(model)
+        # The files of libraries that the model's modules are written in.
+        homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        paths = {getattr(home, "__file__", None) or "" for home in homes}
+        self._model_files = {path for path in paths if path and owner_of(path) is Owner.LIBRARY}
         self._running: list[str] = [""]
         self._place_of_sequence: dict[int, Place] = {}
         self._next_sequence = 0
@@ -74,8 +79,7 @@ class Locator:
         """The place of the operator running now, remembered for its gradient."""
         place = (self._running[-1], _line_of_operator(self._model_files))
         upto = torch_compat.next_forward_sequence()
-        for sequence in range(self._next_sequence, upto):
-            self._place_of_sequence[sequence] = place
+        self._place_of_sequence.update(dict.fromkeys(range(self._next_sequence, upto), place))
         self._next_sequence = max(self._next_sequence, upto)
         return place
 
@@ -85,14 +89,7 @@ class Locator:
         return self._place_of_sequence.get(-1 if sequence is None else sequence, ("", ""))
 
 
-def _files_of(model: nn.Module) -> frozenset[str]:
-    """The files of libraries that the model's modules are written in."""
-    homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    paths = {getattr(home, "__file__", None) for home in homes}
-    return frozenset(path for path in paths if path and owner_of(path) is Owner.LIBRARY)
-
-
-def _line_of_operator(model_files: frozenset[str]) -> str:
+def _line_of_operator(model_files: Collection[str]) -> str:
     """The innermost line of the user's own on the stack, else of a library's model.
 
     None where torch's modules do it all: better no line than one of a file that is not the model's.
@@ -110,29 +107,28 @@ def _line_of_operator(model_files: frozenset[str]) -> str:
 
 
 # torch counts attention only for CUDA's kernels; the CPU's take the same arguments first.
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count multiplications and additions separately; 0 for operators that only move bytes."""
     packet = function.overloadpacket
-    if str(packet) == _ATTENTION:
-        query, key, value = (tensor.shape for tensor in args[:3])
-        return sdpa_flop_count(query, key, value)
-    if str(packet) == f"{_ATTENTION}_backward":
-        gradient, query, key, value = (tensor.shape for tensor in args[:4])
-        return sdpa_backward_flop_count(gradient, query, key, value)
+    if packet is _ATTENTION:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is _ATTENTION_BACKWARD:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 
-_BATCH_NORM = torch.ops.aten.native_batch_norm.default
-_LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_BATCH_NORM = aten.native_batch_norm.default
+_LSTM_LAYER = aten.mkldnn_rnn_layer.default
 _REDUCED_LOSSES = {
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
 }
 _PAGE_BYTES = 4096
 
@@ -177,42 +173,34 @@ def _padded(width: int) -> int:
     return width + 16 if width % 256 == 0 else width
 
 
-_CONSTANT = torch.ops.aten.lift_fresh.default
+_CONSTANT = aten.lift_fresh.default
 
 
 @dataclass
 class RawStorage:
+    index: int
     size_bytes: int
     born: int | None
     kind: StorageKind | None = None
     name: str = ""
     released: int | None = None
-
-
-@dataclass
-class _Watched:
-    index: int
-    reference: weakref.ref[torch.UntypedStorage]
-    latest_values: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+    value_of_geometry: dict[tuple[Any, ...], int] = field(default_factory=dict)  # the latest
 
 
 class StepTracer(torch_compat.OperatorWatch):
-    """Records nodes, values and storages of whatever runs under it.
-
-    Attributes:
-        sums: the nodes that autograd's engine ran between formulas.
-    """
+    """Records nodes, values and storages of whatever runs under it."""
 
     def __init__(self, locator: Locator) -> None:
         super().__init__()
         self.phase = Phase.FORWARD
         self.nodes: list[Node] = []
-        self.sums: set[int] = set()
+        self.sums: set[int] = set()  # nodes that autograd's engine ran between formulas
         self.values: list[Value] = []
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0
         self._locator = locator
-        self._watched: dict[int, _Watched] = {}
+        self._alive: dict[int, RawStorage] = {}
         self._finished_formula: int | None = None
 
     def enter_phase(self, phase: Phase) -> None:
@@ -243,28 +231,19 @@ class StepTracer(torch_compat.OperatorWatch):
 
     def declare(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Make known a tensor that is there before the step; the first declaration wins."""
-        storage = self.storages[self._watch(tensor, born=None).index]
+        storage = self.watch(tensor, born=None)
         if storage.kind is None:
             storage.kind, storage.name = kind, name
         self._value_of(tensor, producer=None)
 
-    def storage_index(self, tensor: torch.Tensor) -> int:
-        return self._watch(tensor, born=None).index
-
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = true_output(func, args, func(*args, **kwargs))
-        self._record(func, args, kwargs, output)
-        return output
-
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
         index = len(self.nodes)
         if func is _CONSTANT:
             args = ()  # made by Python just before; the output is the same memory, or its fake twin
-        taken = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        taken = torch_compat.tensors_in((args, kwargs))
         changed = torch_compat.mutated_arguments(func, args, kwargs)
-        given = [leaf for leaf in torch_compat.tree_leaves((output, changed)) if _is_tensor(leaf)]
+        given = torch_compat.tensors_in((output, changed))
         given = list({id(tensor): tensor for tensor in given}.values())  # in place is both
         reads = [self._value_of(tensor, producer=None) for tensor in taken]
         writes = [self._value_of(tensor, producer=index) for tensor in given]
@@ -285,6 +264,7 @@ class StepTracer(torch_compat.OperatorWatch):
                 is_random=torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
+        return output
 
     def _place(self, reads: list[int]) -> tuple[str, str]:
         if self.phase is Phase.FORWARD:
@@ -294,7 +274,8 @@ class StepTracer(torch_compat.OperatorWatch):
         names = (self.storages[self.values[value].storage].name for value in reads)
         return next(filter(None, names), ""), ""
 
-    def _watch(self, tensor: torch.Tensor, *, born: int | None) -> _Watched:
+    def watch(self, tensor: torch.Tensor, *, born: int | None) -> RawStorage:
+        """The storage of a tensor, which is followed to its release."""
         if tensor.layout is not torch.strided:
             module, source = self._place([])
             raise CaptureError(
@@ -304,19 +285,17 @@ class StepTracer(torch_compat.OperatorWatch):
             )
         storage = tensor.untyped_storage()
         key = torch_compat.storage_key(storage)
-        watched = self._watched.get(key)
-        if watched is None:
-            index = len(self.storages)
-            self.storages.append(RawStorage(size_bytes=storage.nbytes(), born=born))
+        if key not in self._alive:
 
             def on_release(_: object) -> None:
-                del self._watched[key]
                 # Before the first node there is no node to name; its memory counts for that one.
-                self.storages[index].released = max(len(self.nodes) - 1, 0)
+                self._alive.pop(key).released = max(len(self.nodes) - 1, 0)
 
-            watched = _Watched(index, weakref.ref(storage, on_release))
-            self._watched[key] = watched
-        return watched
+            raw = RawStorage(len(self.storages), storage.nbytes(), born)
+            raw.reference = weakref.ref(storage, on_release)
+            self.storages.append(raw)
+            self._alive[key] = raw
+        return self._alive[key]
 
     def _value_of(self, tensor: torch.Tensor, *, producer: int | None) -> int:
         """The value for this tensor: a new one if a node just wrote it, else the latest known.
@@ -324,15 +303,14 @@ class StepTracer(torch_compat.OperatorWatch):
         A tensor is known by its geometry within its storage: autograd hands on fresh tensor
         objects on the same storage.
         """
-        watched = self._watch(tensor, born=producer)
+        storage = self.watch(tensor, born=producer)
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        known = watched.latest_values.get(geometry)
-        if known is not None and producer is None:
-            return known
-        watched.latest_values[geometry] = len(self.values)
+        if producer is None and geometry in storage.value_of_geometry:
+            return storage.value_of_geometry[geometry]
+        storage.value_of_geometry[geometry] = len(self.values)
         self.values.append(
             Value(
-                storage=watched.index,
+                storage=storage.index,
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 size_bytes=tensor.numel() * tensor.element_size(),
@@ -340,10 +318,6 @@ class StepTracer(torch_compat.OperatorWatch):
             )
         )
         return len(self.values) - 1
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _written_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from bayplan.rewriting.free import in_place_positions
+from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.running.compiled_stage import split_backward
 from bayplan.running.executor import compile_graph
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
@@ -191,7 +191,7 @@ def mark_all(graph):
         memory[node] = node
         if node.target in (aten.t.default, aten.detach.default):
             memory[node] = memory[node.args[0]]
-        for at in in_place_positions(node.target, len(node.args), False):
+        for at in positions_to_overwrite(node):
             source = node.args[at]
             same = [one for one in memory if memory[one] is memory[source] and one is not node]
             is_free = all(position[user] <= position[node] for one in same for user in one.users)

@@ -13,10 +13,9 @@ def test_cpu_swaps_to_a_file(tmp_path):
     cpu, whole = torch.device("cpu"), torch.ones(64 * KIB, dtype=torch.uint8)
     with open_tier(cpu, capacity_bytes=64 * KIB, directory=tmp_path) as tier:
         assert (tier.name, tier.capacity_bytes) == ("file", 64 * KIB)
-    with open_tier(cpu, capacity_bytes=64 * KIB) as tier:  # somewhere
         assert tier.has_room(whole)
 
 
-def test_device_that_cannot_swap_is_named():
+def test_device_that_cannot_swap_is_named(tmp_path):
     with pytest.raises(UsageError, match="cannot swap from a meta device"):
-        open_tier(torch.device("meta"), capacity_bytes=KIB)
+        open_tier(torch.device("meta"), capacity_bytes=KIB, directory=tmp_path)

@@ -25,10 +25,10 @@ def test_journal_tells_step_stage_and_action():
     do(journal, range(4))
     journal.began_step()
     journal.began(0)
-    assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
+    assert str(journal) == "step 1, stage 1, 1RECV_F0"
     journal.ended(0)
     journal.began(1)
-    assert journal.text(journal.now) == "step 1, stage 1, 1F0"
+    assert str(journal) == "step 1, stage 1, 1F0"
 
 
 def test_events_are_those_of_the_last_step_in_order():

@@ -6,7 +6,7 @@ averaged, so that all replicas go on with the same ones; counters are the same o
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.collectives.sums import Sum
 from bayplan.running.compiled_stage import TakeGradient
 
-__all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "replica_groups"]
+__all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "own_group"]
 
 
 _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
@@ -139,16 +139,10 @@ class StageReplicas:
         return "StageReplicas()"
 
 
-def replica_groups(
-    stages: Collection[int], ranks_of: Mapping[int, Sequence[int]]
-) -> dict[int, StageReplicas]:
-    """Make the groups of some stages, on all ranks alike; returns those that this rank is in."""
-    replicas: dict[int, StageReplicas] = {}
-    for stage in sorted(stages):
-        group = distributed.new_group(sorted(ranks_of[stage]))
-        if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
-            replicas[stage] = StageReplicas(group)
-    return replicas
+def own_group(ranks: Iterable[int]) -> distributed.ProcessGroup | None:
+    """Make a process group, on all ranks at once; None on a rank that is no member."""
+    group = distributed.new_group(sorted(ranks))
+    return group if isinstance(group, distributed.ProcessGroup) else None
 
 
 class Versions:
@@ -166,7 +160,7 @@ class Versions:
     Args:
         parameters: by name, those that this rank trains.
         stages_of: by name, the rank's stages that read it.
-        lags: by stage, how many batches its backward is behind its forward.
+        lags: by stage, how many batches its backward is behind its forward; zero for most plans.
         is_vertical: whether a batch sees weights of one age in all stages.
     """
 
@@ -179,7 +173,7 @@ class Versions:
         is_vertical: bool = False,
     ) -> None:
         self.staleness: list[int] = []
-        self._parameters, self._lags = parameters, lags
+        self._parameters, self.lags = parameters, lags
         self._is_vertical = is_vertical and any(lags)
         self.refresh()
         least = {name: min(lags[stage] for stage in stages_of[name]) for name in parameters}
@@ -191,13 +185,6 @@ class Versions:
         if self._is_vertical:
             for name, parameter in parameters.items():
                 self._old[name] = deque([parameter.detach()], max(lags) - least[name] + 1)
-
-    @property
-    def lags_at_all(self) -> bool:
-        return any(self._lags)
-
-    def lag(self, stage: int) -> int:
-        return self._lags[stage]
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight that the batch sees whose forward runs now."""
@@ -225,5 +212,5 @@ class Versions:
             parameter.data = parameter.data.clone()
             if self._is_vertical:
                 self._old[name].append(parameter.detach())
-        oldest = max(self._lags) if self._is_vertical else max(self._lags[s] for s in stages)
+        oldest = max(self.lags) if self._is_vertical else max(self.lags[s] for s in stages)
         self.staleness.append(min(oldest, number))

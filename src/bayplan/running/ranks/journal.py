@@ -9,18 +9,15 @@ temporaries, scratch memory of kernels, and values that will be known by kind wh
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import Event, Lane
-from bayplan.devices.machine import cache_directory
-from bayplan.devices.meters import MemoryMeter, open_meter
+from bayplan.devices.meters import MemoryMeter
 
-__all__ = ["ActionListener", "Journal", "PeakBreakdown", "open_breakdown"]
+__all__ = ["Journal", "PeakBreakdown"]
 
 _LANES = {
     ActionKind.SEND_FORWARD: Lane.SEND,
@@ -34,23 +31,15 @@ _LANES = {
 }
 
 
-class ActionListener(Protocol):
-    """Who else wants to know what a rank does: `began` before an action, `ended` after it."""
-
-    def began(self, position: int) -> None: ...
-
-    def ended(self, position: int) -> None: ...
-
-
 class Journal:
-    """Follows one rank through its steps.
+    """Follows one rank through its steps; its text, for another thread, is the present action.
 
     Attributes:
-        now: the step and the position in its list, for whoever looks in from another thread.
+        now: the step and the position in its list.
         listener: hears of each action as well; what it takes counts for no action.
     """
 
-    listener: ActionListener | None = None
+    listener: "PeakBreakdown | None" = None
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
@@ -93,8 +82,8 @@ class Journal:
         if self.listener is not None:
             self.listener.ended(position)
 
-    def text(self, now: tuple[int, int]) -> str:
-        step, position = now
+    def __str__(self) -> str:
+        step, position = self.now
         action = self._actions[position]
         return f"step {step}, stage {action.stage}, {action}"
 
@@ -126,13 +115,6 @@ class Journal:
 
 
 Held = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-
-
-@contextmanager
-def open_breakdown(held: Held, device: torch.device) -> Iterator["PeakBreakdown"]:
-    """A breakdown with a meter of its own; what others measure stays theirs."""
-    with open_meter(device, cache_directory()) as meter:
-        yield PeakBreakdown(held, meter)
 
 
 class PeakBreakdown:

@@ -7,6 +7,7 @@ a rank never waits for its launcher.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bayplan.data.errors import ExitCode, UsageError
-from bayplan.running.ranks.failures import REPORT_MARK, find_report, last_lines, write_line
+from bayplan.running.ranks.failures import REPORT_MARK, write_line
 
 __all__ = ["LocalRank", "Supervisor", "free_port", "launch"]
 
@@ -81,6 +82,7 @@ class LocalRank:
 GRACE_SECONDS = 10.0  # for the other ranks to say why they stop
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ROUND_SECONDS = 0.05
+TAIL_BYTES = 64 * 1024  # a report is among the last things printed, and a log may be huge
 
 
 @dataclass(kw_only=True)
@@ -97,7 +99,7 @@ class Supervisor:
 
     ranks: Sequence[LocalRank]
     signals: Sequence[int]
-    timeout_seconds: float | None
+    timeout_seconds: float
     on_line: Callable[[str], None]
     signal_seconds: float
     _start_seconds: float = field(default_factory=time.monotonic)
@@ -122,24 +124,25 @@ class Supervisor:
 
     def conclude(self) -> int:
         """Make sure that a failure was told, and return the exit code."""
-        if self._failed is None and not self.signals:
-            return ExitCode.DONE
-        reports = [report for report in (find_report(rank.log) for rank in self.ranks) if report]
-        if reports and not self.signals and find_report(self.ranks[0].log) is None:
-            self.on_line(reports[0])
         if self.signals:
             return 128 + self.signals[0]
-        assert self._failed is not None, "neither a failure nor a signal"
+        if self._failed is None:
+            return ExitCode.DONE
         index, code = self._failed
-        if not reports and not self._is_late_told:
-            self.on_line(self._obituary(index, code))
+        reports = [_report(rank.log) for rank in self.ranks]
+        if reports[0] is None:  # that of rank 0 has been shown
+            report = next(filter(None, reports), None)
+            if report is not None:
+                self.on_line(report)
+            elif not self._is_late_told:
+                self.on_line(self._obituary(index, code))
         return code if code > 0 else ExitCode.BUG
 
     def _is_port_taken(self, port: int | None) -> bool:
         """Whether the store complains; None for a port that is not looked at."""
         if self._failed is None or port is None:
             return False
-        lines = self._ending_of(0, num_lines=100)
+        lines = _last_lines(self.ranks[0].log)
         return any("EADDRINUSE" in line and f"port: {port}" in line for line in lines)
 
     def _is_over(self) -> bool:
@@ -159,7 +162,8 @@ class Supervisor:
             self._grant(now_seconds + self.signal_seconds)
         if self._failed is not None:
             self._grant(now_seconds + GRACE_SECONDS)
-        if self._is_late(now_seconds):
+        is_late = now_seconds - self._start_seconds > self.timeout_seconds
+        if is_late and not self._is_late_told:
             self._tell_late()
             self._end_seconds = now_seconds
         if self._end_seconds is None or now_seconds < self._end_seconds:
@@ -167,11 +171,6 @@ class Supervisor:
         self._send(signal.SIGKILL if self._is_terminated else signal.SIGTERM)
         self._is_terminated = True
         self._end_seconds = now_seconds + KILL_SECONDS
-
-    def _is_late(self, now_seconds: float) -> bool:
-        limit = self.timeout_seconds
-        is_over = limit is not None and now_seconds - self._start_seconds > limit
-        return is_over and not self._is_late_told
 
     def _tell_late(self) -> None:
         running = [index for index, rank in enumerate(self.ranks) if rank.exit_code() is None]
@@ -200,17 +199,28 @@ class Supervisor:
                 self.on_line(line.decode(errors="replace"))
         return rest
 
-    def _ending_of(self, index: int, *, num_lines: int) -> list[str]:
-        return last_lines(self.ranks[index].log, num_lines=num_lines)
-
     def _obituary(self, index: int, code: int) -> str:
         way = (
             f"with exit code {code}"
             if code >= 0
             else f"by signal {-code} ({signal.strsignal(-code)})"
         )
-        ending = "\n  ".join(["ends with:", *self._ending_of(index, num_lines=5)])
-        return f"bayplan: rank {index} ended {way}; its log {self.ranks[index].log} {ending}"
+        log = self.ranks[index].log
+        ending = "\n  ".join(["ends with:", *_last_lines(log)[-5:]])
+        return f"bayplan: rank {index} ended {way}; its log {log} {ending}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def _report(log: Path) -> str | None:
+    """The line by which a rank told why all stop; None if this one did not."""
+    return next((line for line in _last_lines(log) if line.startswith(REPORT_MARK)), None)
 
 
 def launch(
@@ -218,7 +228,7 @@ def launch(
     *,
     num_ranks: int,
     log_folder: Path,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = math.inf,
     on_line: Callable[[str], None] = write_line,
     environment: Mapping[str, str] | None = None,
     signal_seconds: float | None = None,
@@ -242,7 +252,8 @@ def launch(
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")
     log_folder.mkdir(parents=True, exist_ok=True)
-    _remove_logs_from(num_ranks, log_folder)
+    for log in log_folder.glob("rank[0-9]*.log"):  # lest those of more ranks be read as of this run
+        log.unlink()
     signals: list[int] = []
     with _caught_signals(signals):
         for is_last in (False, True):
@@ -269,13 +280,6 @@ def launch(
             if is_whole:
                 return supervisor.conclude()
     raise AssertionError("the last try is always whole")
-
-
-def _remove_logs_from(index: int, log_folder: Path) -> None:
-    """Take away what a run of more ranks left, lest it be read as of this one."""
-    while (log := log_folder / f"rank{index}.log").exists():
-        log.unlink()
-        index += 1
 
 
 def free_port() -> int:

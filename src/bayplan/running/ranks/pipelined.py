@@ -32,12 +32,12 @@ from bayplan.running.collectives.transports import (
     Transport,
     open_peer_memory,
 )
-from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, replica_groups
+from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, own_group
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.rank_step import RankStep
 from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
 from bayplan.running.ranks.transfers import largest_by_sender
-from bayplan.running.ranks.watching import Watch, check_environment, open_watch
+from bayplan.running.ranks.watching import Watch, open_watch
 from bayplan.running.ranks.worker import Worker
 from bayplan.running.swaps.swap_space import RankSwap
 from bayplan.simulating.checking import check_rank_plan
@@ -134,7 +134,6 @@ def bind(
     watch = open_watch()
     with watch.telling():
         watch.doing = "bind, before the first step"
-        check_environment()
         given = plan if isinstance(plan, Plan) else _read(plan)
         check_torch_version(given.torch_version)
         taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
@@ -372,17 +371,14 @@ class PipelinedStep:
     @cached_property
     def _replicas(self) -> dict[int, StageReplicas]:
         """By stage of this rank, those that it synchronises BatchNorm with."""
-        ranks_of = dict(enumerate(stage.devices for stage in self._plan.stages))
-        return replica_groups(self._plan.synchronised_stages, ranks_of)
+        stages = sorted(self._plan.synchronised_stages)
+        groups = {stage: own_group(self._plan.stages[stage].devices) for stage in stages}
+        return {stage: StageReplicas(group) for stage, group in groups.items() if group is not None}
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:
         """Ranks that share a stage; groups are made in the same order everywhere."""
-        stages = self._plan.stages
-        sets = (tuple(sorted(stage.devices)) for stage in stages)
-        groups: dict[tuple[int, ...], distributed.ProcessGroup] = {}
-        for ranks in dict.fromkeys(ranks for ranks in sets if len(ranks) > 1):
-            group = distributed.new_group(list(ranks))
-            if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
-                groups[ranks] = group
-        return groups
+        shared = (stage.devices for stage in self._plan.stages if len(stage.devices) > 1)
+        rank_sets = dict.fromkeys(tuple(sorted(devices)) for devices in shared)
+        groups = {ranks: own_group(ranks) for ranks in rank_sets}
+        return {ranks: group for ranks, group in groups.items() if group is not None}

@@ -30,9 +30,10 @@ from bayplan.data.plan import RankPlan
 from bayplan.data.profile import Clock
 from bayplan.data.record import RunRecord, message_classes
 from bayplan.devices.machine import cache_directory
+from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import step_of_plan
 from bayplan.running.ranks.failures import run_to_exit
-from bayplan.running.ranks.journal import PeakBreakdown, open_breakdown
+from bayplan.running.ranks.journal import PeakBreakdown
 from bayplan.running.ranks.local_run import SharedFigures, StepLine
 from bayplan.running.ranks.pipelined import PipelinedStep, bind
 from bayplan.running.ranks.watching import open_watch
@@ -138,7 +139,8 @@ class _Training:
 
     def _run_with_breakdown(self) -> float:
         """A step in which what fills the memory is found out; takes a little longer."""
-        with open_breakdown(self._bound.held, self._device) as self._breakdown:
+        with open_meter(self._device, cache_directory()) as meter:
+            self._breakdown = PeakBreakdown(self._bound.held, meter)
             self._bound.journal.listener = self._breakdown
             try:
                 return float(self._bound(*self._batch))

@@ -18,7 +18,7 @@ shuffles gives the same batches everywhere. What cannot be taken over is compare
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
 
 import msgspec
 import torch
@@ -72,9 +72,10 @@ class BatchMark:
         distributed.all_gather(marks, own)
         rows = [mark.tolist() for mark in marks]
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        is_same_form = len({form for _, form in rows}) == 1
-        what = f"its form is the same, {self.form}, its values are not" if is_same_form else ""
-        what = what or f"rank {distributed.get_rank()} has {self.form}"
+        if len({form for _, form in rows}) == 1:
+            what = f"its form is the same, {self.form}, its values are not"
+        else:
+            what = f"rank {distributed.get_rank()} has {self.form}"
         raise UsageError(
             f"rank {', '.join(map(str, others))} was given another batch than rank 0: {what};"
             " give every rank the whole batch, the same everywhere (a loader without"
@@ -130,8 +131,8 @@ class Holdings:
             if rank not in ranks
         }
         self._is_whole = True
-        model.register_state_dict_pre_hook(self._before_state)
-        model.register_load_state_dict_pre_hook(self._before_state)
+        model.register_state_dict_pre_hook(lambda *_: self.collect())
+        model.register_load_state_dict_pre_hook(lambda *_: self.collect())
 
     def release(self) -> None:
         """Give the memory of what others hold back."""
@@ -143,9 +144,9 @@ class Holdings:
 
     def collect(self) -> None:
         """Bring everything up to date, from the first rank that holds it; on all ranks at once."""
-        for name, like in self._foreign.items():
-            tensor = self._tensors[name]
-            if not self._is_whole:
+        if not self._is_whole:
+            for name, like in self._foreign.items():
+                tensor = self._tensors[name]
                 tensor.data = torch.empty_like(like, device=tensor.device)
         for name, ranks in self._holders.items():
             if len(ranks) < distributed.get_world_size():
@@ -156,36 +157,22 @@ class Holdings:
                     tensor.copy_(whole)
         self._is_whole = True
 
-    def _before_state(self, *_: Any) -> None:
-        self.collect()
-
 
 _CHUNK_BYTES = 4 << 20  # small tensors travel together; more would only need more memory
 _FIRST = 0  # the rank whose values count
 
 
-class _Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """What must be the same before values can be taken over."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    is_trained: bool
-
-    def __str__(self) -> str:
-        size = "x".join(map(str, self.shape)) or "scalar"
-        return f"{self.name} ({size} {self.dtype}{'' if self.is_trained else ', not trained'})"
-
-
 class _Start(msgspec.Struct, frozen=True):
-    tensors: tuple[_Tensor, ...]
+    """What must be the same before values can be taken over; the optimizer and tensors in words."""
+
+    tensors: tuple[str, ...]
     optimizer: str = ""
     plan: RankPlan | None = None
 
 
 def take_model(tensors: Mapping[str, torch.Tensor]) -> None:
     """Take rank 0's parameters and buffers, on all ranks at once; `UsageError` if models differ."""
-    _start(_Start(tensors=_described_tensors(tensors)), tensors)
+    _start(_Start(_described_tensors(tensors)), tensors)
 
 
 def start_alike(
@@ -201,12 +188,10 @@ def start_alike(
         ForeignPlan: rank 0 has another plan.
         UsageError: it has another model, or optimizer.
     """
-    own = _Start(plan=plan, optimizer=_described(optimizer), tensors=_described_tensors(tensors))
-    device = _start(own, tensors)
-    state = torch.get_rng_state()
-    random_state = state.to(device)
-    distributed.broadcast(random_state, _FIRST)
-    torch.set_rng_state(random_state.to(state.device))
+    device = _start(_Start(_described_tensors(tensors), _described(optimizer), plan), tensors)
+    random_state = torch.get_rng_state().to(device)
+    take_values([random_state])
+    torch.set_rng_state(random_state.cpu())
 
 
 def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
@@ -224,14 +209,9 @@ def take_values(tensors: Sequence[torch.Tensor]) -> None:
         _take_over(group)
 
 
-def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[_Tensor, ...]:
+def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     return tuple(
-        _Tensor(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            is_trained=tensor.requires_grad,
-        )
+        f"{name} ({form_of([tensor])}{'' if tensor.requires_grad else ', not trained'})"
         for name, tensor in tensors.items()
     )
 
@@ -250,29 +230,25 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _compare(own: _Start, first: _Start) -> None:
-    rank = distributed.get_rank()
+    has_another = f"rank {distributed.get_rank()} has another"
     if own.plan != first.plan:
         names = (field.name for field in msgspec.structs.fields(RankPlan))
         apart = [name for name in names if getattr(own.plan, name) != getattr(first.plan, name)]
         raise ForeignPlan(
-            f"rank {rank} has another plan than rank {_FIRST}: they differ in {', '.join(apart)};"
-            " give all of them the same file"
+            f"{has_another} plan than rank 0: they differ in {', '.join(apart)}; give all of them"
+            " the same file"
         )
-    for number, (here, there) in enumerate(zip(own.tensors, first.tensors, strict=False)):
+    pairs = zip_longest(own.tensors, first.tensors, fillvalue="missing")
+    for number, (here, there) in enumerate(pairs):
         if here != there:
             raise UsageError(
-                f"rank {rank} has another model than rank {_FIRST}: its tensor {number} is {here},"
-                f" there it is {there}; build the same model everywhere"
+                f"{has_another} model than rank 0: its tensor {number} is {here}, there it is"
+                f" {there}; build the same model everywhere"
             )
-    if len(own.tensors) != len(first.tensors):
-        raise UsageError(
-            f"rank {rank} has another model than rank {_FIRST}: {len(own.tensors)} parameters and"
-            f" buffers, there {len(first.tensors)}; build the same model everywhere"
-        )
     if own.optimizer != first.optimizer:
         raise UsageError(
-            f"rank {rank} has another optimizer than rank {_FIRST}: {own.optimizer}, there"
-            f" {first.optimizer}; make it the same everywhere"
+            f"{has_another} optimizer than rank 0: {own.optimizer}, there {first.optimizer}; make"
+            " it the same everywhere"
         )
 
 
@@ -312,7 +288,5 @@ def _take_over(group: Sequence[torch.Tensor]) -> None:
     distributed.broadcast(whole.view(torch.uint8), _FIRST)
     if is_plain or distributed.get_rank() == _FIRST:
         return
-    begin = 0
-    for tensor in group:
-        tensor.copy_(whole[begin : begin + tensor.numel()].view(tensor.shape))
-        begin += tensor.numel()
+    for tensor, part in zip(group, whole.split([t.numel() for t in group]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -205,13 +205,13 @@ class Worker:
         """Whether there is a batch for an action in this call; NOTE [ Backward that lags ]."""
         if action.kind in _OF_FORWARD:
             return self._number < self._num_given
-        return 0 <= self._number - self.versions.lag(action.stage) < self._num_given
+        return 0 <= self._number - self.versions.lags[action.stage] < self._num_given
 
     def _settle(self) -> None:
         """Wait for sends that nothing in the list tells to be received (rule 3)."""
         self._number += 1
         self._batch = []
-        while len(self._sent) > (2 if self.versions.lags_at_all else 0):
+        while len(self._sent) > (2 if any(self.versions.lags) else 0):
             for departure in self._sent.popleft():
                 departure.wait()
 
@@ -329,7 +329,7 @@ class Worker:
         if position == self._updates[-1]:
             self.gradients.wait()
             stages = [self.actions[position].stage for position in self._updates]
-            least = min(map(self.versions.lag, stages))
+            least = min(self.versions.lags[stage] for stage in stages)
             self.versions.begin_update(stages, self._number - least)
             self.update()
             for shared in self.shared_buffers:

@@ -321,9 +321,8 @@ class PipelinedStep:
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
         )
         if self._plan.static_order:
-            parts = worker.parts.values()
-            arrivals = (way for part in parts for way in (part.arrival, part.arrival_back))
-            self._mailboxes.open(largest_by_sender(arrivals, LARGE_BYTES))
+            ways = (way for part in worker.parts.values() for way in part.ways)
+            self._mailboxes.open(largest_by_sender(ways, LARGE_BYTES))
         return worker
 
     @cached_property

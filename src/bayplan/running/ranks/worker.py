@@ -30,43 +30,42 @@ from bayplan.running.compiled_stage import CompiledStage
 from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.picking import Picker
-from bayplan.running.ranks.transfers import Arrival, Departure
+from bayplan.running.ranks.transfers import Arrival, Departure, Way
 from bayplan.simulating.pipeline import RECEIVES_AHEAD
 from bayplan.tracing.stages.drawing import Streams
 from bayplan.tracing.stages.whole import Input, InputKind
 
-__all__ = ["Part", "Worker"]
+__all__ = ["Key", "Part", "Worker"]
 
 Key = tuple[int, int]  # stage, micro-batch
 
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 _ADDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
+_VALUES, _GRADIENTS = range(2)  # the two directions
 
 
 @dataclass(frozen=True)
 class Part:
     """A rank's piece of one micro-batch in one stage: samples `begin` to `end`.
 
-    `weight` is what its loss counts in the batch's; gradients have the ways with `back`.
+    `weight` is what its loss counts in the batch's; `ways` are those of values and of gradients.
     """
 
     stage: CompiledStage
     begin: int
     end: int
     weight: float
-    arrival: Arrival
-    departure: Departure
-    arrival_back: Arrival
-    departure_back: Departure
+    ways: tuple[Way, Way]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Made:
     """Values that a part made, and how often they will still be used."""
 
     values: dict[str, torch.Tensor]
-    left: int
+    num_uses: int
 
 
 @dataclass
@@ -98,12 +97,9 @@ class Worker:
     def __post_init__(self) -> None:
         self._saved: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
         self._handed: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
-        self._made: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
-        self._made_back: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
-        self._takers = _takers(self.parts, lambda part: (part.arrival, part.departure))
-        self._takers_back = _takers(
-            self.parts, lambda part: (part.arrival_back, part.departure_back)
-        )
+        # By direction, what each part made, and how often that is used.
+        self._made = [{key: deque[_Made]() for key in self.parts} for _ in range(2)]
+        self._num_uses = [_num_uses(self.parts, direction) for direction in range(2)]
         self._calls = [self._call_of(action) for action in self.actions]
         self._sent: deque[list[Departure]] = deque()
         self._due: list[bool] = []
@@ -131,9 +127,11 @@ class Worker:
             journal.began(position)
             self._calls[position](position)
             for sent in self.retire[position]:
-                self._departure_of(self.actions[sent]).wait()
+                self._way_of(self.actions[sent]).departure.wait()
             journal.ended(position)
-        self._settle()
+        self._number += 1
+        self._batch = []
+        self._wait_for_sends(2 if any(self.versions.lags) else 0)  # rule 3
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
@@ -146,9 +144,9 @@ class Worker:
             return positions
         receives = [
             {
-                p: self._arrival_of(self.actions[p])
-                for p in positions
-                if self.actions[p].kind is kind
+                position: self._way_of(self.actions[position]).arrival
+                for position in positions
+                if self.actions[position].kind is kind
             }
             for kind in _RECEIVES
         ]
@@ -161,7 +159,7 @@ class Worker:
             self._due = due
             self._positions = [*compress(count(), due)]
             actions = [*compress(self.actions, due)]
-            self._receives = [self._arrival_of(act) for act in actions if act.kind in _RECEIVES]
+            self._receives = [self._way_of(act).arrival for act in actions if act.kind in _RECEIVES]
             self._updates = [
                 p for p in self._positions if self.actions[p].kind is ActionKind.UPDATE
             ]
@@ -176,9 +174,7 @@ class Worker:
 
     def rest(self) -> None:
         """After the last batch: wait for all sends, and begin anew with the next one."""
-        while self._sent:
-            for departure in self._sent.popleft():
-                departure.wait()
+        self._wait_for_sends(0)
         self._number = self._num_given = 0
         self.versions.settle()
 
@@ -194,12 +190,11 @@ class Worker:
             yield from (
                 (StorageKind.ACTIVATION, value) for value in values if torch.is_tensor(value)
             )
-        for queues in (self._made, self._made_back):
-            made = (made for queue in queues.values() for made in queue)
-            yield from ((MESSAGE, value) for kept in made for value in kept.values.values())
-        for part in self.parts.values():
-            ways = (part.arrival, part.departure, part.arrival_back, part.departure_back)
-            yield from ((MESSAGE, tensor) for way in ways for tensor in way.held())
+        for queue in (queue for made in self._made for queue in made.values()):
+            yield from ((MESSAGE, value) for made in queue for value in made.values.values())
+        for way in (way for part in self.parts.values() for way in part.ways):
+            yield from ((MESSAGE, tensor) for tensor in way.arrival.held())
+            yield from ((MESSAGE, tensor) for tensor in way.departure.held())
 
     def _is_due(self, action: Action) -> bool:
         """Whether there is a batch for an action in this call; NOTE [ Backward that lags ]."""
@@ -207,11 +202,9 @@ class Worker:
             return self._number < self._num_given
         return 0 <= self._number - self.versions.lags[action.stage] < self._num_given
 
-    def _settle(self) -> None:
-        """Wait for sends that nothing in the list tells to be received (rule 3)."""
-        self._number += 1
-        self._batch = []
-        while len(self._sent) > (2 if any(self.versions.lags) else 0):
+    def _wait_for_sends(self, num_calls: int) -> None:
+        """Wait for all sends but those of the last calls."""
+        while len(self._sent) > num_calls:
             for departure in self._sent.popleft():
                 departure.wait()
 
@@ -222,10 +215,10 @@ class Worker:
         if kind is ActionKind.REDUCE:
             return lambda _: self.gradients.reduce(action.index)
         if kind in _RECEIVES:
-            return lambda _: self._receive(self._arrival_of(action))
-        if kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
-            made = self._made if kind is ActionKind.SEND_FORWARD else self._made_back
-            return lambda _: self._send(self._departure_of(action), made[key])
+            return lambda _: self._receive(self._way_of(action).arrival)
+        if kind in _SENDS:
+            made = self._made[_SENDS.index(kind)][key]
+            return lambda _: self._send(self._way_of(action).departure, made)
         function = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
@@ -234,20 +227,15 @@ class Worker:
         }[kind]
         return lambda _: function(key)
 
-    def _arrival_of(self, action: Action) -> Arrival:
-        part = self.parts[action.stage, action.index]
-        is_back = action.kind is ActionKind.RECEIVE_BACKWARD
-        return part.arrival_back if is_back else part.arrival
-
-    def _departure_of(self, action: Action) -> Departure:
-        part = self.parts[action.stage, action.index]
-        is_back = action.kind is ActionKind.SEND_BACKWARD
-        return part.departure_back if is_back else part.departure
+    def _way_of(self, action: Action) -> Way:
+        """That of a send or receive."""
+        is_back = action.kind in (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
+        return self.parts[action.stage, action.index].ways[is_back]
 
     def _forward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        carried = _taken(part.arrival, self._made)
+        carried = self._taken(part, _VALUES)
         self.streams.begin = part.begin
         arguments = [self._argument(given, part, carried) for given in graph.inputs]
         carried.clear()
@@ -255,9 +243,7 @@ class Worker:
         for name, value in zip(graph.new_buffers, outputs, strict=False):
             self.tensors[name].copy_(value)
         first_sent, first_saved = len(graph.new_buffers), graph.num_forward_outputs
-        if self._takers[key]:
-            sent = dict(zip(graph.sent, outputs[first_sent:], strict=False))
-            self._made[key].append(_Made(sent, self._takers[key]))
+        self._give(key, _VALUES, dict(zip(graph.sent, outputs[first_sent:], strict=False)))
         if graph.has_loss:
             self._losses.append(outputs[first_saved - 1].double() * part.weight)
         self._saved[key].append(outputs[first_saved:])
@@ -296,7 +282,7 @@ class Worker:
     def _gradients_in(self, key: Key) -> list[Any]:
         """What a part's backward starts from: what forward saved, and gradients from others."""
         part = self.parts[key]
-        carried = _taken(part.arrival_back, self._made_back)
+        carried = self._taken(part, _GRADIENTS)
         inputs = self._saved[key].popleft()
         inputs += [carried.pop(name) for name in part.stage.graph.gradients_in]
         if part.stage.graph.has_loss:
@@ -304,13 +290,26 @@ class Worker:
         return inputs
 
     def _give_back(self, key: Key, gradients: Sequence[torch.Tensor]) -> None:
-        if self._takers_back[key]:
-            names = self.parts[key].stage.graph.gradients_out
-            values = {
-                name: gradient.clone() if self.gradients.keeps(gradient) else gradient
-                for name, gradient in zip(names, gradients, strict=True)
-            }
-            self._made_back[key].append(_Made(values, self._takers_back[key]))
+        names = self.parts[key].stage.graph.gradients_out
+        values = {
+            name: gradient.clone() if self.gradients.keeps(gradient) else gradient
+            for name, gradient in zip(names, gradients, strict=True)
+        }
+        self._give(key, _GRADIENTS, values)
+
+    def _give(self, key: Key, direction: int, values: dict[str, torch.Tensor]) -> None:
+        """Keep what a part made until its last use on this rank."""
+        num_uses = self._num_uses[direction][key]
+        if num_uses:
+            self._made[direction][key].append(_Made(values, num_uses))
+
+    def _taken(self, part: Part, direction: int) -> dict[str, torch.Tensor]:
+        """What a part gets from others and from this rank itself, the oldest first."""
+        arrival, made = part.ways[direction].arrival, self._made[direction]
+        values = arrival.take({source: made[source][0].values for source in arrival.sources})
+        for source in arrival.sources:
+            _count_use(made[source], made[source][0])
+        return values
 
     def _receive(self, arrival: Arrival) -> None:
         if self.picker is not None:
@@ -336,27 +335,16 @@ class Worker:
                 shared.average()
 
 
-def _takers(
-    parts: Mapping[Key, Part], both: Callable[[Part], tuple[Arrival, Departure]]
-) -> dict[Key, int]:
+def _num_uses(parts: Mapping[Key, Part], direction: int) -> Counter[Key]:
     """How often what each part makes is used on this rank: by its send, and by other parts."""
-    counts = {key: int(bool(both(part)[1].routes)) for key, part in parts.items()}
-    for part in parts.values():
-        for source in both(part)[0].sources:
-            counts[source] += 1
-    return counts
-
-
-def _taken(arrival: Arrival, made: Mapping[Key, deque[_Made]]) -> dict[str, torch.Tensor]:
-    """What a part gets from others and from this rank itself, the oldest first."""
-    values = arrival.take({source: made[source][0].values for source in arrival.sources})
-    for source in arrival.sources:
-        _count_use(made[source], made[source][0])
-    return values
+    ways = {key: part.ways[direction] for key, part in parts.items()}
+    uses = Counter(key for key, way in ways.items() if way.departure.routes)
+    uses.update(source for way in ways.values() for source in way.arrival.sources)
+    return uses
 
 
 def _count_use(queue: deque[_Made], made: _Made) -> None:
     """Drop it after its last use."""
-    made.left -= 1
-    if not made.left:
+    made.num_uses -= 1
+    if not made.num_uses:
         queue.remove(made)

@@ -68,13 +68,7 @@ class ToldFailure(BayplanError, SystemExit):
 
 
 def told(fault: BayplanError, *, exit_code: int) -> ToldFailure:
-    """The same error once it has been printed; whoever catches its kind still does.
-
-    Example:
-        >>> from bayplan.data.errors import UsageError
-        >>> isinstance(told(UsageError("0 ranks"), exit_code=2), UsageError)
-        True
-    """
+    """The same error once it has been printed; whoever catches its kind still does."""
     kind = type(f"Told{type(fault).__name__}", (ToldFailure, type(fault)), {})
     return kind(str(fault), exit_code=exit_code)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from bayplan.data.errors import ExitCode, UsageError
 from bayplan.running.ranks.failures import REPORT_MARK, write_line
 
-__all__ = ["LocalRank", "Supervisor", "free_port", "launch"]
+__all__ = ["LocalRank", "Supervisor", "launch"]
 
 # Runs before the rank's program and is replaced by it: the kernel then ends the rank with its
 # launcher, however that ends. 1 is PR_SET_PDEATHSIG; a launcher that died before it was set is
@@ -106,29 +106,23 @@ class Supervisor:
     _end_seconds: float | None = None  # when SIGTERM is due, and after it SIGKILL
     _is_terminated: bool = False
     _is_late_told: bool = False
-    _failed: tuple[int, int] | None = None  # rank and code of the first that failed
+    _failed: tuple[int, int] | None = None  # exit code and rank of the first that failed
     _num_passed_on: int = 0
 
-    def wait(self, *, port: int | None) -> bool:
-        """Wait until all have ended; False as soon as rank 0 says that the port is taken."""
+    def wait(self) -> int:
+        """Wait until all have ended, make sure that a failure is told; returns the exit code."""
         with self.ranks[0].log.open("rb") as log:
             rest = b""
             while not self._is_over():
                 rest = self._show(rest + log.read())
                 time.sleep(ROUND_SECONDS)
                 self._act()
-                if self._is_port_taken(port):
-                    return False
             self._show(rest + log.read() + b"\n")
-        return not self._is_port_taken(port)
-
-    def conclude(self) -> int:
-        """Make sure that a failure was told, and return the exit code."""
         if self.signals:
             return 128 + self.signals[0]
         if self._failed is None:
             return ExitCode.DONE
-        index, code = self._failed
+        code, index = self._failed
         reports = [_report(rank.log) for rank in self.ranks]
         if reports[0] is None:  # that of rank 0 has been shown
             report = next(filter(None, reports), None)
@@ -138,19 +132,12 @@ class Supervisor:
                 self.on_line(self._obituary(index, code))
         return code if code > 0 else ExitCode.BUG
 
-    def _is_port_taken(self, port: int | None) -> bool:
-        """Whether the store complains; None for a port that is not looked at."""
-        if self._failed is None or port is None:
-            return False
-        lines = _last_lines(self.ranks[0].log)
-        return any("EADDRINUSE" in line and f"port: {port}" in line for line in lines)
-
     def _is_over(self) -> bool:
         codes = [rank.exit_code() for rank in self.ranks]
         if self._failed is None:
             # Of several that ended in one round, the one that was killed did not follow another.
             failed = [(code, index) for index, code in enumerate(codes) if code]
-            self._failed = next(((index, code) for code, index in sorted(failed)), None)
+            self._failed = min(failed, default=None)
         return all(code is not None for code in codes)
 
     def _act(self) -> None:
@@ -178,7 +165,7 @@ class Supervisor:
             f"bayplan: ranks {', '.join(map(str, running))} still ran after "
             f"{self.timeout_seconds:.1f} s, the limit of the whole run; all are ended"
         )
-        self._failed = self._failed or (min(running, default=0), ExitCode.BUG)
+        self._failed = self._failed or (ExitCode.BUG, min(running, default=0))
         self._is_late_told = True
 
     def _grant(self, end_seconds: float) -> None:
@@ -255,41 +242,36 @@ def launch(
     for log in log_folder.glob("rank[0-9]*.log"):  # lest those of more ranks be read as of this run
         log.unlink()
     signals: list[int] = []
-    with _caught_signals(signals):
-        for is_last in (False, True):
-            port = free_port()
-            ranks: list[LocalRank] = []
-            try:
-                for index in range(num_ranks):
-                    log = log_folder / f"rank{index}.log"
-                    variables = _environment(index, num_ranks, port, environment or {})
-                    ranks.append(
-                        LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
-                    )
-                supervisor = Supervisor(
-                    ranks=ranks,
-                    signals=signals,
-                    timeout_seconds=timeout_seconds,
-                    on_line=on_line,
-                    signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
-                )
-                is_whole = supervisor.wait(port=None if is_last else port)
-            finally:
-                for rank in ranks:
-                    rank.end()
-            if is_whole:
-                return supervisor.conclude()
-    raise AssertionError("the last try is always whole")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_caught_signals(signals))
+        port = stack.enter_context(_held_port())
+        ranks: list[LocalRank] = []
+        for index in range(num_ranks):
+            log = log_folder / f"rank{index}.log"
+            variables = _environment(index, num_ranks, port, environment or {})
+            rank = LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
+            stack.callback(rank.end)
+            ranks.append(rank)
+        return Supervisor(
+            ranks=ranks,
+            signals=signals,
+            timeout_seconds=timeout_seconds,
+            on_line=on_line,
+            signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
+        ).wait()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on.
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that rank 0 can listen on, and that no other process is given meanwhile.
 
-    Another process may take it before rank 0 does; `launch` then tries once more.
+    A socket that is bound keeps others away. Those that reuse addresses, as torch's store does,
+    may still listen, as long as this one does not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _environment(index: int, num_ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ stages of this rank.
 import atexit
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -352,17 +352,16 @@ class PipelinedStep:
     def _sums(self) -> dict[tuple[int, ...], Sums]:
         """Over ranks that share gradients; made in the same order everywhere."""
         parameters = dict(self._model.named_parameters())
-        needed: dict[tuple[int, ...], int] = {}
+        needed_bytes: Counter[tuple[int, ...]] = Counter()
         for bucket in self._plan.buckets:
             stages = (self._plan.stages[stage] for stage in bucket.stages)
             ranks = tuple(sorted({rank for stage in stages for rank in stage.devices}))
             members = [parameters[name] for name in bucket.parameters if name in parameters]
             count = sum(member.numel() for member in members)
-            size_bytes = room_bytes(count, members[0].dtype) if members else 0
-            needed[ranks] = needed.get(ranks, 0) + size_bytes
+            needed_bytes[ranks] += room_bytes(count, members[0].dtype) if members else 0
         all_sums = {
             ranks: self._topology.sums(ranks, size_bytes)
-            for ranks, size_bytes in needed.items()
+            for ranks, size_bytes in needed_bytes.items()
             if len(ranks) > 1
         }
         return {ranks: sums for ranks, sums in all_sums.items() if sums is not None}

@@ -295,9 +295,8 @@ class Arrival:
         return tuple(dict.fromkeys(route.source for route in self.local))
 
     def post(self) -> None:
-        self._make_room()
         for route in self.routes:
-            values = [self._values[name] for name in route.names]
+            values = [self._value(form) for form in route.here.forms]
             landing = None if self._adds(route.here.forms[0]) else route.here.in_one_piece(values)
             is_packed = landing is None
             if landing is None:
@@ -318,11 +317,12 @@ class Arrival:
 
     def take(self, made: Mapping[tuple[int, int], Values]) -> dict[str, torch.Tensor]:
         """All values, with those that this rank has `made` itself, by (stage, micro-batch)."""
-        if not self.routes:
-            self._make_room()
         for route in self.local:
             for form in route.here.forms:
                 self._hand_over(route, form, made[route.source][form.name])
+        for form in self.forms:
+            if self._adds(form):  # a sum of no parts is zero: its parts all went to other pieces
+                self._value(form)
         values, self._values = self._values, {}
         for form in self.forms:
             if form.repeated:  # it travels once and is read several times over
@@ -337,12 +337,10 @@ class Arrival:
             joined = form.joined(part)
             self._values[form.name] = joined.clone() if route.is_shared else joined
             return
-        if form.name not in self._values:
-            self._values[form.name] = self._room(form)
         self._put(form, route, part)
 
     def _put(self, form: Form, route: Route, part: torch.Tensor) -> None:
-        room = form.part(self._values[form.name], route.here.begin, route.here.end)
+        room = form.part(self._value(form), route.here.begin, route.here.end)
         if self._adds(form):
             room.add_(part)
         else:
@@ -351,20 +349,12 @@ class Arrival:
     def _adds(self, form: Form) -> bool:
         return self.is_sum and form.dimension is None
 
-    def _room(self, form: Form) -> torch.Tensor:
-        room = form.empty(self.num_samples, self.device)
-        return room.zero_() if self._adds(form) else room
-
-    def _make_room(self) -> None:
-        for form in self._roomed:
-            self._values[form.name] = self._room(form)
-
-    @cached_property
-    def _roomed(self) -> tuple[Form, ...]:
-        """What needs room before it comes."""
-        named = {name for route in self.routes for name in route.names}
-        # A sum of no parts is zero: its parts all went to other pieces.
-        return tuple(form for form in self.forms if form.name in named or self._adds(form))
+    def _value(self, form: Form) -> torch.Tensor:
+        """What has come so far, with room for the rest."""
+        if form.name not in self._values:
+            room = form.empty(self.num_samples, self.device)
+            self._values[form.name] = room.zero_() if self._adds(form) else room
+        return self._values[form.name]
 
 
 @dataclass(frozen=True)

@@ -74,14 +74,7 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes from the first to the last element, gaps included.
-
-        Example:
-            >>> Layout.of(torch.zeros(4, 10)[:, :3]).size_bytes  # 33 numbers apart, 12 of its own
-            132
-            >>> Layout.of(torch.zeros(1, 3).expand(1000, 3)).size_bytes
-            12
-        """
+        """Bytes from the first to the last element, gaps included."""
         if 0 in self.shape:
             return 0
         reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))

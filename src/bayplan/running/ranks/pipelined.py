@@ -8,8 +8,9 @@ stages of this rank.
 import atexit
 import math
 import os
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,10 @@ def bind(
         taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
         _check_world_size(taken)
         _check_optimizer(model, optimizer)
-        tensors = own_tensors(TrainingStep(model=model, batch=(), loss_fn=loss_fn))
-        start_alike(taken, tensors, optimizer)
+        step = TrainingStep(model=model, batch=(), loss_fn=loss_fn, autocast=autocast)
+        start_alike(taken, own_tensors(step), optimizer)
         place = RankSwap(distributed.get_rank(), None if swap is None else Path(swap), swap_bytes)
-        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch, place)
+        return PipelinedStep(step, optimizer, taken, watch, place)
 
 
 def _read(path: Path | str | None) -> Plan:
@@ -193,17 +194,14 @@ class PipelinedStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        step: TrainingStep,
         optimizer: torch.optim.Optimizer,
         plan: RankPlan,
-        loss_fn: LossFunction,
-        autocast: torch.dtype | None,
         watch: Watch,
         swap: RankSwap,
     ) -> None:
-        self._swap = swap
-        self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
+        self._step, self._optimizer, self._plan = step, optimizer, plan
+        self._watch, self._swap = watch, swap
         self._rank = distributed.get_rank()
         self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
@@ -211,6 +209,7 @@ class PipelinedStep:
         self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
+        self._sums: Mapping[tuple[int, ...], Sums] = {}  # by ranks that share gradients
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
         watch.doing = self.journal
 
@@ -236,8 +235,6 @@ class PipelinedStep:
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that others share, which no meter of the process counts."""
-        if self._kept is None:  # none before the first step, and to make it takes all ranks
-            return 0
         return sum(sums.shared_bytes for sums in self._sums.values())
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -260,14 +257,17 @@ class PipelinedStep:
         self._num_batches += 1
         self._watch.batch = (self._num_batches, mark.form)
         if mark.form not in self._workers:
-            self._workers[mark.form] = self._prepared(batch, self.num_samples)
+            self._workers[mark.form] = self._prepared(batch)
         worker = self._workers[mark.form]
         if self._lag and worker is not self._worker:
             self.flush()  # what is in flight has another size
         self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        return self._loss(worker.run(batch_tensors(batch), self.journal), mark)
+        part = worker.run(batch_tensors(batch), self.journal)
+        self._marks.append(mark)
+        sums = self._loss_sums.add(mark.beside(part))
+        return torch.full((), math.nan, dtype=part.dtype) if sums is None else self._checked(sums)
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
@@ -281,14 +281,6 @@ class PipelinedStep:
                 self._worker.rest()
             return [self._checked(sums) for sums in self._loss_sums.rest()]
 
-    def _loss(self, part: torch.Tensor, mark: BatchMark) -> torch.Tensor:
-        """The loss of the batch that is due: this one, or with stale weights an earlier one."""
-        self._marks.append(mark)
-        sums = self._loss_sums.add(mark.beside(part))
-        if sums is None:
-            return torch.full((), math.nan, dtype=part.dtype)
-        return self._checked(sums)
-
     def _checked(self, sums: torch.Tensor) -> torch.Tensor:
         """A loss, once it is known that all ranks had the same batch."""
         self._marks.popleft().check(sums)
@@ -298,24 +290,22 @@ class PipelinedStep:
     def _lag(self) -> int:
         return max(self._plan.lags, default=0)
 
-    def _prepared(self, batch: Batch, num_samples: int) -> Worker:
+    def _prepared(self, batch: Batch) -> Worker:
         if self._holdings is not None:
             self._holdings.collect()  # the model is traced again, for which it must be whole
         preparation = RankStep(
             plan=self._plan,
-            step=TrainingStep(
-                model=self._model, batch=batch, loss_fn=self._loss_fn, autocast=self._autocast
-            ),
+            step=replace(self._step, batch=batch),
             rank=self._rank,
-            num_samples=num_samples,
-            has_tags=backend_of(_device_of(self._model)) == "gloo",
+            has_tags=backend_of(self._device) == "gloo",
             swap=self._swap,
             replicas=self._replicas,
             transports=self._transports,
         )
         preparation.check()
         if self._kept is None:
-            self._holdings = Holdings(self._model, preparation.holders(), self._rank)
+            self._holdings = Holdings(self._step.model, preparation.holders(), self._rank)
+            self._sums = preparation.sums(self._topology)
             self._kept = preparation.gradients(self._sums), preparation.versions()
         worker = preparation.worker(
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
@@ -325,9 +315,13 @@ class PipelinedStep:
             self._mailboxes.open(largest_by_sender(ways, LARGE_BYTES))
         return worker
 
+    @property
+    def _device(self) -> torch.device:
+        return _device_of(self._step.model)
+
     @cached_property
     def _topology(self) -> RankTopology:
-        return open_topology(_device_of(self._model))
+        return open_topology(self._device)
 
     @cached_property
     def _mailboxes(self) -> Mailboxes:
@@ -347,24 +341,6 @@ class PipelinedStep:
     def _loss_sums(self) -> LossSums:
         ranks = range(distributed.get_world_size())
         return LossSums(self._topology.sums(ranks, LossSums.needed_bytes(self._lag)), self._lag)
-
-    @cached_property
-    def _sums(self) -> dict[tuple[int, ...], Sums]:
-        """Over ranks that share gradients; made in the same order everywhere."""
-        parameters = dict(self._model.named_parameters())
-        needed_bytes: Counter[tuple[int, ...]] = Counter()
-        for bucket in self._plan.buckets:
-            stages = (self._plan.stages[stage] for stage in bucket.stages)
-            ranks = tuple(sorted({rank for stage in stages for rank in stage.devices}))
-            members = [parameters[name] for name in bucket.parameters if name in parameters]
-            count = sum(member.numel() for member in members)
-            needed_bytes[ranks] += room_bytes(count, members[0].dtype) if members else 0
-        all_sums = {
-            ranks: self._topology.sums(ranks, size_bytes)
-            for ranks, size_bytes in needed_bytes.items()
-            if len(ranks) > 1
-        }
-        return {ranks: sums for ranks, sums in all_sums.items() if sums is not None}
 
     @cached_property
     def _replicas(self) -> dict[int, StageReplicas]:

@@ -4,6 +4,7 @@ Each check trusts those before it: stages that are cut from other operators have
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,7 +24,8 @@ from bayplan.planning.pipelines.stage_orders import StageSearch
 from bayplan.prepared_stages import PreparedStages
 from bayplan.rewriting.synchronised_norm import Replicas
 from bayplan.running.collectives.bucket_sums import GradientBucket
-from bayplan.running.collectives.sums import Sums
+from bayplan.running.collectives.sums import Sums, room_bytes
+from bayplan.running.collectives.topology import RankTopology
 from bayplan.running.collectives.transports import Transport
 from bayplan.running.compiled_stage import KEEP_ALL, CompiledStage, compile_stage
 from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
@@ -42,7 +44,7 @@ from bayplan.tracing.stages.drawing import Streams, find_draws
 from bayplan.tracing.stages.staged import StagedStep
 from bayplan.tracing.stages.synchronising import norms_to_synchronise, synchronised_buffers
 from bayplan.tracing.stages.whole import Samples
-from bayplan.tracing.stages.whole_trace import batch_tensors, named_tensors
+from bayplan.tracing.stages.whole_trace import batch_tensors, named_tensors, num_samples_of
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = [
@@ -136,7 +138,6 @@ class RankStep:
     plan: RankPlan
     step: TrainingStep
     rank: int
-    num_samples: int
     has_tags: bool
     swap: RankSwap
     replicas: Mapping[int, Replicas] = field(default_factory=dict)
@@ -185,12 +186,22 @@ class RankStep:
         loose = loosen(self.pipeline, self.rank, own, in_flight=in_flight, lags=self.lags)
         return Picker(loose.needs, loose.takers, RECEIVES_AHEAD), loose.retire
 
-    def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
-        """Of the parameters that this rank trains.
+    def sums(self, topology: RankTopology) -> dict[tuple[int, ...], Sums]:
+        """By ranks that share gradients, those that this rank takes part in.
 
-        Args:
-            sums: by ranks that share gradients, each that this rank takes part in.
+        To be called on all ranks, which make them in the same order.
         """
+        tensors = named_tensors(self.step)
+        needed_bytes: Counter[tuple[int, ...]] = Counter()
+        for number, ranks in self.pipeline.members.items():
+            members = [tensors[name] for name in self.plan.buckets[number].parameters]
+            count = sum(member.numel() for member in members)
+            needed_bytes[ranks] += room_bytes(count, members[0].dtype)
+        of_all = {ranks: topology.sums(ranks, size) for ranks, size in needed_bytes.items()}
+        return {ranks: sums for ranks, sums in of_all.items() if sums is not None}
+
+    def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
+        """Of the parameters that this rank trains; `sums` by the method above."""
         buckets = {
             number: GradientBucket(self.plan.buckets[number].parameters, sums[ranks])
             for number, ranks in self.pipeline.members.items()
@@ -233,6 +244,10 @@ class RankStep:
                     by_dtype.setdefault(tensors[name].dtype, []).append(tensors[name])
             if ranks in groups:
                 yield from (SharedBuffers(own, groups[ranks]) for own in by_dtype.values())
+
+    @cached_property
+    def num_samples(self) -> int:
+        return num_samples_of(self.step.batch)
 
     @cached_property
     def pipeline(self) -> Pipeline:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.running.ranks.failures import REPORT_MARK, ToldFailure, is_symptom
-from bayplan.running.ranks.judging import Board, Entry
+from bayplan.running.ranks.judging import Board, Entry, Verdict
 from bayplan.running.ranks.watching import Watch, host_of_store
 
 pytestmark = pytest.mark.alone  # who is too busy to say that it lives counts as lost
@@ -190,8 +190,11 @@ def test_an_entry_survives_the_board():
     store = dist.HashStore()
     boards = [Board(store, rank=r, world_size=2, patience_seconds=5.0) for r in range(2)]
     entry = Entry(beat=1, process=7, host="café", doing="0F0")
-    assert boards[0].exchange(entry) == {}
-    assert boards[1].exchange(entry) == {0: entry}
+    assert boards[0].exchange(entry) == ({}, None)
+    assert boards[1].exchange(entry) == ({0: entry}, None)
+    verdict = Verdict(rank=0, text="", exit_code=1, speaker=1)
+    assert boards[1].agree(verdict) == verdict
+    assert boards[0].exchange(entry) == ({1: entry}, verdict)
 
 
 def test_a_silence_of_no_length_is_refused():

@@ -130,7 +130,7 @@ class PeakBreakdown:
         self._held, self._meter = held, meter
         self._now: Counter[str] = Counter()
         self._fullest: Counter[str] = Counter()
-        self._most_bytes: int | None = None
+        self._most_bytes = -1
 
     def began(self, position: int) -> None:
         self._now = self._counted()
@@ -138,7 +138,7 @@ class PeakBreakdown:
 
     def ended(self, position: int) -> None:
         peak_bytes = self._meter.peak_bytes
-        if self._most_bytes is None or peak_bytes > self._most_bytes:
+        if peak_bytes > self._most_bytes:
             self._most_bytes, self._fullest = peak_bytes, self._now
 
     def by_kind(self, peak_bytes: int) -> dict[str, int]:

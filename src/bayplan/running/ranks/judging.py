@@ -98,19 +98,16 @@ class Board:
         self, store: dist.Store, *, rank: int, world_size: int, patience_seconds: float
     ) -> None:
         self._rank = rank
-        self._unknown = set(range(world_size)) - {rank}  # those that have written nothing yet
-        self._known: list[int] = []
+        self._unheard = set(range(world_size)) - {rank}  # those that have written nothing yet
+        self._heard: list[int] = []
         self._patience_seconds = patience_seconds
         self._gone: str | None = None  # why; a store never comes back, so nobody waits for it twice
         self._lane = CopyThread("bayplan-board")
         self._store = self._call(lambda: _own_store(store, rank))
 
-    def exchange(self, own: Entry) -> dict[int, Entry]:
-        """Write the own entry and read those of the others that have written one."""
+    def exchange(self, own: Entry) -> tuple[dict[int, Entry], Verdict | None]:
+        """Write the own entry; read those of the others that have written one, and the verdict."""
         return self._call(lambda: self._exchange(own))
-
-    def verdict(self) -> Verdict | None:
-        return self._call(self._read_verdict)
 
     def agree(self, verdict: Verdict) -> Verdict:
         """Propose a verdict and return the one that holds: that of the first to propose."""
@@ -134,21 +131,18 @@ class Board:
     def num_left(self) -> int:
         return self._call(lambda: self._store.add("left", 0))
 
-    def _exchange(self, own: Entry) -> dict[int, Entry]:
+    def _exchange(self, own: Entry) -> tuple[dict[int, Entry], Verdict | None]:
         self._store.set(_key(self._rank), msgspec.json.encode(own).decode())
         # Reading a key that is not there yet would block, so each is looked for first.
-        heard = {rank for rank in self._unknown if self._store.check([_key(rank)])}
-        self._unknown -= heard
-        self._known = sorted({*self._known, *heard})
-        keys = [_key(rank) for rank in self._known]
-        values = self._store.multi_get(keys) if keys else []
+        heard = {rank for rank in self._unheard if self._store.check([_key(rank)])}
+        self._unheard -= heard
+        self._heard += heard
+        values = self._store.multi_get(list(map(_key, self._heard))) if self._heard else []
         entries = (msgspec.json.decode(value, type=Entry) for value in values)
-        return dict(zip(self._known, entries, strict=True))
-
-    def _read_verdict(self) -> Verdict | None:
-        if not self._store.check(["verdict"]):
-            return None
-        return msgspec.json.decode(self._store.get("verdict"), type=Verdict)
+        verdict = None
+        if self._store.check(["verdict"]):
+            verdict = msgspec.json.decode(self._store.get("verdict"), type=Verdict)
+        return dict(zip(self._heard, entries, strict=True)), verdict
 
     def _call(self, ask: Callable[[], T]) -> T:
         if self._gone is not None:

@@ -39,10 +39,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 class LocalRank:
     """One process with its session and its log, which gets its stderr and is replaced.
 
-    Args:
-        arguments: what follows `python` on a command line.
-        environment: all its variables.
-        has_stdout: it prints to our stdout, and to the log otherwise.
+    With `has_stdout` it prints to our stdout, and to the log otherwise.
     """
 
     def __init__(
@@ -92,8 +89,6 @@ class Supervisor:
     Args:
         ranks: all of them, running; whoever started them ends what is left of them.
         signals: those sent to this process, still growing.
-        timeout_seconds: how long all of it may take.
-        on_line: gets what is to be shown.
         signal_seconds: what ranks have to end in after a signal was passed on.
     """
 
@@ -229,7 +224,6 @@ def launch(
 
     Args:
         arguments: what follows `python` on a command line.
-        num_ranks: how many to start.
         log_folder: made if missing; logs in it are replaced, those of more ranks removed.
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.

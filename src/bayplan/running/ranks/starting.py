@@ -103,14 +103,10 @@ def form_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _few_values(tensor: torch.Tensor) -> bytes:
-    if not tensor.dim():
-        return _bytes_of(tensor.reshape(1))
-    first, last = tensor[0].reshape(-1), tensor[-1].reshape(-1)
-    return _bytes_of(first[:_NUM_VALUES]) + _bytes_of(last[-_NUM_VALUES:])
-
-
-def _bytes_of(values: torch.Tensor) -> bytes:
-    return values.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    first, last = rows[0].reshape(-1)[:_NUM_VALUES], rows[-1].reshape(-1)[-_NUM_VALUES:]
+    values = torch.cat([first, last]).detach()
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 class Holdings:
@@ -218,15 +214,8 @@ def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
     """What replicas of a parameter must share, in words."""
-    groups = (
-        ", ".join(
-            f"{len(value)} parameters" if key == "params" else f"{key}={value}"
-            for key, value in group.items()
-            if not key.startswith("_")
-        )
-        for group in optimizer.param_groups
-    )
-    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"{' '.join(repr(optimizer).split())} of {sizes} parameters"
 
 
 def _compare(own: _Start, first: _Start) -> None:

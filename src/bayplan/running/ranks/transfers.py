@@ -27,6 +27,7 @@ __all__ = [
     "Form",
     "Parcel",
     "Route",
+    "Values",
     "Way",
     "largest_by_sender",
 ]

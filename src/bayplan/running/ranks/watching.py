@@ -133,8 +133,7 @@ class Watch:
     ) -> None:
         if not silence_seconds > 0:
             raise ValueError(f"silence_seconds is {silence_seconds}, must be more than 0")
-        self._rank, self._world_size, self._host = rank, world_size, host
-        self._end = end
+        self._rank, self._host, self._end = rank, host, end
         self._silence_seconds = silence_seconds
         self._interval_seconds = min(1.0, silence_seconds / 4)
         self._beat = 0
@@ -146,8 +145,23 @@ class Watch:
         self._told: Verdict | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        if world_size > 1:
-            self._open(store)
+        if world_size == 1:
+            return
+        self._judge = Judge(
+            rank=rank,
+            world_size=world_size,
+            silence_seconds=silence_seconds,
+            longest_round_seconds=2 * self._interval_seconds,
+        )
+        try:
+            self._board = Board(
+                store, rank=rank, world_size=world_size, patience_seconds=silence_seconds
+            )
+        except BoardGone as gone:
+            message = f"rank {rank} cannot open its watch: {gone}; is the store's host alive?"
+            raise RankFailure(message) from gone
+        self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "Watch":
         if self._thread is not None:
@@ -212,26 +226,6 @@ class Watch:
         self._is_done = True
         self._finish()
 
-    def _open(self, store: dist.Store) -> None:
-        self._judge = Judge(
-            rank=self._rank,
-            world_size=self._world_size,
-            silence_seconds=self._silence_seconds,
-            longest_round_seconds=2 * self._interval_seconds,
-        )
-        try:
-            self._board = Board(
-                store,
-                rank=self._rank,
-                world_size=self._world_size,
-                patience_seconds=self._silence_seconds,
-            )
-        except BoardGone as gone:
-            message = f"rank {self._rank} cannot open its watch: {gone}; is the store's host alive?"
-            raise RankFailure(message) from gone
-        self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
-        self._thread.start()
-
     def _finish(self) -> None:
         """Let the thread write its last entry, and stay until those who must have read it."""
         thread, self._thread = self._thread, None
@@ -292,9 +286,9 @@ class Watch:
             is_done=self._is_done,
             failure=self._failure,
         )
-        entries = self._board.exchange(own)
+        entries, agreed = self._board.exchange(own)
         self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds)
-        verdict = self._board.verdict() or self._judge.verdict()
+        verdict = agreed or self._judge.verdict()
         return None if verdict is None else self._board.agree(verdict)
 
     def _is_due(self) -> bool:

@@ -30,7 +30,7 @@ from bayplan.running.compiled_stage import CompiledStage
 from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.picking import Picker
-from bayplan.running.ranks.transfers import Arrival, Departure, Way
+from bayplan.running.ranks.transfers import Arrival, Departure, Values, Way
 from bayplan.simulating.pipeline import RECEIVES_AHEAD
 from bayplan.tracing.stages.drawing import Streams
 from bayplan.tracing.stages.whole import Input, InputKind
@@ -58,14 +58,6 @@ class Part:
     end: int
     weight: float
     ways: tuple[Way, Way]
-
-
-@dataclass(eq=False)
-class _Made:
-    """Values that a part made, and how often they will still be used."""
-
-    values: dict[str, torch.Tensor]
-    num_uses: int
 
 
 @dataclass
@@ -97,9 +89,7 @@ class Worker:
     def __post_init__(self) -> None:
         self._saved: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
         self._handed: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
-        # By direction, what each part made, and how often that is used.
-        self._made = [{key: deque[_Made]() for key in self.parts} for _ in range(2)]
-        self._num_uses = [_num_uses(self.parts, direction) for direction in range(2)]
+        self._made = [_queues(self.parts, direction) for direction in (_VALUES, _GRADIENTS)]
         self._calls = [self._call_of(action) for action in self.actions]
         self._sent: deque[list[Departure]] = deque()
         self._due: list[bool] = []
@@ -190,8 +180,9 @@ class Worker:
             yield from (
                 (StorageKind.ACTIVATION, value) for value in values if torch.is_tensor(value)
             )
-        for queue in (queue for made in self._made for queue in made.values()):
-            yield from ((MESSAGE, value) for made in queue for value in made.values.values())
+        queues = (queue for made in self._made for own in made.values() for queue in own.values())
+        for values in (values for queue in queues for values in queue):
+            yield from ((MESSAGE, value) for value in values.values())
         for way in (way for part in self.parts.values() for way in part.ways):
             yield from ((MESSAGE, tensor) for tensor in way.arrival.held())
             yield from ((MESSAGE, tensor) for tensor in way.departure.held())
@@ -235,7 +226,7 @@ class Worker:
     def _forward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        carried = self._taken(part, _VALUES)
+        carried = self._taken(key, _VALUES)
         self.streams.begin = part.begin
         arguments = [self._argument(given, part, carried) for given in graph.inputs]
         carried.clear()
@@ -282,7 +273,7 @@ class Worker:
     def _gradients_in(self, key: Key) -> list[Any]:
         """What a part's backward starts from: what forward saved, and gradients from others."""
         part = self.parts[key]
-        carried = self._taken(part, _GRADIENTS)
+        carried = self._taken(key, _GRADIENTS)
         inputs = self._saved[key].popleft()
         inputs += [carried.pop(name) for name in part.stage.graph.gradients_in]
         if part.stage.graph.has_loss:
@@ -298,18 +289,13 @@ class Worker:
         self._give(key, _GRADIENTS, values)
 
     def _give(self, key: Key, direction: int, values: dict[str, torch.Tensor]) -> None:
-        """Keep what a part made until its last use on this rank."""
-        num_uses = self._num_uses[direction][key]
-        if num_uses:
-            self._made[direction][key].append(_Made(values, num_uses))
+        for queue in self._made[direction][key].values():
+            queue.append(values)
 
-    def _taken(self, part: Part, direction: int) -> dict[str, torch.Tensor]:
+    def _taken(self, key: Key, direction: int) -> dict[str, torch.Tensor]:
         """What a part gets from others and from this rank itself, the oldest first."""
-        arrival, made = part.ways[direction].arrival, self._made[direction]
-        values = arrival.take({source: made[source][0].values for source in arrival.sources})
-        for source in arrival.sources:
-            _count_use(made[source], made[source][0])
-        return values
+        arrival, made = self.parts[key].ways[direction].arrival, self._made[direction]
+        return arrival.take({source: made[source][key].popleft() for source in arrival.sources})
 
     def _receive(self, arrival: Arrival) -> None:
         if self.picker is not None:
@@ -319,10 +305,9 @@ class Worker:
             self._next += 1
         arrival.wait()
 
-    def _send(self, departure: Departure, made: deque[_Made]) -> None:
-        departure.send(made[-1].values)
+    def _send(self, departure: Departure, made: Mapping[Key | None, deque[Values]]) -> None:
+        departure.send(made[None].popleft())
         self._sent[-1].append(departure)
-        _count_use(made, made[-1])
 
     def _update(self, position: int) -> None:
         if position == self._updates[-1]:
@@ -335,16 +320,18 @@ class Worker:
                 shared.average()
 
 
-def _num_uses(parts: Mapping[Key, Part], direction: int) -> Counter[Key]:
-    """How often what each part makes is used on this rank: by its send, and by other parts."""
-    ways = {key: part.ways[direction] for key, part in parts.items()}
-    uses = Counter(key for key, way in ways.items() if way.departure.routes)
-    uses.update(source for way in ways.values() for source in way.arrival.sources)
-    return uses
+def _queues(
+    parts: Mapping[Key, Part], direction: int
+) -> dict[Key, dict[Key | None, deque[Values]]]:
+    """For what each part makes, a queue for each user on this rank: a part, or None for its send.
 
-
-def _count_use(queue: deque[_Made], made: _Made) -> None:
-    """Drop it after its last use."""
-    made.num_uses -= 1
-    if not made.num_uses:
-        queue.remove(made)
+    Values are released when the last of them has taken them.
+    """
+    queues: dict[Key, dict[Key | None, deque[Values]]] = {key: {} for key in parts}
+    for key, part in parts.items():
+        way = part.ways[direction]
+        if way.departure.routes:
+            queues[key][None] = deque()
+        for source in way.arrival.sources:
+            queues[source][key] = deque()
+    return queues

@@ -270,12 +270,10 @@ class PinnedLane:
         self._under_way: dict[Any, torch.Tensor] = {}  # by the event that ends the copy
 
     def start_out(self, source: torch.Tensor, offset_bytes: int) -> Wait:
-        slot = self._slot(offset_bytes, source)
-        return self._start(target=slot, source=source, extent=source)
+        return self._start(self._slot(offset_bytes, source), source, extent=source)
 
     def start_in(self, offset_bytes: int, target: torch.Tensor) -> Wait:
-        slot = self._slot(offset_bytes, target)
-        return self._start(target=target, source=slot, extent=target)
+        return self._start(target, self._slot(offset_bytes, target), extent=target)
 
     def close(self) -> None:
         """Finish what is queued and unpin the memory; a second call does nothing."""
@@ -286,7 +284,7 @@ class PinnedLane:
     def _slot(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         return self._memory[offset_bytes : offset_bytes + len(like)]
 
-    def _start(self, *, target: torch.Tensor, source: torch.Tensor, extent: torch.Tensor) -> Wait:
+    def _start(self, target: torch.Tensor, source: torch.Tensor, *, extent: torch.Tensor) -> Wait:
         self._stream.wait_stream(self._module.current_stream(self.device))  # rule 1
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -133,13 +134,17 @@ def _matmul(device: torch.device) -> Callable[[], float]:
     factor = torch.ones(size, size, device=device)
     product = torch.empty_like(factor)
 
-    def compute() -> float:
-        start = time.perf_counter()
+    def compute() -> None:
         torch.mm(factor, factor, out=product)
         _synchronize(device)
-        return time.perf_counter() - start
 
-    return compute
+    return partial(_timed, compute)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _repeat(
@@ -204,24 +209,21 @@ def _called_seconds(swapper: Swapper) -> Iterator[float]:
     Between operators, code and data of a call are in no cache, and it takes many times as long as
     right after another.
     """
-    device = swapper.store.device
-    tensor = torch.ones(_CALLED_BYTES, dtype=torch.uint8, device=device)
+    tensor = torch.ones(_CALLED_BYTES, dtype=torch.uint8, device=swapper.store.device)
     caches = torch.ones(_CACHES_BYTES, dtype=torch.uint8)
+    tokens: list[torch.Tensor] = []
+    calls = (
+        lambda: tokens.append(swapper.swap_out(tensor)),
+        lambda: swapper.swap_away(tokens[0], tensor),
+        lambda: swapper.swap_back(tokens[0]),
+        lambda: swapper.swap_here(tensor, tokens.pop(), is_last=True),
+    )
     for _ in range(_NUM_CALLED):
-        started = time.perf_counter()
-        token = swapper.swap_out(tensor)
-        seconds = time.perf_counter() - started
-        for call in (
-            lambda token: swapper.swap_away(token, tensor),
-            swapper.swap_back,
-            lambda token: swapper.swap_here(tensor, token, is_last=True),
-        ):
+        seconds = 0.0
+        for call in calls:
+            seconds += _timed(call)
             caches.add_(1)
-            started = time.perf_counter()
-            call(token)
-            seconds += time.perf_counter() - started
-        caches.add_(1)
-        yield seconds / 4
+        yield seconds / len(calls)
 
 
 @dataclass

@@ -14,11 +14,10 @@ out, beside the computation. Between begin and end the tensor's memory belongs t
 may write to it going out, or touch it coming in.
 """
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -115,7 +114,7 @@ class Ticket:
     wait: Wait = field(repr=False)
 
 
-class SwapStore:
+class SwapStore(AbstractContextManager["SwapStore"]):
     """Slots in one lane. One caller at a time; a context manager that closes the lane.
 
     Attributes:
@@ -131,9 +130,6 @@ class SwapStore:
         )
         self.num_out = self.num_in = self.peak_bytes = 0
         self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -411,26 +411,21 @@ class RankStep:
         going = (pipeline.gradients_out if is_back else pipeline.outputs)(self.rank, *key)
         pairs = dict.fromkeys((message.source_stage, message.target_stage) for message in coming)
         forms = (self._forms_of(*pair, is_back=is_back, is_first=True) for pair in pairs)
-        routes_in = self._routes(piece, coming, is_back=is_back, comes=True)
-        routes_out = self._routes(piece, going, is_back=is_back, comes=False)
+        arriving = [self._route(piece, message, is_back, comes=True) for message in coming]
+        leaving = [self._route(piece, message, is_back, comes=False) for message in going]
+        filled = [route for route in arriving if route.here.forms]  # else they hold nothing
         arrival = Arrival(
             forms=tuple(chain.from_iterable(forms)),
             num_samples=piece.end - piece.begin,
-            routes=tuple(route for route in routes_in if route.peer != self.rank),
-            local=tuple(route for route in routes_in if route.peer == self.rank),
+            routes=tuple(route for route in filled if route.peer != self.rank),
+            local=tuple(route for route in filled if route.peer == self.rank),
             device=self._device,
             is_sum=is_back,
         )
-        return Way(arrival, Departure(tuple(r for r in routes_out if r.peer != self.rank)))
+        away = (route for route in leaving if route.here.forms and route.peer != self.rank)
+        return Way(arrival, Departure(tuple(away)))
 
-    def _routes(
-        self, piece: Piece, messages: Sequence[Message], *, is_back: bool, comes: bool
-    ) -> list[Route]:
-        """Messages as this rank sees them, without those that hold nothing."""
-        routes = (self._route(piece, message, is_back, comes) for message in messages)
-        return [route for route in routes if route.names]
-
-    def _route(self, piece: Piece, message: Message, is_back: bool, comes: bool) -> Route:
+    def _route(self, piece: Piece, message: Message, is_back: bool, *, comes: bool) -> Route:
         """A message that comes or leaves; gradients go from its receiver to its sender."""
         early, late, index = message.source_stage, message.target_stage, message.micro_batch
         if comes != is_back:

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import distributed, nn
 
+from bayplan import torch_compat as torch_compat
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import RankPlan
 
@@ -166,37 +167,38 @@ class _Start(msgspec.Struct, frozen=True):
     plan: RankPlan | None = None
 
 
-def take_model(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take rank 0's parameters and buffers, on all ranks at once; `UsageError` if models differ."""
-    _start(_Start(_described_tensors(tensors)), tensors)
-
-
-def start_alike(
-    plan: RankPlan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+def take_model(
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: RankPlan | None = None,
 ) -> None:
-    """Take the values of rank 0, on all ranks at once.
+    """Take the values of rank 0's parameters and buffers, on all ranks at once.
 
     Args:
-        tensors: parameters and buffers by name, each once.
+        tensors: by name, each once.
         optimizer: its state is not taken over.
 
     Raises:
         ForeignPlan: rank 0 has another plan.
         UsageError: it has another model, or optimizer.
     """
-    device = _start(_Start(_described_tensors(tensors), _described(optimizer), plan), tensors)
+    own = _Start(
+        _described_tensors(tensors), "" if optimizer is None else _described(optimizer), plan
+    )
+    content = _of_first(msgspec.json.encode(own))
+    _compare(own, msgspec.json.decode(content, type=_Start))
+    take_values(list(tensors.values()))
+
+
+def start_alike(
+    plan: RankPlan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """The same, and take the state of torch's generator."""
+    take_model(tensors, optimizer, plan)
+    device = next(iter(tensors.values())).device  # that values travel from
     random_state = torch.get_rng_state().to(device)
     take_values([random_state])
     torch.set_rng_state(random_state.cpu())
-
-
-def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """Compare with rank 0 and take its values; returns the device that values travel from."""
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    content = _broadcast(msgspec.json.encode(own), device)
-    _compare(own, msgspec.json.decode(content, type=_Start))
-    take_values(list(tensors.values()))
-    return device
 
 
 def take_values(tensors: Sequence[torch.Tensor]) -> None:
@@ -241,16 +243,13 @@ def _compare(own: _Start, first: _Start) -> None:
         )
 
 
-def _broadcast(content: bytes, device: torch.device) -> bytes:
-    """The bytes of the first rank; not as an object, which would be pickled."""
-    length = torch.tensor([len(content)], device=device)
-    distributed.broadcast(length, _FIRST)
-    if distributed.get_rank() == _FIRST:
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    else:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    distributed.broadcast(data, _FIRST)
-    return data.cpu().numpy().tobytes()
+def _of_first(content: bytes) -> bytes:
+    """What rank 0 has; through the store, because objects that are broadcast are pickled."""
+    store, rank = torch_compat.default_store(), distributed.get_rank()
+    key = f"bayplan/start{store.add(f'bayplan/starts{rank}', 1)}"  # the same on all ranks
+    if rank == _FIRST:
+        store.set(key, content.decode())
+    return store.get(key)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -96,8 +96,6 @@ class Form:
         shape = list(self.shape)
         if self.dimension is not None:
             shape[self.dimension] *= num_samples
-        if self.is_plain:
-            return torch.empty(shape, dtype=self.dtype, device=device)
         room = torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
         return self.joined(room)
 
@@ -124,8 +122,6 @@ class Form:
 
     def as_traced(self, value: torch.Tensor) -> torch.Tensor:
         """A value that has each element once, with all its repetitions."""
-        if not self.repeated:
-            return value
         sizes = [-1] * value.dim()
         for dimension, size in self.repeated:
             sizes[dimension] = size
@@ -242,10 +238,6 @@ class Route:
     def _transport(self) -> Transport:
         return transport_of(self.transports, self.peer, self.size_bytes, comes=self.comes)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(form.name for form in self.here.forms)
-
 
 @dataclass
 class Departure:
@@ -257,7 +249,7 @@ class Departure:
     def send(self, values: Values) -> None:
         """Begin to send; the values may be dropped, but not changed."""
         for route in self.routes:
-            message = route.here.packed([values[name] for name in route.names])
+            message = route.here.packed([values[form.name] for form in route.here.forms])
             self._sent.append((route.send(message), message))
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -324,10 +316,9 @@ class Arrival:
         for form in self.forms:
             if self._adds(form):  # a sum of no parts is zero: its parts all went to other pieces
                 self._value(form)
-        values, self._values = self._values, {}
-        for form in self.forms:
             if form.repeated:  # it travels once and is read several times over
-                values[form.name] = form.as_traced(values[form.name])
+                self._values[form.name] = form.as_traced(self._values[form.name])
+        values, self._values = self._values, {}
         return values
 
     def _hand_over(self, route: Route, form: Form, value: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import distributed, nn
 from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.collectives.sums import Sum
 from bayplan.running.compiled_stage import TakeGradient
+from bayplan.running.ranks.starting import exchange_flat
 
 __all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "own_group"]
 
@@ -68,11 +69,8 @@ class Gradients:
 
         Of `a + b` both have the same, and what is the same for all elements has one for all.
         """
-        repeats = any(
-            stride == 0 and size > 1
-            for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
-        )
-        if repeats:
+        sizes_and_strides = zip(gradient.shape, gradient.stride(), strict=True)
+        if any(stride == 0 and size > 1 for size, stride in sizes_and_strides):
             gradient = gradient.contiguous()
         elif self.keeps(gradient):
             gradient = gradient.clone()
@@ -106,12 +104,11 @@ class SharedBuffers:
     group: distributed.ProcessGroup
 
     def average(self) -> None:
-        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        exchange_flat(self.buffers, self._average)
+
+    def _average(self, flat: torch.Tensor) -> None:
         distributed.all_reduce(flat, group=self.group)
         flat /= self.group.size()
-        parts = flat.split([buffer.numel() for buffer in self.buffers])
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer.copy_(part.view(buffer.shape))
 
 
 @dataclass(frozen=True)
@@ -175,32 +172,31 @@ class Versions:
         self.staleness: list[int] = []
         self._parameters, self.lags = parameters, lags
         self._is_vertical = is_vertical and any(lags)
-        self.refresh()
         least = {name: min(lags[stage] for stage in stages_of[name]) for name in parameters}
         self._stashed = [
             name for name in parameters if self._is_vertical or lags[max(stages_of[name])]
         ]
-        # Weights after each of the last updates, the oldest first: what a batch must look back to.
-        self._old: dict[str, deque[torch.Tensor]] = {}
-        if self._is_vertical:
-            for name, parameter in parameters.items():
-                self._old[name] = deque([parameter.detach()], max(lags) - least[name] + 1)
+        # The newest weights, and with vertical sync those after each of the last updates, the
+        # oldest first: what a batch must look back to.
+        self._seen: dict[str, deque[torch.Tensor]] = {}
+        for name, parameter in parameters.items():
+            num_older = max(lags) - least[name] if self._is_vertical else 0
+            self._seen[name] = deque([parameter.detach()], num_older + 1)
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight that the batch sees whose forward runs now."""
-        if self._is_vertical:
-            return self._old[name][0]
-        return self._current[name]
+        return self._seen[name][0]
 
     def refresh(self) -> None:
         """Before a step: take references anew, because an update may have written elsewhere."""
-        self._current = {name: tensor.detach() for name, tensor in self._parameters.items()}
+        if not self._is_vertical:
+            self.settle()
 
     def settle(self) -> None:
         """When nothing is in flight: forget all but the newest."""
-        for name, old in self._old.items():
-            old.clear()
-            old.append(self._parameters[name].detach())
+        for name, seen in self._seen.items():
+            seen.clear()
+            seen.append(self._parameters[name].detach())
 
     def begin_update(self, stages: Sequence[int], number: int) -> None:
         """Let the coming update of stages leave alone what batches in flight see.
@@ -211,6 +207,6 @@ class Versions:
             parameter = self._parameters[name]
             parameter.data = parameter.data.clone()
             if self._is_vertical:
-                self._old[name].append(parameter.detach())
+                self._seen[name].append(parameter.detach())
         oldest = max(self.lags) if self._is_vertical else max(self.lags[s] for s in stages)
         self.staleness.append(min(oldest, number))

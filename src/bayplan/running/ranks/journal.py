@@ -133,7 +133,13 @@ class PeakBreakdown:
         self._most_bytes = -1
 
     def began(self, position: int) -> None:
-        self._now = self._counted()
+        known: set[int] = set()
+        self._now = Counter()
+        for kind, tensor in self._held():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in known:
+                known.add(storage.data_ptr())
+                self._now[kind] += storage.nbytes()
         self._meter.reset_peak()
 
     def ended(self, position: int) -> None:
@@ -146,13 +152,3 @@ class PeakBreakdown:
         sizes = Counter(self._fullest)
         sizes[StorageKind.TEMPORARY] += max(0, peak_bytes - sum(sizes.values()))
         return {str(kind): size for kind, size in sizes.most_common() if size}
-
-    def _counted(self) -> Counter[str]:
-        known: set[int] = set()
-        sizes: Counter[str] = Counter()
-        for kind, tensor in self._held():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in known:
-                known.add(storage.data_ptr())
-                sizes[kind] += storage.nbytes()
-        return sizes

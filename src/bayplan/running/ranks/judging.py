@@ -120,16 +120,13 @@ class Board:
         own = str(self._rank)
         return self._call(lambda: self._store.compare_set("voice", "", own)) == own.encode()
 
-    def leave(self) -> None:
-        """Say that this rank has read all it needs, so that the host may go."""
-        self._call(lambda: self._store.add("left", 1))
+    def count_left(self, own: int = 0) -> int:
+        """How many ranks have read all they need, so that the host may go; 1 for this one, too."""
+        return self._call(lambda: self._store.add("left", own))
 
     def close(self) -> None:
         """Ask for nothing any more; a call that hangs is left alone."""
         self._lane.close(joins=False)
-
-    def num_left(self) -> int:
-        return self._call(lambda: self._store.add("left", 0))
 
     def _exchange(self, own: Entry) -> tuple[dict[int, Entry], Verdict | None]:
         self._store.set(_key(self._rank), msgspec.json.encode(own).decode())
@@ -168,17 +165,9 @@ def _own_store(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(str(generation), below)
 
 
-@dataclass
-class _Heard:
-    """The last entry of a rank, and for how long its beat has stood still."""
-
-    entry: Entry = _UNHEARD
-    silent_seconds: float = 0.0
-
-
 @dataclass(kw_only=True)
 class Judge:
-    """Keeps the last word of every rank and says who is to blame.
+    """Keeps the last word of every rank (`entries`) and says who is to blame.
 
     Args:
         rank: the rank that judges.
@@ -192,23 +181,23 @@ class Judge:
     longest_round_seconds: float
 
     def __post_init__(self) -> None:
-        self._heard = {rank: _Heard() for rank in range(self.world_size)}
+        self.entries = dict.fromkeys(range(self.world_size), _UNHEARD)
+        self._silent_seconds = dict.fromkeys(range(self.world_size), 0.0)
 
     def hear(self, entries: Mapping[int, Entry], *, elapsed_seconds: float) -> None:
         """Take in one round of entries; a rank without one has not spoken yet."""
         seconds = min(elapsed_seconds, self.longest_round_seconds)
-        for rank, heard in self._heard.items():
-            old, heard.entry = heard.entry, entries.get(rank, heard.entry)
-            is_silent = heard.entry.beat == old.beat
-            heard.silent_seconds = heard.silent_seconds + seconds if is_silent else 0.0
+        for rank, old in self.entries.items():
+            new = entries.get(rank, old)
+            silent_seconds = self._silent_seconds[rank] + seconds if new.beat == old.beat else 0.0
+            self.entries[rank], self._silent_seconds[rank] = new, silent_seconds
 
     def verdict(self) -> Verdict | None:
         """The reason to stop: a failure, another batch, a silence, or None."""
-        for rank, heard in self._heard.items():
-            failure = heard.entry.failure
-            if failure is not None:
-                text = f"{self._name(rank)} failed at [{heard.entry.doing}]: {failure.text}"
-                return self._blame(rank, text, exit_code=failure.exit_code)
+        for rank, entry in self.entries.items():
+            if entry.failure is not None:
+                text = f"{self._name(rank)} failed at [{entry.doing}]: {entry.failure.text}"
+                return self._blame(rank, text, exit_code=entry.failure.exit_code)
         return self._odd_batch() or self._silence()
 
     def host_gone(self, host: int | None, reason: str) -> Verdict | None:
@@ -216,23 +205,18 @@ class Judge:
         if host is None:
             text = f"the store of the process group, kept outside the ranks, is gone ({reason})"
             return self._blame(self.rank, text)
-        if self.entry(host).is_done:
+        if self.entries[host].is_done:
             return None
         text = (
             f"{self._name(host)}, the host of the store, is gone ({reason}), "
-            f"last action [{self.entry(host).doing}]"
+            f"last action [{self.entries[host].doing}]"
         )
         return self._blame(host, text)
-
-    def entry(self, rank: int) -> Entry:
-        """What a rank said last."""
-        return self._heard[rank].entry
 
     @property
     def is_all_ending(self) -> bool:
         """Whether every rank has ended or is told to: then the reason is none of theirs."""
-        entries = [heard.entry for heard in self._heard.values()]
-        return all(entry.is_terminated or entry.is_ended for entry in entries)
+        return all(entry.is_terminated or entry.is_ended for entry in self.entries.values())
 
     @property
     def num_to_leave(self) -> int:
@@ -240,19 +224,16 @@ class Judge:
 
         One that has not spoken yet may be about to, however early this one is done.
         """
-        return sum(
-            heard.entry.is_ended or not self._is_overdue(heard) for heard in self._heard.values()
-        )
+        entries = self.entries.items()
+        return sum(entry.is_ended or not self._is_overdue(rank) for rank, entry in entries)
 
     def _odd_batch(self) -> Verdict | None:
         """Blame a rank whose batch has another form: messages between them would not match."""
         seen: dict[int, tuple[int, str]] = {}
-        for rank, heard in self._heard.items():
-            number, form = heard.entry.batch
-            if not number:
-                continue
+        for rank, entry in self.entries.items():
+            number, form = entry.batch
             first, first_form = seen.setdefault(number, (rank, form))
-            if form != first_form:
+            if number and form != first_form:
                 text = (
                     f"{self._name(rank)} was given another batch than rank {first}: its batch"
                     f" {number} is {form}, there it is {first_form}; give every rank the whole"
@@ -263,19 +244,14 @@ class Judge:
 
     def _silence(self) -> Verdict | None:
         """Blame the rank that has been silent for longest."""
-        silences = {
-            rank: heard.silent_seconds
-            for rank, heard in self._heard.items()
-            if rank != self.rank and not heard.entry.is_done
-        }
-        silent = max(silences, key=silences.__getitem__, default=self.rank)
-        seconds = silences.get(silent, 0.0)
-        if seconds < self.silence_seconds:
+        others = (r for r, entry in self.entries.items() if r != self.rank and not entry.is_done)
+        silent = max(others, key=self._silent_seconds.__getitem__, default=None)
+        if silent is None or self._silent_seconds[silent] < self.silence_seconds:
             return None
         text = (
-            f"{self._name(silent)} fell silent: no heartbeat for {seconds:.1f} s, limit "
-            f"{self.silence_seconds:.1f} s, last action [{self.entry(silent).doing}]; "
-            "it was killed, stopped, or cut off"
+            f"{self._name(silent)} fell silent: no heartbeat for"
+            f" {self._silent_seconds[silent]:.1f} s, limit {self.silence_seconds:.1f} s, last"
+            f" action [{self.entries[silent].doing}]; it was killed, stopped, or cut off"
         )
         return self._blame(silent, text)
 
@@ -283,19 +259,15 @@ class Judge:
         """A verdict that is told by the lowest rank that can still speak, as far as known here."""
         living = (
             rank
-            for rank, heard in self._heard.items()
-            if rank != blamed
-            and heard.entry is not _UNHEARD
-            and not heard.entry.is_ended
-            and not self._is_overdue(heard)
+            for rank, entry in self.entries.items()
+            if rank != blamed and entry.host and not entry.is_ended and not self._is_overdue(rank)
         )
         speaker = next(living, self.rank)
         return Verdict(rank=blamed, text=text, exit_code=int(exit_code), speaker=speaker)
 
-    def _is_overdue(self, heard: _Heard) -> bool:
-        return heard.silent_seconds > self.longest_round_seconds
+    def _is_overdue(self, rank: int) -> bool:
+        return self._silent_seconds[rank] > self.longest_round_seconds
 
     def _name(self, rank: int) -> str:
-        entry = self.entry(rank)
-        place = f" (pid {entry.process} on {entry.host})" if entry is not _UNHEARD else ""
-        return f"rank {rank}{place}"
+        entry = self.entries[rank]
+        return f"rank {rank}" + (f" (pid {entry.process} on {entry.host})" if entry.host else "")

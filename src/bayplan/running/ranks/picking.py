@@ -7,7 +7,6 @@ but wait, one for each receive that is posted, while the rank goes on with whate
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from bayplan.running.ranks.transfers import Arrival
@@ -15,20 +14,25 @@ from bayplan.running.ranks.transfers import Arrival
 __all__ = ["Picker"]
 
 
-@dataclass(frozen=True)
 class Picker:
     """Walks over a list in any order that its dependencies allow.
 
-    Attributes:
+    The threads that wait for messages end with the process.
+
+    Args:
         needs: by position, the positions it waits for; they are earlier in the list.
         takers: by position of a receive, that of what takes it, which then comes next.
         num_ahead: receives that are posted at a time, of each direction.
     """
 
-    needs: Sequence[Collection[int]]
-    takers: Mapping[int, int]
-    num_ahead: int
-    _mail: "_Mail" = field(default_factory=lambda: _Mail())
+    def __init__(
+        self, needs: Sequence[Collection[int]], takers: Mapping[int, int], num_ahead: int
+    ) -> None:
+        self._needs, self._takers, self._num_ahead = needs, takers, num_ahead
+        self._arrived: set[int] = set()  # positions whose messages are here
+        self._expected: queue.SimpleQueue[tuple[int, Arrival]] = queue.SimpleQueue()
+        self._here: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+        self._num_open = self._num_threads = 0
 
     def walk(
         self,
@@ -49,46 +53,32 @@ class Picker:
         directions = [(iter(direction.items()), set[int]()) for direction in receives]
 
         def is_ready(position: int) -> bool:
-            is_here = position not in to_receive or position in self._mail.arrived
-            return is_here and left.keys().isdisjoint(self.needs[position])
+            is_here = position not in to_receive or position in self._arrived
+            return is_here and left.keys().isdisjoint(self._needs[position])
 
         while left:
             for coming, posted in directions:
                 posted.intersection_update(left)
-                for position, arrival in islice(coming, self.num_ahead - len(posted)):
+                for position, arrival in islice(coming, self._num_ahead - len(posted)):
                     posted.add(position)
                     arrival.post()
-                    self._mail.expect(position, arrival)
+                    self._expect(position, arrival)
             position = next(filter(is_ready, left), None)
             if position is None:
                 on_wait(next(iter(left)))
-                self._mail.take_in(waits=True)
+                self._take_in(waits=True)
                 continue
             yield position
             del left[position]
-            self._mail.arrived.discard(position)
-            taker = self.takers.get(position)
+            self._arrived.discard(position)
+            taker = self._takers.get(position)
             if taker is not None and taker in left and is_ready(taker):
                 yield taker
                 del left[taker]
 
-
-class _Mail:
-    """Threads that wait for messages; they end with the process.
-
-    Attributes:
-        arrived: positions whose messages are here.
-    """
-
-    def __init__(self) -> None:
-        self.arrived: set[int] = set()
-        self._expected: queue.SimpleQueue[tuple[int, Arrival]] = queue.SimpleQueue()
-        self._here: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
-        self._num_open = self._num_threads = 0
-
-    def expect(self, position: int, arrival: Arrival) -> None:
+    def _expect(self, position: int, arrival: Arrival) -> None:
         """Wait for a message that is posted; as many threads as messages: none waits long."""
-        self.take_in(waits=False)
+        self._take_in(waits=False)
         self._num_open += 1
         if self._num_threads < self._num_open:
             self._num_threads += 1
@@ -96,7 +86,7 @@ class _Mail:
             threading.Thread(target=self._serve, daemon=True, name="bayplan-mail").start()
         self._expected.put((position, arrival))
 
-    def take_in(self, *, waits: bool) -> None:
+    def _take_in(self, *, waits: bool) -> None:
         """Note the messages that are here, if need be after a wait for one.
 
         Raises whatever waiting for a message raised.
@@ -108,7 +98,7 @@ class _Mail:
             self._num_open -= 1
             if fault is not None:
                 raise fault
-            self.arrived.add(position)
+            self._arrived.add(position)
 
     def _serve(self) -> None:
         while True:

@@ -47,14 +47,7 @@ from bayplan.tracing.stages.whole import Samples
 from bayplan.tracing.stages.whole_trace import batch_tensors, named_tensors, num_samples_of
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
-__all__ = [
-    "Groups",
-    "RankStep",
-    "check_buckets",
-    "check_cuts",
-    "check_fingerprint",
-    "check_links",
-]
+__all__ = ["RankStep", "check_buckets", "check_cuts", "check_fingerprint", "check_links"]
 
 
 def check_fingerprint(plan: RankPlan, here: str) -> None:
@@ -94,9 +87,7 @@ def check_links(plan: RankPlan, carried: Carried) -> None:
 def check_buckets(plan: RankPlan, gradients: Sequence[Mapping[str, object]]) -> None:
     """Refuse buckets that leave out a gradient: replicas would drift apart without a word.
 
-    Args:
-        plan: with its buckets.
-        gradients: by stage, those that its backward makes, by parameter.
+    `gradients` are those that each stage's backward makes, by parameter.
     """
     made: dict[str, tuple[int, ...]] = {}  # by parameter, the stages that make its gradient
     for stage, own in enumerate(gradients):
@@ -119,7 +110,7 @@ def check_buckets(plan: RankPlan, gradients: Sequence[Mapping[str, object]]) -> 
 
 
 _SALTS = 97  # few, as a tag has 31 bits
-Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
+_Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -145,17 +136,15 @@ class RankStep:
 
     def worker(
         self,
-        groups: Groups,
+        groups: _Groups,
         gradients: Gradients,
         versions: Versions,
         update: Callable[[], object],
     ) -> Worker:
-        """The rank's list, ready to be carried out.
+        """The rank's list, ready to be carried out; `gradients` and `versions` fit any batch size.
 
         Args:
             groups: by its ranks, each process group that this rank is a member of.
-            gradients: by `gradients`, of any batch size.
-            versions: by `versions`, of any batch size.
             update: runs the optimizer.
         """
         actions = self._actions[self.rank]
@@ -232,7 +221,7 @@ class RankStep:
                 holders.setdefault(name, set()).update(stage.devices)
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
-    def _shared_buffers(self, groups: Groups) -> Iterator[SharedBuffers]:
+    def _shared_buffers(self, groups: _Groups) -> Iterator[SharedBuffers]:
         tensors = named_tensors(self.step)
         for stage in self._stages:
             ranks = tuple(sorted(self.plan.stages[stage].devices))

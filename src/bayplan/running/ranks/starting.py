@@ -16,8 +16,9 @@ shuffles gives the same batches everywhere. What cannot be taken over is compare
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import msgspec
@@ -32,6 +33,7 @@ __all__ = [
     "BatchMark",
     "Holdings",
     "are_alike",
+    "exchange_flat",
     "form_of",
     "start_alike",
     "take_model",
@@ -147,11 +149,8 @@ class Holdings:
                 tensor.data = torch.empty_like(like, device=tensor.device)
         for name, ranks in self._holders.items():
             if len(ranks) < distributed.get_world_size():
-                tensor = self._tensors[name].data
-                whole = tensor.contiguous()  # gloo takes no other
-                distributed.broadcast(whole, ranks[0])
-                if whole is not tensor:
-                    tensor.copy_(whole)
+                tensor, source = self._tensors[name].data, ranks[0]
+                exchange_flat([tensor], partial(distributed.broadcast, src=source))
         self._is_whole = True
 
 
@@ -182,9 +181,11 @@ def take_model(
         ForeignPlan: rank 0 has another plan.
         UsageError: it has another model, or optimizer.
     """
-    own = _Start(
-        _described_tensors(tensors), "" if optimizer is None else _described(optimizer), plan
+    described = tuple(
+        f"{name} ({form_of([tensor])}{'' if tensor.requires_grad else ', not trained'})"
+        for name, tensor in tensors.items()
     )
+    own = _Start(described, "" if optimizer is None else _described(optimizer), plan)
     content = _of_first(msgspec.json.encode(own))
     _compare(own, msgspec.json.decode(content, type=_Start))
     take_values(list(tensors.values()))
@@ -204,14 +205,24 @@ def start_alike(
 def take_values(tensors: Sequence[torch.Tensor]) -> None:
     """Take what rank 0 has in tensors that are alike everywhere."""
     for group in _chunks([tensor.detach() for tensor in tensors if tensor.numel()]):
-        _take_over(group)
+        # As bytes, because gloo does not know every dtype.
+        exchange_flat(group, lambda flat: distributed.broadcast(flat.view(torch.uint8), _FIRST))
 
 
-def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    return tuple(
-        f"{name} ({form_of([tensor])}{'' if tensor.requires_grad else ', not trained'})"
-        for name, tensor in tensors.items()
-    )
+def exchange_flat(
+    tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], object]
+) -> None:
+    """Let a collective change tensors of one dtype, in one message; it takes contiguous ones only.
+
+    A single tensor that is contiguous is changed where it is, without a copy.
+    """
+    is_plain = len(tensors) == 1 and tensors[0].is_contiguous()
+    flat = tensors[0].reshape(-1) if is_plain else torch.cat([t.reshape(-1) for t in tensors])
+    exchange(flat)
+    if not is_plain:
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
@@ -265,16 +276,3 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         filled += tensor.nbytes
     if group:
         yield group
-
-
-def _take_over(group: Sequence[torch.Tensor]) -> None:
-    is_plain = len(group) == 1 and group[0].is_contiguous()
-    whole = (
-        group[0].reshape(-1) if is_plain else torch.cat([tensor.reshape(-1) for tensor in group])
-    )
-    # As bytes, because gloo does not know every dtype.
-    distributed.broadcast(whole.view(torch.uint8), _FIRST)
-    if is_plain or distributed.get_rank() == _FIRST:
-        return
-    for tensor, part in zip(group, whole.split([t.numel() for t in group]), strict=True):
-        tensor.copy_(part.view(tensor.shape))

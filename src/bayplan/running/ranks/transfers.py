@@ -63,7 +63,12 @@ class Form:
     @classmethod
     def of(cls, name: str, value: torch.Tensor, samples: Samples | None) -> "Form":
         axis = None if samples is None else samples.dimension
-        shape, repeated = list(value.shape), _repeated(value, besides=axis)
+        shape = list(value.shape)
+        repeated = tuple(
+            (dimension, size)
+            for dimension, (size, step) in enumerate(zip(shape, value.stride(), strict=True))
+            if step == 0 and size > 1 and dimension != axis
+        )
         for dimension, _ in repeated:
             shape[dimension] = 1
         if samples is None or axis is None:
@@ -126,15 +131,6 @@ class Form:
         for dimension, size in self.repeated:
             sizes[dimension] = size
         return value.expand(sizes)
-
-
-def _repeated(value: torch.Tensor, *, besides: int | None) -> tuple[tuple[int, int], ...]:
-    """Dimensions along which a value repeats itself, with their sizes, but for that of samples."""
-    return tuple(
-        (dimension, size)
-        for dimension, (size, step) in enumerate(zip(value.shape, value.stride(), strict=True))
-        if step == 0 and size > 1 and dimension != besides
-    )
 
 
 @dataclass(frozen=True)
@@ -224,18 +220,12 @@ class Route:
     tag: int = 0
     transports: tuple[Transport, ...] = ()
 
-    def send(self, message: torch.Tensor) -> Pending:
-        return self._transport.send(message, self.peer, self.tag)
-
-    def receive(self, room: torch.Tensor) -> Pending:
-        return self._transport.receive(room, self.peer, self.tag)
-
     @property
     def size_bytes(self) -> int:
         return self.here.offsets[-1]
 
     @cached_property
-    def _transport(self) -> Transport:
+    def transport(self) -> Transport:
         return transport_of(self.transports, self.peer, self.size_bytes, comes=self.comes)
 
 
@@ -250,7 +240,8 @@ class Departure:
         """Begin to send; the values may be dropped, but not changed."""
         for route in self.routes:
             message = route.here.packed([values[form.name] for form in route.here.forms])
-            self._sent.append((route.send(message), message))
+            work = route.transport.send(message, route.peer, route.tag)
+            self._sent.append((work, message))
 
     def held(self) -> Iterator[torch.Tensor]:
         yield from (message for _, message in self._sent)
@@ -294,7 +285,8 @@ class Arrival:
             is_packed = landing is None
             if landing is None:
                 landing = torch.empty(route.size_bytes, dtype=torch.uint8, device=self.device)
-            self._coming.append((route.receive(landing), route, landing, is_packed))
+            work = route.transport.receive(landing, route.peer, route.tag)
+            self._coming.append((work, route, landing, is_packed))
 
     def held(self) -> Iterator[torch.Tensor]:
         yield from self._values.values()

@@ -314,7 +314,7 @@ class Watch:
         if self._rank == self._host:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
-        begin_seconds, blamed = time.monotonic(), self._judge.entry(verdict.rank)
+        begin_seconds, blamed = time.monotonic(), self._judge.entries[verdict.rank]
         while (seconds := time.monotonic() - begin_seconds) < LEAD_SECONDS:
             if self._failure is not None:  # the main thread is there as well, and can go on alone
                 return
@@ -339,14 +339,14 @@ class Watch:
 
     def _leave(self) -> None:
         with contextlib.suppress(BoardGone):
-            self._board.leave()
+            self._board.count_left(own=1)
 
     def _linger(self) -> None:
         """Stay until all that live have left, as they do when they have read all they need."""
         end_seconds = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(BoardGone):
             num_to_leave = self._judge.num_to_leave
-            while self._board.num_left() < num_to_leave and time.monotonic() < end_seconds:
+            while self._board.count_left() < num_to_leave and time.monotonic() < end_seconds:
                 time.sleep(self._interval_seconds / 10)
 
     def _text(self) -> str:

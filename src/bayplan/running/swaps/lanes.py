@@ -106,12 +106,10 @@ class Lane(Protocol):
     Extents are flat uint8 tensors; a lane lets go of them before `Wait` returns.
 
     Attributes:
-        name: `file` or `pinned`.
         place: where the bytes lie, in words.
         device: whose tensors it moves.
     """
 
-    name: str
     place: str
     capacity_bytes: int
     granularity_bytes: int
@@ -151,7 +149,6 @@ Transfer = Callable[[int, list[Any], int], int]  # os.pwritev or os.preadv
 class FileLane:
     """Moves bytes of CPU tensors to and from a file."""
 
-    name = "file"
     granularity_bytes = _PAGE_BYTES
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, directory: Path) -> None:
@@ -250,7 +247,6 @@ class PinnedLane:
     Begin and end of a copy are called with the same current stream, the one that computes.
     """
 
-    name = "pinned"
     place = "pinned host memory"
     granularity_bytes = 512
 

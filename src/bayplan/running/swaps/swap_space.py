@@ -199,8 +199,8 @@ class SwapSpace:
         return cls(device, directory, tier, max_bytes)
 
     def open(self, size_bytes: int) -> SwapStore:
-        _check_allowed(size_bytes, self.max_bytes)
-        return open_tier(self.device, capacity_bytes=size_bytes, directory=self.directory)
+        directory = _allowed_place(size_bytes, self.directory, self.max_bytes)
+        return open_tier(self.device, capacity_bytes=size_bytes, directory=directory)
 
 
 def _called_seconds(swapper: Swapper) -> Iterator[float]:
@@ -249,7 +249,8 @@ class RankSwap:
             PlanBroken: the space is not there.
         """
         total_bytes = self._taken_bytes + size_bytes
-        directory = _allowed_place(self.rank, total_bytes, self.directory, self.max_bytes)
+        where = f" on rank {self.rank}"
+        directory = _allowed_place(total_bytes, self.directory, self.max_bytes, where)
         _check_frees_memory(device, directory)
         try:
             store = open_tier(device, capacity_bytes=size_bytes, directory=directory)
@@ -290,7 +291,7 @@ def check_swap_room(
     if not any(needed):
         return
     most = max(range(len(needed)), key=needed.__getitem__)
-    directory = _allowed_place(most, needed[most], directory, max_bytes)
+    directory = _allowed_place(needed[most], directory, max_bytes, f" on rank {most}")
     swaps = f"the plan swaps {format_bytes(needed[most])} on rank {most}"
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(
@@ -307,23 +308,17 @@ def check_swap_room(
 
 
 def _allowed_place(
-    rank: int, needed_bytes: int, directory: Path | None, max_bytes: int | None
+    needed_bytes: int, directory: Path | None, max_bytes: int | None, where: str = ""
 ) -> Path:
+    swaps = f"the plan swaps {format_bytes(needed_bytes)}{where}"
     if directory is None:
-        raise UsageError(
-            f"the plan swaps {format_bytes(needed_bytes)} on rank {rank}; say where to, with"
-            " --swap-dir or `swap=`"
-        )
-    _check_allowed(needed_bytes, max_bytes, f" on rank {rank}")
-    return directory
-
-
-def _check_allowed(needed_bytes: int, max_bytes: int | None, where: str = "") -> None:
+        raise UsageError(f"{swaps}; say where to, with --swap-dir or `swap=`")
     if max_bytes is not None and needed_bytes > max_bytes:
         raise UsageError(
-            f"the plan swaps {format_bytes(needed_bytes)}{where}, --swap-size allows"
-            f" {format_bytes(max_bytes)}; plan with this --swap-size, or allow {needed_bytes} bytes"
+            f"{swaps}, --swap-size allows {format_bytes(max_bytes)}; plan with this --swap-size, or"
+            f" allow {needed_bytes} bytes"
         )
+    return directory
 
 
 def _check_frees_memory(device: torch.device, directory: Path) -> None:

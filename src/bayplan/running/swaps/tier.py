@@ -123,7 +123,7 @@ class SwapStore(AbstractContextManager["SwapStore"]):
     """
 
     def __init__(self, lane: Lane) -> None:
-        self.device, self.name, self.capacity_bytes = lane.device, lane.name, lane.capacity_bytes
+        self.device, self.capacity_bytes = lane.device, lane.capacity_bytes
         self._lane = lane
         self._slots = Slots(
             capacity_bytes=lane.capacity_bytes, granularity_bytes=lane.granularity_bytes
@@ -147,7 +147,7 @@ class SwapStore(AbstractContextManager["SwapStore"]):
         Raises:
             TierError: No slot is large enough; nothing was started.
         """
-        assert not self._is_closed, f"the {self.name} tier is closed"
+        assert not self._is_closed, f"{self._lane.place} is closed"
         assert tensor.device.type == self.device.type, f"{tensor.device} tensor, {self.device} tier"
         # A lazy conjugate or negative is a mark on the tensor, which bytes do not carry.
         plain = tensor.resolve_conj().resolve_neg()
@@ -189,7 +189,7 @@ class SwapStore(AbstractContextManager["SwapStore"]):
     def begin_in(self, ticket: Ticket) -> torch.Tensor:
         """Allocate a tensor like the one that left, and start filling it."""
         _check(ticket, TicketState.OUTSIDE)
-        assert not self._is_closed, f"the {self.name} tier is closed"
+        assert not self._is_closed, f"{self._lane.place} is closed"
         tensor = ticket.layout.allocate()
         ticket.wait = self._lane.start_in(ticket.offset_bytes, extent_of(tensor))
         ticket.tensor = tensor

@@ -17,7 +17,7 @@ from bayplan.running.collectives.sums import Sum
 from bayplan.running.compiled_stage import TakeGradient
 from bayplan.running.ranks.starting import exchange_flat
 
-__all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "own_group"]
+__all__ = ["Gradients", "StageReplicas", "Versions", "average", "own_group"]
 
 
 _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
@@ -96,19 +96,14 @@ class Gradients:
             self._parameters[name].grad = total
 
 
-@dataclass(frozen=True)
-class SharedBuffers:
-    """Buffers of one stage, of floating point and one dtype, on all its replicas."""
+def average(buffers: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> None:
+    """Average buffers of one floating-point dtype over all replicas of a stage."""
 
-    buffers: Sequence[torch.Tensor]
-    group: distributed.ProcessGroup
+    def take_mean(flat: torch.Tensor) -> None:
+        distributed.all_reduce(flat, group=group)
+        flat /= group.size()
 
-    def average(self) -> None:
-        exchange_flat(self.buffers, self._average)
-
-    def _average(self, flat: torch.Tensor) -> None:
-        distributed.all_reduce(flat, group=self.group)
-        flat /= self.group.size()
+    exchange_flat(buffers, take_mean)
 
 
 @dataclass(frozen=True)
@@ -155,9 +150,8 @@ class Versions:
             are of, in the stage where they were oldest.
 
     Args:
-        parameters: by name, those that this rank trains.
         stages_of: by name, the rank's stages that read it.
-        lags: by stage, how many batches its backward is behind its forward; zero for most plans.
+        lags: by stage, how many batches its backward is behind its forward.
         is_vertical: whether a batch sees weights of one age in all stages.
     """
 

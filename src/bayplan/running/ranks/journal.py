@@ -123,7 +123,6 @@ class PeakBreakdown:
     Args:
         held: tells all tensors of the rank, with what each is there for; the first counts where
             several lie in the same memory.
-        meter: of the rank's device.
     """
 
     def __init__(self, held: Held, meter: MemoryMeter) -> None:

@@ -44,7 +44,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         beat: counts heartbeats; one that stands still is a rank that is silent.
-        doing: the last action, as text.
         batch: the number of the batch that is worked on, from 1 on, and its form.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
@@ -90,7 +89,6 @@ class Board:
 
     Args:
         store: of the process group; every rank passes its own view of the same one.
-        rank: whose entry this board writes.
         patience_seconds: a call that takes longer means that the store is gone.
     """
 
@@ -170,7 +168,6 @@ class Judge:
     """Keeps the last word of every rank (`entries`) and says who is to blame.
 
     Args:
-        rank: the rank that judges.
         silence_seconds: a heartbeat that stands still for so long is a dead rank.
         longest_round_seconds: what one round counts at most.
     """

@@ -182,11 +182,9 @@ class Supervisor:
         return rest
 
     def _obituary(self, index: int, code: int) -> str:
-        way = (
-            f"with exit code {code}"
-            if code >= 0
-            else f"by signal {-code} ({signal.strsignal(-code)})"
-        )
+        way = f"with exit code {code}"
+        if code < 0:
+            way = f"by signal {-code} ({signal.strsignal(-code)})"
         log = self.ranks[index].log
         ending = "\n  ".join(["ends with:", *_last_lines(log)[-5:]])
         return f"bayplan: rank {index} ended {way}; its log {log} {ending}"

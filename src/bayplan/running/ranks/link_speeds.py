@@ -39,11 +39,7 @@ _MOST_SECONDS = 120.0  # importing torch twice on a busy machine is most of it
 
 
 def local_link_speeds(cache: Path | None = None) -> LinkSpeeds | None:
-    """What was measured before, or else now, in some seconds; None if two ranks cannot talk.
-
-    Args:
-        cache: keeps it; the user's by default.
-    """
+    """What the cache has from before, or else measured now; None if two ranks cannot talk."""
     path = _path(cache or cache_directory())
     with contextlib.suppress(FileFault, OSError):  # damaged, or not to be looked into
         if path.exists():

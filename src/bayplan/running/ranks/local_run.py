@@ -92,14 +92,7 @@ def step_line(
     seconds: float,
     peaks_bytes: tuple[int, ...],
 ) -> str:
-    """What rank 0 tells after a step.
-
-    Args:
-        loss: of the last step.
-        num_samples: of one step.
-        seconds: of all steps that are done.
-        peaks_bytes: by rank, so far.
-    """
+    """What rank 0 tells after a step: `seconds` are of all that are done, `peaks_bytes` by rank."""
     own, most = peaks_bytes[0], max(peaks_bytes)
     fullest = f" ({format_bytes(most)} on rank {peaks_bytes.index(most)})" if most > own else ""
     return (
@@ -199,8 +192,7 @@ def run_on_ranks(
             signal_seconds=_LONGEST_STEP_SECONDS,
         )
         paths = [records / f"rank{rank}.record.json" for rank in range(num_ranks)]
-        is_told = all(path.exists() for path in paths)
-        if not is_told or exit_code not in (0, INTERRUPTED):
+        if exit_code not in (0, INTERRUPTED) or not all(path.exists() for path in paths):
             return RankRun(None, exit_code)
         rank_records = [files.read(path, RunRecord) for path in paths]
     predicted = Prediction(

@@ -81,9 +81,7 @@ class LossSums:
             return room.clone()
         self._rooms.rotate(-1)
         self._owed.append((self._sums.begin(room), room))
-        if len(self._owed) <= self._lag:
-            return None
-        return self._waited()
+        return self._waited() if len(self._owed) > self._lag else None
 
     def rest(self) -> list[torch.Tensor]:
         """The sums still owed."""
@@ -138,7 +136,12 @@ def bind(
         given = plan if isinstance(plan, Plan) else _read(plan)
         check_torch_version(given.torch_version)
         taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
-        _check_world_size(taken)
+        world_size, num_ranks = distributed.get_world_size(), len(taken.actions)
+        if world_size != num_ranks:
+            raise UsageError(
+                f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with"
+                f" one host, torchrun --nproc-per-node {num_ranks}), or plan for these"
+            )
         _check_optimizer(model, optimizer)
         step = TrainingStep(model=model, batch=(), loss_fn=loss_fn, autocast=autocast)
         start_alike(taken, own_tensors(step), optimizer)
@@ -158,15 +161,6 @@ def _read(path: Path | str | None) -> Plan:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-
-
-def _check_world_size(plan: RankPlan) -> None:
-    world_size, num_ranks = distributed.get_world_size(), len(plan.actions)
-    if world_size != num_ranks:
-        raise UsageError(
-            f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with one"
-            f" host, torchrun --nproc-per-node {num_ranks}), or plan for these"
-        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

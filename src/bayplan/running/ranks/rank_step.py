@@ -28,7 +28,7 @@ from bayplan.running.collectives.sums import Sums, room_bytes
 from bayplan.running.collectives.topology import RankTopology
 from bayplan.running.collectives.transports import Transport
 from bayplan.running.compiled_stage import KEEP_ALL, CompiledStage, compile_stage
-from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
+from bayplan.running.ranks.gradients import Gradients, Versions
 from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.starting import form_of
 from bayplan.running.ranks.transfers import Arrival, Departure, Form, Parcel, Route, Way
@@ -118,10 +118,8 @@ class RankStep:
     """What is known of a step at one batch size, on one rank.
 
     Attributes:
-        plan: for all ranks.
         step: the model and its loss, with a batch of this size.
         has_tags: whether the transport tells messages between two ranks apart.
-        swap: where this rank swaps to.
         replicas: by stage of this rank, those to synchronise BatchNorm with.
         transports: inside a host, where values are in a CPU's memory, instead of sockets.
     """
@@ -221,18 +219,20 @@ class RankStep:
                 holders.setdefault(name, set()).update(stage.devices)
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
-    def _shared_buffers(self, groups: _Groups) -> Iterator[SharedBuffers]:
+    def _shared_buffers(
+        self, groups: _Groups
+    ) -> Iterator[tuple[list[torch.Tensor], distributed.ProcessGroup]]:
         tensors = named_tensors(self.step)
         for stage in self._stages:
-            ranks = tuple(sorted(self.plan.stages[stage].devices))
+            group = groups.get(tuple(sorted(self.plan.stages[stage].devices)))
             graph = next(own.graph for (of, _), own in self._compiled.items() if of == stage)
             alike_already = synchronised_buffers(graph)
             by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
             for name in graph.new_buffers:
                 if name not in alike_already and tensors[name].is_floating_point():
                     by_dtype.setdefault(tensors[name].dtype, []).append(tensors[name])
-            if ranks in groups:
-                yield from (SharedBuffers(own, groups[ranks]) for own in by_dtype.values())
+            if group is not None:
+                yield from ((buffers, group) for buffers in by_dtype.values())
 
     @cached_property
     def num_samples(self) -> int:
@@ -315,11 +315,7 @@ class RankStep:
         return {name: Form.of(name, staged.values[name], self._dimensions[name]) for name in names}
 
     def check(self) -> None:
-        """Refuse a plan that was made for another model than this, or edited since.
-
-        Raises:
-            ForeignPlan: with what differs.
-        """
+        """Raise `ForeignPlan` for a plan that is of another model, or was edited since."""
         staged = self._staged[self._sizes[-1]]
         check_fingerprint(self.plan, staged.whole.fingerprint)
         check_cuts(self.plan, staged.step.program.first_backward - 1)

@@ -115,9 +115,7 @@ def _few_values(tensor: torch.Tensor) -> bytes:
 class Holdings:
     """The tensors of one rank's model, whose `state_dict` is to be whole, on all ranks at once.
 
-    Args:
-        holders: by name of a parameter or buffer, the ranks that hold it. What nobody holds stays
-            where it is.
+    Each parameter or buffer has `holders`, by rank; what nobody holds stays where it is.
     """
 
     def __init__(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
@@ -234,7 +232,7 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 def _compare(own: _Start, first: _Start) -> None:
     has_another = f"rank {distributed.get_rank()} has another"
     if own.plan != first.plan:
-        names = (field.name for field in msgspec.structs.fields(RankPlan))
+        names = RankPlan.__struct_fields__
         apart = [name for name in names if getattr(own.plan, name) != getattr(first.plan, name)]
         raise ForeignPlan(
             f"{has_another} plan than rank 0: they differ in {', '.join(apart)}; give all of them"

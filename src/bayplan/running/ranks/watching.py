@@ -96,7 +96,7 @@ def host_of_store(environment: Mapping[str, str]) -> int | None:
 
 
 class Watch:
-    """Beats for this rank, listens to the others, and ends the process when one is lost.
+    """Beats for this rank, listens to the others, and ends its process (`end`) when one is lost.
 
     Open it on every rank right after the process group; several in one run are opened in the same
     order everywhere. `with watch:` tells the others of an exception before it leaves, and closes
@@ -111,11 +111,9 @@ class Watch:
     dead.
 
     Args:
-        store: the store of the process group.
         world_size: how many ranks watch; one alone watches nobody.
         silence_seconds: how long a heartbeat may stand still.
         host: the rank whose process holds the store, None if it is none (`host_of_store`).
-        end: ends the process.
     """
 
     doing: Any = "start"

@@ -18,16 +18,17 @@ more, a part of the list has nothing to do and is passed over.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import compress, count, islice
 from typing import Any
 
 import torch
+from torch import distributed
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import MESSAGE
 from bayplan.running.compiled_stage import CompiledStage
-from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
+from bayplan.running.ranks.gradients import Gradients, Versions, average
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.picking import Picker
 from bayplan.running.ranks.transfers import Arrival, Departure, Values, Way
@@ -68,7 +69,7 @@ class Worker:
         retire: by position, the positions of sends that are known to be received by then; where
             backward lags, none is.
         tensors: the parameters and buffers that the rank's stages read, by name.
-        shared_buffers: that replicas of a stage average after a step.
+        shared_buffers: that replicas of a stage average after a step, with the group of each.
         update: runs the optimizer, once all gradients are there.
         picker: chooses what comes next; None where that is the next of the list.
     """
@@ -79,7 +80,7 @@ class Worker:
     tensors: Mapping[str, torch.Tensor]
     gradients: Gradients
     streams: Streams
-    shared_buffers: Sequence[SharedBuffers]
+    shared_buffers: Sequence[tuple[Sequence[torch.Tensor], distributed.ProcessGroup]]
     versions: Versions
     update: Callable[[], object]
     picker: Picker | None = None
@@ -98,7 +99,7 @@ class Worker:
         self._updates: list[int] = []
         self._reduces: list[int] = []  # buckets, in order
         self._num_pieces: Counter[str] = Counter()  # that add to each gradient
-        self._next = 0
+        self._to_post: Iterator[Arrival] = iter(())
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
 
@@ -128,9 +129,9 @@ class Worker:
     def _walk(self, positions: Sequence[int], journal: Journal) -> Iterable[int]:
         """The positions in the order they are done, with receives posted ahead."""
         if self.picker is None:
-            for arrival in self._receives[:RECEIVES_AHEAD]:
+            self._to_post = iter(self._receives)
+            for arrival in islice(self._to_post, RECEIVES_AHEAD):
                 arrival.post()
-            self._next = RECEIVES_AHEAD
             return positions
         receives = [
             {
@@ -300,9 +301,8 @@ class Worker:
     def _receive(self, arrival: Arrival) -> None:
         if self.picker is not None:
             return  # it waited before it came to this
-        if self._next < len(self._receives):
-            self._receives[self._next].post()
-            self._next += 1
+        for following in islice(self._to_post, 1):
+            following.post()
         arrival.wait()
 
     def _send(self, departure: Departure, made: Mapping[Key | None, deque[Values]]) -> None:
@@ -316,8 +316,8 @@ class Worker:
             least = min(self.versions.lags[stage] for stage in stages)
             self.versions.begin_update(stages, self._number - least)
             self.update()
-            for shared in self.shared_buffers:
-                shared.average()
+            for buffers, group in self.shared_buffers:
+                average(buffers, group)
 
 
 def _queues(

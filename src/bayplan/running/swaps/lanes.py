@@ -133,10 +133,9 @@ def lies_in_memory(directory: Path) -> bool:
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:  # not Linux
         return False
-    mounts = [line.split() for line in lines]
     return any(
         fields[2] == number and fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
         for fields in mounts

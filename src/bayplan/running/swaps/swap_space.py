@@ -177,7 +177,6 @@ class SwapSpace:
     """A directory (or pinned memory, on CUDA) with its measured speed.
 
     Attributes:
-        device: whose activations go there.
         directory: of the swap file, which is unlinked as soon as it is open.
         max_bytes: the largest swap file; None for what a plan needs.
     """

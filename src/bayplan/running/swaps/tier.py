@@ -45,7 +45,7 @@ class Slots:
         self.capacity_bytes = capacity_bytes
         self.free_bytes = capacity_bytes
         self._granularity_bytes = granularity_bytes
-        # (offset, size), in order; never two that touch, never an empty one.
+        # (offset, size); never two that touch, never an empty one.
         self._gaps = [(0, capacity_bytes)] if capacity_bytes else []
 
     @property
@@ -64,9 +64,9 @@ class Slots:
         if not fitting:
             return None
         size, offset = min(fitting)
-        rest = [] if size == needed else [(offset + needed, size - needed)]
-        index = self._gaps.index((offset, size))
-        self._gaps[index : index + 1] = rest
+        self._gaps.remove((offset, size))
+        if size > needed:
+            self._gaps.append((offset + needed, size - needed))
         self.free_bytes -= needed
         return offset
 

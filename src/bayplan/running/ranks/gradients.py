@@ -24,7 +24,7 @@ _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
 
 
 class Gradients:
-    """The gradients of the parameters that one rank trains; `sums` are the latest ones made."""
+    """The gradients of the parameters that one rank trains; `sums` are the latest all-reduces."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buckets: Mapping[int, GradientBucket]
@@ -42,7 +42,7 @@ class Gradients:
 
         Args:
             num_pieces: by parameter, how many of its gradients will be taken.
-            reduces: the buckets that are summed up, in the order of all ranks.
+            reduces: the buckets to all-reduce, in the order that all ranks keep.
         """
         self._totals.clear()
         self._kept.clear()
@@ -51,7 +51,7 @@ class Gradients:
         self._sums.begin_step(num_pieces, reduces)
 
     def taker(self, names: Sequence[str]) -> TakeGradient:
-        """Who takes the gradients of one piece, by the place of their parameter among `names`."""
+        """A callback for one piece: it gets each gradient with its parameter's index in `names`."""
         return lambda index, gradient: self.take(names[index], gradient)
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
@@ -65,9 +65,9 @@ class Gradients:
         self._sums.took(name)
 
     def _own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The first gradient becomes `.grad`, unless it has memory that another one has.
+        """The first gradient becomes `.grad`, unless it shares memory with another one.
 
-        Of `a + b` both have the same, and what is the same for all elements has one for all.
+        The two gradients of `a + b` are one tensor, and an expanded one repeats its elements.
         """
         sizes_and_strides = zip(gradient.shape, gradient.stride(), strict=True)
         if any(stride == 0 and size > 1 for size, stride in sizes_and_strides):
@@ -78,11 +78,11 @@ class Gradients:
         return gradient
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has memory of a gradient that stays."""
+        """Whether a tensor shares memory with a gradient that stays."""
         return tensor.untyped_storage().data_ptr() in self._kept
 
     def reduce(self, number: int) -> None:
-        """Let the sum of a bucket begin if it has not: nothing is added any more in this step."""
+        """Start a bucket's all-reduce if it has not started: no gradient follows in this step."""
         self._sums.finish(number)
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -90,7 +90,7 @@ class Gradients:
         yield from self._totals.values()
 
     def wait(self) -> None:
-        """Until all sums are there; then every parameter has its `.grad`."""
+        """Wait for all all-reduces; then every parameter has its `.grad`."""
         self._sums.wait()
         for name, total in {**self._sums.views, **self._totals}.items():
             self._parameters[name].grad = total
@@ -108,9 +108,9 @@ def average(buffers: Sequence[torch.Tensor], group: distributed.ProcessGroup) ->
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """One stage's replicas; what they say to each other waits for all of them.
+    """One stage's replicas; each call waits for all of them.
 
-    They have a group for nothing else, so that its collectives pair up.
+    Their process group serves nothing else, so that its collectives pair up.
     """
 
     group: distributed.ProcessGroup

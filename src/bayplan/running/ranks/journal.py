@@ -25,7 +25,7 @@ _LANES = {
     ActionKind.RECEIVE_FORWARD: Lane.RECEIVE,
     ActionKind.RECEIVE_BACKWARD: Lane.RECEIVE,
     ActionKind.REDUCE: Lane.REDUCE,
-    ActionKind.UPDATE: Lane.REDUCE,  # until the sums are there and the optimizer begins
+    ActionKind.UPDATE: Lane.REDUCE,  # until all-reduces are done and the optimizer begins
     ActionKind.SWAP_OUT: Lane.COPY,
     ActionKind.SWAP_IN: Lane.COPY,
 }
@@ -51,7 +51,7 @@ class Journal:
         self._updating: tuple[float, float] | None = None  # when the optimizer began and ended
 
     def updating(self, update: Callable[[], object]) -> Callable[[], object]:
-        """The optimizer's update, timed: of its action the rest is a wait for sums."""
+        """The optimizer's update, timed: the rest of its action is a wait for all-reduces."""
 
         def timed() -> object:
             start = time.perf_counter()

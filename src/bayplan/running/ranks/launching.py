@@ -71,7 +71,7 @@ class LocalRank:
             os.killpg(self._process.pid, number)
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """Kill the process with all its children."""
         self.send(signal.SIGKILL)
         self._process.wait()
 

@@ -77,7 +77,7 @@ class Picker:
                 del left[taker]
 
     def _expect(self, position: int, arrival: Arrival) -> None:
-        """Wait for a message that is posted; as many threads as messages: none waits long."""
+        """Let a thread wait for a posted message; there are as many threads as open messages."""
         self._take_in(waits=False)
         self._num_open += 1
         if self._num_threads < self._num_open:

@@ -53,12 +53,11 @@ _NUM_LOSS_SUMS = 3
 
 
 class LossSums:
-    """Sums up the parts of one loss after the other; each rank has parts, and all are told the sum.
+    """All-reduces one loss after the other: each rank has a part of it, and all get the sum.
 
     Beside the loss go two numbers that show whether all ranks had the same batch (`BatchMark`).
-    With stale weights, the loss of a batch is told `lag` batches later: to wait for the present
-    one would make every rank wait for the last stage. `sums` are over all ranks, used for nothing
-    else.
+    With stale weights, the loss of a batch comes `lag` batches later: to wait for the present one
+    would make every rank wait for the last stage. `sums` are over all ranks, used for nothing else.
     """
 
     def __init__(self, sums: Sums | None, lag: int) -> None:
@@ -223,7 +222,7 @@ class PipelinedStep:
 
     @property
     def sums(self) -> Sequence[Sum]:
-        """Of gradients over ranks, the latest that were made."""
+        """The latest all-reduces of gradients."""
         return () if self._kept is None else tuple(self._kept[0].sums)
 
     @property

@@ -174,9 +174,9 @@ class RankStep:
         return Picker(loose.needs, loose.takers, RECEIVES_AHEAD), loose.retire
 
     def sums(self, topology: RankTopology) -> dict[tuple[int, ...], Sums]:
-        """By ranks that share gradients, those that this rank takes part in.
+        """What all-reduces gradients, by the ranks that share them.
 
-        To be called on all ranks, which make them in the same order.
+        Call it on all ranks, which make all of them in the same order; each gets its own.
         """
         tensors = named_tensors(self.step)
         needed_bytes: Counter[tuple[int, ...]] = Counter()
@@ -240,7 +240,6 @@ class RankStep:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Who computes what."""
         return pipeline_of(self.plan, num_samples=self.num_samples)
 
     @cached_property

@@ -132,7 +132,7 @@ class Holdings:
         model.register_load_state_dict_pre_hook(lambda *_: self.collect())
 
     def release(self) -> None:
-        """Give the memory of what others hold back."""
+        """Free the memory of what only other ranks hold."""
         if self._is_whole:
             for name in self._foreign:
                 tensor = self._tensors[name]

@@ -38,10 +38,10 @@ _ALIGNMENT_BYTES = 16  # no dtype needs more
 
 @dataclass(frozen=True)
 class Form:
-    """One value.
+    """How one value lies in memory and in messages.
 
-    Where samples are spread over a dimension (`sampling.py`), it counts as two: an outer one, and
-    that of the samples.
+    Where samples are spread over a dimension (see `Samples.outer`), it counts as two: an outer one,
+    and that of the samples.
 
     Attributes:
         shape: for one sample, with the dimension of samples counting its rows.

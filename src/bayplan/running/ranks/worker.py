@@ -220,7 +220,7 @@ class Worker:
         return lambda _: function(key)
 
     def _way_of(self, action: Action) -> Way:
-        """That of a send or receive."""
+        """The way that a send or receive is about."""
         is_back = action.kind in (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
         return self.parts[action.stage, action.index].ways[is_back]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bayplan.running.ranks.local_run import SharedFigures, StepLine
+from bayplan.running.ranks.local_run import SharedFigures, StepLine, step_line
 
 
 @pytest.fixture
@@ -29,13 +29,11 @@ def test_all_stop_before_the_same_step(two):
 
 
 def test_a_step_s_line_names_the_fullest_rank():
-    line = StepLine.of(
-        1, 4, loss=0.25, num_samples=6, seconds=2.0, peaks_bytes=(2**20, 2**30, 2**21)
-    )
-    assert str(line) == (
+    line = step_line(1, 4, loss=0.25, num_samples=6, seconds=2.0, peaks_bytes=(2**20, 2**30, 2**21))
+    assert line == (
         "step 1 of 4, loss 0.2500, 3.0 samples/s, peak 1.0 MiB (1.0 GiB on rank 1), 6.00 s left"
     )
-    assert StepLine.parse(str(line)) == line
+    assert StepLine.parse(line) == StepLine(1, 4, line)
 
 
 @pytest.mark.parametrize(

@@ -99,24 +99,24 @@ def test_one_value_in_one_piece_of_memory_is_sent_and_received_without_a_copy():
     value = filled(4, 3)
     parcel = Parcel((form_of(value),), 1, 3)
     assert parcel.packed([value]).data_ptr() == value[1].data_ptr()
-    landing = parcel.landing([value])
+    landing = parcel.in_one_piece([value])
     assert landing.data_ptr() == value[1].data_ptr()
     assert torch.equal(landing, value[1:3])
 
 
 def test_a_part_with_gaps_and_several_values_land_beside_and_are_copied():
     value = filled(3, 4)
-    assert Parcel((form_of(value, dimension=1),), 1, 3).landing([value]) is None
-    assert Parcel((form_of(value, dimension=1),), 0, 4).landing([value]) is not None
+    assert Parcel((form_of(value, dimension=1),), 1, 3).in_one_piece([value]) is None
+    assert Parcel((form_of(value, dimension=1),), 0, 4).in_one_piece([value]) is not None
     two = (form_of(value), form_of(value, name="other"))
-    assert Parcel(two, 0, 3).landing([value, value]) is None
+    assert Parcel(two, 0, 3).in_one_piece([value, value]) is None
 
 
 def test_sender_and_receiver_agree_on_the_length_of_one_value():
     # gloo ends the process that receives more than it expects. Here only one end packs.
     piece, whole = filled(3, 5), filled(3, 1)
     sent = Parcel((form_of(piece, dimension=1),), 1, 2).packed([piece])
-    landing = Parcel((form_of(whole, dimension=1),), 0, 1).landing([whole])
+    landing = Parcel((form_of(whole, dimension=1),), 0, 1).in_one_piece([whole])
     assert bytes_of(sent).numel() == bytes_of(landing).numel() == 12
 
 
@@ -141,7 +141,7 @@ def test_what_repeats_itself_is_sent_once_and_arrives_with_the_strides_it_had(va
     message = bytes_of(parcel.packed([value]))
     assert message.numel() == 4 * num_sent == form.size_bytes(NUM_SAMPLES)
     room = form.empty(NUM_SAMPLES, CPU)
-    bytes_of(parcel.landing([room])).copy_(message)
+    bytes_of(parcel.in_one_piece([room])).copy_(message)
     arrived = form.as_traced(room)
     assert torch.equal(arrived, value)
     assert arrived.stride() == value.stride()

@@ -6,7 +6,7 @@ import pytest
 
 from bayplan.data.actions import Action
 from bayplan.data.record import Lane
-from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.journal import Journal, PeakBreakdown
 
 
 def do(journal, positions):
@@ -25,10 +25,10 @@ def test_journal_tells_step_stage_and_action():
     do(journal, range(4))
     journal.began_step()
     journal.began(0)
-    assert journal.text(journal.now) == "step 1, stage 1, 1RECV_F0"
+    assert str(journal) == "step 1, stage 1, 1RECV_F0"
     journal.ended(0)
     journal.began(1)
-    assert journal.text(journal.now) == "step 1, stage 1, 1F0"
+    assert str(journal) == "step 1, stage 1, 1F0"
 
 
 def test_events_are_those_of_the_last_step_in_order():
@@ -63,7 +63,10 @@ def test_an_update_is_a_wait_and_then_computes():
 def test_a_listener_hears_of_every_action():
     heard = []
 
-    class ActionListener:
+    class Listener(PeakBreakdown):
+        def __init__(self):
+            pass
+
         def began(self, position):
             heard.append(("began", position))
 
@@ -71,7 +74,7 @@ def test_a_listener_hears_of_every_action():
             heard.append(("ended", position))
 
     journal = journal_of("0F0", "0B0")
-    journal.listener = ActionListener()
+    journal.listener = Listener()
     do(journal, [0, 1])
     assert heard == [("began", 0), ("ended", 0), ("began", 1), ("ended", 1)]
 

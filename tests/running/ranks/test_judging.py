@@ -9,7 +9,7 @@ def judge_of(rank=0, world_size=3, **limits):
 
 
 def entry(beat, doing="step 1, 0F0", **fields):
-    return Entry(beat=beat, place="pid 7 on here", doing=doing, **fields)
+    return Entry(beat=beat, process=7, host="here", doing=doing, **fields)
 
 
 def hear_rounds(judge, num_rounds, *, silent=(), first_beat=1, elapsed_seconds=1.0, **fields):
@@ -131,6 +131,6 @@ def test_a_batch_of_another_form_is_blamed_at_the_same_number_only():
     judge.hear({0: first, 1: second}, elapsed_seconds=0.1)
     assert judge.verdict() is None  # a last batch may be smaller, and ranks are not in step
     judge.hear({0: first, 1: entry(2, batch=(4, "4x3 float32"))}, elapsed_seconds=0.1)
-    found = judge.verdict()
-    assert (found.rank, found.exit_code) == (1, 2)
-    assert "its batch 4 is 4x3 float32, there it is 8x3 float32" in found.text
+    verdict = judge.verdict()
+    assert (verdict.rank, verdict.exit_code) == (1, 2)
+    assert "its batch 4 is 4x3 float32, there it is 8x3 float32" in verdict.text

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -10,7 +9,6 @@ import pytest
 
 from bayplan.data.errors import UsageError
 from bayplan.running.ranks import launching
-from bayplan.running.ranks import launching as supervising
 from bayplan.running.ranks.failures import REPORT_MARK
 
 SLEEP = "time.sleep(100)\n"
@@ -18,8 +16,8 @@ SLEEP = "time.sleep(100)\n"
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(supervising, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(supervising, "KILL_SECONDS", 0.5)
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launching, "KILL_SECONDS", 0.5)
 
 
 def test_ranks_find_the_environment_of_torchrun(job, monkeypatch):
@@ -153,22 +151,22 @@ conftest.Job(pathlib.Path({str(job.folder)!r})).run({script!r})
     assert job.is_gone(1)
 
 
-def test_a_port_taken_meanwhile_is_tried_once_more(job, monkeypatch):
+def test_the_port_is_kept_for_the_store_of_rank_0(job):
     script = """
-port = int(os.environ["MASTER_PORT"])
-if rank == 0 and port < 3: sys.exit(f"port: {port}, code: -98, name: EADDRINUSE")
-if port < 3: time.sleep(100)
+import socket
+address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+with socket.socket() as other:
+    try:
+        other.bind(address)
+    except OSError as fault:
+        print(fault.strerror, file=sys.stderr)
+with socket.socket() as store:  # as torch opens it
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    store.bind(address)
+    store.listen()
 """
-    ports = iter([1, 12345])
-    monkeypatch.setattr(launching, "free_port", lambda: next(ports))
-    assert job.run(script) == 0
-    ports = iter([1, 2])
-    assert job.run(script) == 1
-
-
-def test_a_free_port_can_be_bound():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", launching.free_port()))
+    assert job.run(script, num_ranks=1) == 0
+    assert job.lines == ["Address already in use"]
 
 
 def test_no_ranks_are_refused(job):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bayplan.running.ranks import launching as supervising
+from bayplan.running.ranks import launching
 from bayplan.running.ranks.failures import REPORT_MARK
 
 pytestmark = pytest.mark.alone  # ranks that are too busy to say that they live count as lost
@@ -53,9 +53,9 @@ dist.destroy_process_group()
 @pytest.fixture(autouse=True)
 def shorter_grace(monkeypatch):
     monkeypatch.setattr(
-        supervising, "GRACE_SECONDS", 5.0
+        launching, "GRACE_SECONDS", 5.0
     )  # two silences and more, for a busy machine
-    monkeypatch.setattr(supervising, "KILL_SECONDS", 0.5)
+    monkeypatch.setattr(launching, "KILL_SECONDS", 0.5)
 
 
 def run_losing(job, way, *, victim, num_ranks, **options):

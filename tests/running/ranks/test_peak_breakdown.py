@@ -2,7 +2,9 @@
 
 import torch
 
-from bayplan.running.ranks.journal import PeakBreakdown, open_breakdown
+from bayplan.devices.machine import cache_directory
+from bayplan.devices.meters import open_meter
+from bayplan.running.ranks.journal import PeakBreakdown
 
 KIB = 1024
 
@@ -37,7 +39,8 @@ def test_the_fullest_action_is_told_with_what_was_there_as_it_began():
 
 def test_a_real_meter_finds_the_action_that_allocates_most():
     kept = []
-    with open_breakdown(lambda: kept, torch.device("cpu")) as breakdown:
+    with open_meter(torch.device("cpu"), cache_directory()) as meter:
+        breakdown = PeakBreakdown(lambda: kept, meter)
         for number, size in enumerate((KIB, 4096 * KIB, 2 * KIB)):
             breakdown.began(number)
             torch.zeros(size, dtype=torch.uint8)

@@ -127,9 +127,9 @@ def test_a_plan_of_another_model_is_refused(step, alone):
 
 def test_without_static_order_a_transport_without_tags_is_refused(step):
     plan = plan_for(step, "0:0.0:1", num_micro_batches=2, static_order=False)
-    one = RankStep(plan=plan, step=step, rank=0, num_samples=6, has_tags=False, swap=RankSwap(0))
+    rank_step = RankStep(plan=plan, step=step, rank=0, has_tags=False, swap=RankSwap(0))
     with pytest.raises(UsageError, match=r"needs tags .*; use gloo, or plan with static order"):
-        one.worker({}, None, None, lambda: None)
+        rank_step.worker({}, None, None, lambda: None)
 
 
 DEFAULT_GROUP = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from bayplan.running.ranks.gradients import SharedBuffers
+from bayplan.running.ranks.gradients import average
 from bayplan.running.ranks.starting import Holdings
 
 
@@ -19,7 +19,7 @@ def lonely_group(tmp_path):
 def test_average_keeps_shapes_and_values_of_a_single_replica(lonely_group):
     buffers = [torch.arange(6.0).view(2, 3), torch.tensor(7.0)]
     expected = [buffer.clone() for buffer in buffers]
-    SharedBuffers(buffers, lonely_group).average()
+    average(buffers, lonely_group)
     assert all(map(torch.equal, buffers, expected))
 
 

@@ -58,9 +58,7 @@ def same_for_all(name="same"):
 
 
 def route(forms, here, there=None, *, tag=0, peer=0, is_shared=False):
-    return Route(
-        peer, SOURCE, Parcel(forms, *here), Parcel(forms, *(there or here)), is_shared, tag=tag
-    )
+    return Route(peer, SOURCE, Parcel(forms, *here), there or here, is_shared, tag=tag)
 
 
 def test_pieces_of_two_senders_make_one_value(mail):

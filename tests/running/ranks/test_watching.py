@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from bayplan.data.errors import DoesNotFit
-from bayplan.running.ranks.failures import REPORT_MARK, RankFailure, is_symptom
-from bayplan.running.ranks.judging import Board, Entry
+from bayplan.running.ranks.failures import REPORT_MARK, ToldFailure, is_symptom
+from bayplan.running.ranks.judging import Board, Entry, Verdict
 from bayplan.running.ranks.watching import Watch, host_of_store
 
 pytestmark = pytest.mark.alone  # who is too busy to say that it lives counts as lost
@@ -129,34 +129,45 @@ def test_a_symptom_is_explained_by_the_error_behind_it(ends, capfd):
 
 def test_a_symptom_is_explained_by_the_silence_behind_it(ends):
     watches = open_watches(2, ends, num_open=1)
-    error = watches[0].explain(CLOSED)
-    assert isinstance(error, RankFailure)
-    assert error.is_told
-    assert "rank 1 fell silent" in str(error)
+    cause = watches[0].explain(CLOSED)
+    assert isinstance(cause, ToldFailure)
+    assert "rank 1 fell silent" in str(cause)
 
 
 def test_a_symptom_without_a_cause_is_told_as_it_is(ends):
     watches = open_watches(2, ends, silence_seconds=2 * SILENCE_SECONDS)
-    watches[0].doing = "step 3, 0F1"
-    error = watches[0].explain(CLOSED)
-    assert not error.is_told
-    assert "rank 0 failed at [step 3, 0F1]: RuntimeError: [pair.cc:534] Connection" in str(error)
-    assert "no other rank failed or fell silent" in str(error)
+    symptom = RuntimeError(str(CLOSED))
+    assert watches[0].explain(symptom) is None
+    (note,) = symptom.__notes__
+    assert "No other rank failed or fell silent within" in note
+    assert "look at the network" in note
     for watch in watches:
         watch.close()
 
 
+class Doing:
+    """Has a text only when it is asked for."""
+
+    def __init__(self, text):
+        self._text = text
+
+    def __str__(self):
+        return self._text
+
+
 def test_what_is_done_is_put_into_words_by_the_watch(ends, capfd):
-    watches = open_watches(2, ends, describe=lambda doing: f"action {doing + 1}")
-    watches[1].doing = 41
+    watches = open_watches(2, ends)
+    watches[1].doing = Doing("action 42")
     with pytest.raises(ValueError, match="bad"), watches[1]:
         raise ValueError("bad")
     ends.wait_for({0: 1})
     assert "failed at [action 42]" in capfd.readouterr().err
 
 
-def test_a_describe_that_fails_does_not_look_like_a_dead_rank(ends):
-    watches = open_watches(2, ends, describe=lambda doing: doing + 1)
+def test_a_text_that_cannot_be_made_does_not_look_like_a_dead_rank(ends):
+    watches = open_watches(2, ends)
+    for watch in watches:
+        watch.doing = Doing(None)
     time.sleep(3 * SILENCE_SECONDS)
     for watch in watches:
         watch.close()
@@ -178,9 +189,12 @@ def test_a_second_watch_on_the_same_store_does_not_read_the_first(ends):
 def test_an_entry_survives_the_board():
     store = dist.HashStore()
     boards = [Board(store, rank=r, world_size=2, patience_seconds=5.0) for r in range(2)]
-    entry = Entry(beat=1, place="pid 7 on café", doing="0F0")
-    assert boards[0].exchange(entry) == {}
-    assert boards[1].exchange(entry) == {0: entry}
+    entry = Entry(beat=1, process=7, host="café", doing="0F0")
+    assert boards[0].exchange(entry) == ({}, None)
+    assert boards[1].exchange(entry) == ({0: entry}, None)
+    verdict = Verdict(rank=0, text="", exit_code=1, speaker=1)
+    assert boards[1].agree(verdict) == verdict
+    assert boards[0].exchange(entry) == ({1: entry}, verdict)
 
 
 def test_a_silence_of_no_length_is_refused():

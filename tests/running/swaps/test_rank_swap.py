@@ -26,16 +26,15 @@ def test_several_micro_batches_are_away_at_once_and_come_back_as_they_were(disk)
     waiting = []
     for number in range(9):  # as in 1F1B: the oldest comes back when the fourth is to leave
         pair = [torch.randn(2048, generator=rng), torch.randn(1025, generator=rng)]
-        tokens = [swapper.leave(one) for one in pair]
-        for token in tokens:
-            swapper.wait_until_away(token)
+        tokens = [swapper.swap_out(tensor) for tensor in pair]
+        for token, tensor in zip(tokens, pair, strict=True):
+            swapper.swap_away(token, tensor)
         waiting.append((pair, tokens))
         if number >= 2:
             pair, tokens = waiting.pop(0)
             for wanted, token in zip(pair[::-1], tokens[::-1], strict=True):
-                found = swapper.fetch(token)
-                swapper.wait_until_here(token, is_last=True)
-                assert torch.equal(found, wanted)
+                back = swapper.swap_here(swapper.swap_back(token), token, is_last=True)
+                assert torch.equal(back, wanted)
     assert swapper.store.peak_bytes == 3 * 2 * 8192  # none stayed in memory
     assert list(disk.iterdir()) == []
 
@@ -68,7 +67,7 @@ def test_a_place_in_memory_is_refused():
     memory = Path("/dev/shm")
     if not (memory.is_dir() and lies_in_memory(memory)):
         pytest.skip("no file system in memory here")
-    with pytest.raises(UsageError, match="rank 0 would free none"):
+    with pytest.raises(UsageError, match="lies in memory"):
         RankSwap(0, memory).swapper(CPU, 4096)
 
 

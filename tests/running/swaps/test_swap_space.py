@@ -27,7 +27,9 @@ def test_store_has_room_for_what_was_asked_and_leaves_no_file(tmp_path):
 def test_plan_that_swaps_more_than_is_allowed_is_refused(tmp_path):
     space = SwapSpace(CPU, tmp_path, TIER, max_bytes=4096)
     space.open(4096).close()
-    with pytest.raises(UsageError, match="8192 bytes, --swap-size allows 4096"):
+    with pytest.raises(
+        UsageError, match=r"swaps 8.0 KiB, --swap-size allows 4.0 KiB; .* allow 8192 bytes"
+    ):
         space.open(8192)
 
 

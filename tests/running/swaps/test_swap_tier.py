@@ -15,7 +15,7 @@ from bayplan.data.errors import ExitCode
 from bayplan.devices.malloc_counter import MallocCounter
 from bayplan.devices.meters import StorageMeter
 from bayplan.running.swaps.lanes import FileLane, PinnedLane, TierError
-from bayplan.running.swaps.tier import TicketState, Tier
+from bayplan.running.swaps.tier import SwapStore, TicketState
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -31,8 +31,7 @@ def tier(request, tmp_path):
         lane = FileLane(CPU, capacity_bytes=4 * MIB, directory=tmp_path)
     else:
         lane = PinnedLane(CPU, capacity_bytes=4 * MIB, allocate=ordinary_memory)
-    with Tier(lane) as tier:
-        assert tier.name == request.param
+    with SwapStore(lane) as tier:
         yield tier
         assert tier.used_bytes == 0, "a test leaves no slot behind"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bayplan.running.swaps.lanes import TierError
-from bayplan.running.swaps.swapping import Swapper, swap_away, swap_back, swap_here, swap_out
+from bayplan.running.swaps.swapping import Swapper
 from bayplan.running.swaps.tier import open_tier
 
 SIZE_BYTES = 4096
@@ -30,11 +30,11 @@ def page(number: float) -> torch.Tensor:
 
 
 def there(swapper: Swapper, tensor: torch.Tensor) -> torch.Tensor:
-    return swap_away(swapper, swap_out(swapper, tensor), tensor)
+    return swapper.swap_away(swapper.swap_out(tensor), tensor)
 
 
 def back(swapper: Swapper, token: torch.Tensor, *, is_last: bool = True) -> torch.Tensor:
-    return swap_here(swapper, swap_back(swapper, token), token, is_last)
+    return swapper.swap_here(swapper.swap_back(token), token, is_last)
 
 
 def test_tensor_comes_back_as_it_left(swapper, store):
@@ -74,7 +74,7 @@ def test_tokens_of_a_step_without_backward_free_their_slots(swapper, store):
 
 
 def test_token_that_dies_while_its_copy_runs_frees_its_slot(swapper, store):
-    token = swap_out(swapper, page(1))
+    token = swapper.swap_out(page(1))
     del token
     gc.collect()
     assert store.used_bytes == 0

@@ -26,7 +26,7 @@ from bayplan.running.collectives.averaging import Averaging, BackwardTimes, Faul
 from bayplan.running.collectives.sums import SIZES, Sums, WayCosts, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology
 from bayplan.running.ranks.starting import take_model, take_values
-from bayplan.running.ranks.watching import Watch, check_environment, open_watch
+from bayplan.running.ranks.watching import Watch, open_watch
 
 __all__ = ["DataParallel", "data_parallel", "exchange_of", "no_sync"]
 
@@ -76,7 +76,6 @@ def data_parallel(
     watch = open_watch()
     with watch.telling():
         watch.doing = "data_parallel, before the first step"
-        check_environment()
         _check_model(model)
         take_model(_own_tensors(model))
         state = DataParallel(model, watch, chosen, check_finite=check_finite)

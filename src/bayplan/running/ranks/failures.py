@@ -4,8 +4,8 @@ import contextlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import distributed
@@ -17,10 +17,9 @@ __all__ = [
     "REPORT_MARK",
     "RankFailure",
     "ToldFailure",
+    "end_process",
     "exit_code_of",
-    "find_report",
     "is_symptom",
-    "last_lines",
     "one_line",
     "run_to_exit",
     "told",
@@ -29,7 +28,6 @@ __all__ = [
 
 REPORT_MARK = "bayplan: all ranks stop: "
 INTERRUPTED = 130  # what a shell gives a command ended by Ctrl-C
-TAIL_BYTES = 64 * 1024  # a report is among the last things printed, and a log may be huge
 
 
 def write_line(line: str) -> None:
@@ -41,21 +39,6 @@ def write_line(line: str) -> None:
         os.write(2, f"{line}\n".encode(errors="replace"))
 
 
-def find_report(log: Path) -> str | None:
-    """The line by which a rank told why all stop; None if this one did not."""
-    return next((line for line in _tail(log) if line.startswith(REPORT_MARK)), None)
-
-
-def last_lines(log: Path, *, num_lines: int) -> list[str]:
-    return [line for line in _tail(log) if line.strip()][-num_lines:]
-
-
-def _tail(log: Path) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()
-
-
 # What gloo and the store say when a peer is gone; the cause is with that peer.
 _SYMPTOM = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|timed out|timeout|gloo",
@@ -64,20 +47,12 @@ _SYMPTOM = re.compile(
 
 
 class RankFailure(BayplanError):
-    """A run that ended because of a rank, named with its last action.
+    """A rank that cannot watch the others, because their store is gone."""
 
-    `exit_code` is that of the rank that failed; with `is_told`, the message has been printed, here
-    or by another rank, and only exit is left to do.
-    """
-
-    def __init__(self, message: str, *, exit_code: int, is_told: bool) -> None:
-        super().__init__(message)
-        # 130 and the codes of other programs are none of ours.
-        self.exit_code = exit_code  # pyrefly: ignore[bad-assignment]
-        self.is_told = is_told
+    exit_code = ExitCode.BUG
 
 
-class ToldFailure(RankFailure, SystemExit):
+class ToldFailure(BayplanError, SystemExit):
     """A failure that has been printed once for all ranks, so that only exit is left to do.
 
     If nobody catches it, the process ends with its exit code (`code`, where Python looks for it)
@@ -86,31 +61,20 @@ class ToldFailure(RankFailure, SystemExit):
     """
 
     def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message, exit_code=exit_code, is_told=True)
+        super().__init__(message)
+        # 130 and the codes of other programs are none of ours.
+        self.exit_code = exit_code  # pyrefly: ignore[bad-assignment]
         self.code = exit_code
 
 
 def told(fault: BayplanError, *, exit_code: int) -> ToldFailure:
-    """The same error once it has been printed; whoever catches its kind still does.
-
-    Example:
-        >>> from bayplan.data.errors import UsageError
-        >>> isinstance(told(UsageError("0 ranks"), exit_code=2), UsageError)
-        True
-    """
+    """The same error once it has been printed; whoever catches its kind still does."""
     kind = type(f"Told{type(fault).__name__}", (ToldFailure, type(fault)), {})
     return kind(str(fault), exit_code=exit_code)
 
 
 def is_symptom(fault: BaseException) -> bool:
-    """Whether an exception only tells that another rank is gone.
-
-    Example:
-        >>> is_symptom(RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:21890"))
-        True
-        >>> is_symptom(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-        False
-    """
+    """Whether an exception only tells that another rank is gone."""
     if isinstance(fault, dist.DistError):
         return True
     return isinstance(fault, RuntimeError) and _SYMPTOM.search(str(fault)) is not None
@@ -134,17 +98,21 @@ def run_to_exit(program: Callable[[], object]) -> None:
     try:
         program()
     except KeyboardInterrupt:  # the launcher tells of it
-        _end(INTERRUPTED)
+        end_process(INTERRUPTED)
     except ToldFailure as failure:
-        _end(failure.exit_code)
+        end_process(failure.exit_code)
     except BayplanError as fault:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         print(f"bayplan: rank {rank}: {fault}", file=sys.stderr, flush=True)
         sys.exit(fault.exit_code)
 
 
-def _end(exit_code: int) -> None:
-    """At once: Python would take down traced graphs one by one, for seconds, and nobody waits."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+def end_process(exit_code: int) -> None:
+    """End at once: Python would take down traced graphs one by one, for seconds, and nobody waits.
+
+    A thread flushes what was printed, because the main thread may hold the lock for ever.
+    """
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(1.0)
     os._exit(exit_code)

@@ -6,7 +6,7 @@ averaged, so that all replicas go on with the same ones; counters are the same o
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,16 @@ from torch import distributed, nn
 from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.collectives.sums import Sum
 from bayplan.running.compiled_stage import TakeGradient
+from bayplan.running.ranks.starting import exchange_flat
 
-__all__ = ["Gradients", "SharedBuffers", "StageReplicas", "Versions", "replica_groups"]
+__all__ = ["Gradients", "StageReplicas", "Versions", "average", "own_group"]
 
 
 _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
 
 
 class Gradients:
-    """The gradients of the parameters that one rank trains; `sums` are the latest ones made."""
+    """The gradients of the parameters that one rank trains; `sums` are the latest all-reduces."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buckets: Mapping[int, GradientBucket]
@@ -41,7 +42,7 @@ class Gradients:
 
         Args:
             num_pieces: by parameter, how many of its gradients will be taken.
-            reduces: the buckets that are summed up, in the order of all ranks.
+            reduces: the buckets to all-reduce, in the order that all ranks keep.
         """
         self._totals.clear()
         self._kept.clear()
@@ -50,7 +51,7 @@ class Gradients:
         self._sums.begin_step(num_pieces, reduces)
 
     def taker(self, names: Sequence[str]) -> TakeGradient:
-        """Who takes the gradients of one piece, by the place of their parameter among `names`."""
+        """A callback for one piece: it gets each gradient with its parameter's index in `names`."""
         return lambda index, gradient: self.take(names[index], gradient)
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
@@ -64,15 +65,12 @@ class Gradients:
         self._sums.took(name)
 
     def _own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The first gradient becomes `.grad`, unless it has memory that another one has.
+        """The first gradient becomes `.grad`, unless it shares memory with another one.
 
-        Of `a + b` both have the same, and what is the same for all elements has one for all.
+        The two gradients of `a + b` are one tensor, and an expanded one repeats its elements.
         """
-        repeats = any(
-            stride == 0 and size > 1
-            for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
-        )
-        if repeats:
+        sizes_and_strides = zip(gradient.shape, gradient.stride(), strict=True)
+        if any(stride == 0 and size > 1 for size, stride in sizes_and_strides):
             gradient = gradient.contiguous()
         elif self.keeps(gradient):
             gradient = gradient.clone()
@@ -80,11 +78,11 @@ class Gradients:
         return gradient
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has memory of a gradient that stays."""
+        """Whether a tensor shares memory with a gradient that stays."""
         return tensor.untyped_storage().data_ptr() in self._kept
 
     def reduce(self, number: int) -> None:
-        """Let the sum of a bucket begin if it has not: nothing is added any more in this step."""
+        """Start a bucket's all-reduce if it has not started: no gradient follows in this step."""
         self._sums.finish(number)
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -92,33 +90,27 @@ class Gradients:
         yield from self._totals.values()
 
     def wait(self) -> None:
-        """Until all sums are there; then every parameter has its `.grad`."""
+        """Wait for all all-reduces; then every parameter has its `.grad`."""
         self._sums.wait()
         for name, total in {**self._sums.views, **self._totals}.items():
             self._parameters[name].grad = total
 
 
-@dataclass(frozen=True)
-class SharedBuffers:
-    """Buffers of one stage, of floating point and one dtype, on all its replicas."""
+def average(buffers: Sequence[torch.Tensor], group: distributed.ProcessGroup) -> None:
+    """Average buffers of one floating-point dtype over all replicas of a stage."""
 
-    buffers: Sequence[torch.Tensor]
-    group: distributed.ProcessGroup
+    def take_mean(flat: torch.Tensor) -> None:
+        distributed.all_reduce(flat, group=group)
+        flat /= group.size()
 
-    def average(self) -> None:
-        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        distributed.all_reduce(flat, group=self.group)
-        flat /= self.group.size()
-        parts = flat.split([buffer.numel() for buffer in self.buffers])
-        for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer.copy_(part.view(buffer.shape))
+    exchange_flat(buffers, take_mean)
 
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """One stage's replicas; what they say to each other waits for all of them.
+    """One stage's replicas; each call waits for all of them.
 
-    They have a group for nothing else, so that its collectives pair up.
+    Their process group serves nothing else, so that its collectives pair up.
     """
 
     group: distributed.ProcessGroup
@@ -139,16 +131,10 @@ class StageReplicas:
         return "StageReplicas()"
 
 
-def replica_groups(
-    stages: Collection[int], ranks_of: Mapping[int, Sequence[int]]
-) -> dict[int, StageReplicas]:
-    """Make the groups of some stages, on all ranks alike; returns those that this rank is in."""
-    replicas: dict[int, StageReplicas] = {}
-    for stage in sorted(stages):
-        group = distributed.new_group(sorted(ranks_of[stage]))
-        if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
-            replicas[stage] = StageReplicas(group)
-    return replicas
+def own_group(ranks: Iterable[int]) -> distributed.ProcessGroup | None:
+    """Make a process group, on all ranks at once; None on a rank that is no member."""
+    group = distributed.new_group(sorted(ranks))
+    return group if isinstance(group, distributed.ProcessGroup) else None
 
 
 class Versions:
@@ -164,7 +150,6 @@ class Versions:
             are of, in the stage where they were oldest.
 
     Args:
-        parameters: by name, those that this rank trains.
         stages_of: by name, the rank's stages that read it.
         lags: by stage, how many batches its backward is behind its forward.
         is_vertical: whether a batch sees weights of one age in all stages.
@@ -179,41 +164,33 @@ class Versions:
         is_vertical: bool = False,
     ) -> None:
         self.staleness: list[int] = []
-        self._parameters, self._lags = parameters, lags
+        self._parameters, self.lags = parameters, lags
         self._is_vertical = is_vertical and any(lags)
-        self.refresh()
         least = {name: min(lags[stage] for stage in stages_of[name]) for name in parameters}
         self._stashed = [
             name for name in parameters if self._is_vertical or lags[max(stages_of[name])]
         ]
-        # Weights after each of the last updates, the oldest first: what a batch must look back to.
-        self._old: dict[str, deque[torch.Tensor]] = {}
-        if self._is_vertical:
-            for name, parameter in parameters.items():
-                self._old[name] = deque([parameter.detach()], max(lags) - least[name] + 1)
-
-    @property
-    def lags_at_all(self) -> bool:
-        return any(self._lags)
-
-    def lag(self, stage: int) -> int:
-        return self._lags[stage]
+        # The newest weights, and with vertical sync those after each of the last updates, the
+        # oldest first: what a batch must look back to.
+        self._seen: dict[str, deque[torch.Tensor]] = {}
+        for name, parameter in parameters.items():
+            num_older = max(lags) - least[name] if self._is_vertical else 0
+            self._seen[name] = deque([parameter.detach()], num_older + 1)
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight that the batch sees whose forward runs now."""
-        if self._is_vertical:
-            return self._old[name][0]
-        return self._current[name]
+        return self._seen[name][0]
 
     def refresh(self) -> None:
         """Before a step: take references anew, because an update may have written elsewhere."""
-        self._current = {name: tensor.detach() for name, tensor in self._parameters.items()}
+        if not self._is_vertical:
+            self.settle()
 
     def settle(self) -> None:
         """When nothing is in flight: forget all but the newest."""
-        for name, old in self._old.items():
-            old.clear()
-            old.append(self._parameters[name].detach())
+        for name, seen in self._seen.items():
+            seen.clear()
+            seen.append(self._parameters[name].detach())
 
     def begin_update(self, stages: Sequence[int], number: int) -> None:
         """Let the coming update of stages leave alone what batches in flight see.
@@ -224,6 +201,6 @@ class Versions:
             parameter = self._parameters[name]
             parameter.data = parameter.data.clone()
             if self._is_vertical:
-                self._old[name].append(parameter.detach())
-        oldest = max(self._lags) if self._is_vertical else max(self._lags[s] for s in stages)
+                self._seen[name].append(parameter.detach())
+        oldest = max(self.lags) if self._is_vertical else max(self.lags[s] for s in stages)
         self.staleness.append(min(oldest, number))

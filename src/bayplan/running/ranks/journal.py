@@ -9,18 +9,15 @@ temporaries, scratch memory of kernels, and values that will be known by kind wh
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import Event, Lane
-from bayplan.devices.machine import cache_directory
-from bayplan.devices.meters import MemoryMeter, open_meter
+from bayplan.devices.meters import MemoryMeter
 
-__all__ = ["ActionListener", "Journal", "PeakBreakdown", "open_breakdown"]
+__all__ = ["Journal", "PeakBreakdown"]
 
 _LANES = {
     ActionKind.SEND_FORWARD: Lane.SEND,
@@ -28,29 +25,21 @@ _LANES = {
     ActionKind.RECEIVE_FORWARD: Lane.RECEIVE,
     ActionKind.RECEIVE_BACKWARD: Lane.RECEIVE,
     ActionKind.REDUCE: Lane.REDUCE,
-    ActionKind.UPDATE: Lane.REDUCE,  # until the sums are there and the optimizer begins
+    ActionKind.UPDATE: Lane.REDUCE,  # until all-reduces are done and the optimizer begins
     ActionKind.SWAP_OUT: Lane.COPY,
     ActionKind.SWAP_IN: Lane.COPY,
 }
 
 
-class ActionListener(Protocol):
-    """Who else wants to know what a rank does: `began` before an action, `ended` after it."""
-
-    def began(self, position: int) -> None: ...
-
-    def ended(self, position: int) -> None: ...
-
-
 class Journal:
-    """Follows one rank through its steps.
+    """Follows one rank through its steps; its text, for another thread, is the present action.
 
     Attributes:
-        now: the step and the position in its list, for whoever looks in from another thread.
+        now: the step and the position in its list.
         listener: hears of each action as well; what it takes counts for no action.
     """
 
-    listener: ActionListener | None = None
+    listener: "PeakBreakdown | None" = None
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.now = (0, 0)
@@ -62,7 +51,7 @@ class Journal:
         self._updating: tuple[float, float] | None = None  # when the optimizer began and ended
 
     def updating(self, update: Callable[[], object]) -> Callable[[], object]:
-        """The optimizer's update, timed: of its action the rest is a wait for sums."""
+        """The optimizer's update, timed: the rest of its action is a wait for all-reduces."""
 
         def timed() -> object:
             start = time.perf_counter()
@@ -93,8 +82,8 @@ class Journal:
         if self.listener is not None:
             self.listener.ended(position)
 
-    def text(self, now: tuple[int, int]) -> str:
-        step, position = now
+    def __str__(self) -> str:
+        step, position = self.now
         action = self._actions[position]
         return f"step {step}, stage {action.stage}, {action}"
 
@@ -128,35 +117,33 @@ class Journal:
 Held = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
-@contextmanager
-def open_breakdown(held: Held, device: torch.device) -> Iterator["PeakBreakdown"]:
-    """A breakdown with a meter of its own; what others measure stays theirs."""
-    with open_meter(device, cache_directory()) as meter:
-        yield PeakBreakdown(held, meter)
-
-
 class PeakBreakdown:
     """What fills a rank's memory at the peak of one step, by kind; listens to its actions.
 
     Args:
         held: tells all tensors of the rank, with what each is there for; the first counts where
             several lie in the same memory.
-        meter: of the rank's device.
     """
 
     def __init__(self, held: Held, meter: MemoryMeter) -> None:
         self._held, self._meter = held, meter
         self._now: Counter[str] = Counter()
         self._fullest: Counter[str] = Counter()
-        self._most_bytes: int | None = None
+        self._most_bytes = -1
 
     def began(self, position: int) -> None:
-        self._now = self._counted()
+        known: set[int] = set()
+        self._now = Counter()
+        for kind, tensor in self._held():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in known:
+                known.add(storage.data_ptr())
+                self._now[kind] += storage.nbytes()
         self._meter.reset_peak()
 
     def ended(self, position: int) -> None:
         peak_bytes = self._meter.peak_bytes
-        if self._most_bytes is None or peak_bytes > self._most_bytes:
+        if peak_bytes > self._most_bytes:
             self._most_bytes, self._fullest = peak_bytes, self._now
 
     def by_kind(self, peak_bytes: int) -> dict[str, int]:
@@ -164,13 +151,3 @@ class PeakBreakdown:
         sizes = Counter(self._fullest)
         sizes[StorageKind.TEMPORARY] += max(0, peak_bytes - sum(sizes.values()))
         return {str(kind): size for kind, size in sizes.most_common() if size}
-
-    def _counted(self) -> Counter[str]:
-        known: set[int] = set()
-        sizes: Counter[str] = Counter()
-        for kind, tensor in self._held():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in known:
-                known.add(storage.data_ptr())
-                sizes[kind] += storage.nbytes()
-        return sizes

@@ -15,9 +15,8 @@ others get the same number of rounds to speak again.
 """
 
 import os
-import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,37 +27,7 @@ from bayplan.data.errors import ExitCode
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.devices.machine import is_running
 
-__all__ = [
-    "Board",
-    "BoardGone",
-    "Entry",
-    "Failure",
-    "Judge",
-    "Verdict",
-    "is_seen_running",
-    "own_place",
-]
-
-
-_PLACE = re.compile(r"pid (\d+) on (.*)")
-
-
-def own_place() -> str:
-    return f"pid {os.getpid()} on {socket.gethostname()}"
-
-
-def is_seen_running(place: str) -> bool:
-    """Whether another process of this host is seen to run; of other hosts, nothing is seen.
-
-    Example:
-        >>> is_seen_running(own_place()), is_seen_running("pid 1 on the moon")
-        (False, False)
-    """
-    match = _PLACE.fullmatch(place)
-    if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
-        return False
-    return is_running(int(match[1]))
-
+__all__ = ["Board", "BoardGone", "Entry", "Failure", "Judge", "Verdict"]
 
 T = TypeVar("T")
 
@@ -75,20 +44,31 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         beat: counts heartbeats; one that stands still is a rank that is silent.
-        place: process id and host, to find the process by.
-        doing: the last action, as text.
         batch: the number of the batch that is worked on, from 1 on, and its form.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
     """
 
     beat: int
-    place: str
     doing: str
+    process: int = msgspec.field(default_factory=os.getpid)
+    host: str = msgspec.field(default_factory=socket.gethostname)
     batch: tuple[int, str] = (0, "")
     is_terminated: bool = False
     is_done: bool = False
     failure: Failure | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.is_done or self.failure is not None
+
+    def is_seen_running(self) -> bool:
+        """Whether it is another process of this host that runs; of other hosts nothing is seen."""
+        is_near = self.host == socket.gethostname() and self.process != os.getpid()
+        return is_near and is_running(self.process)
+
+
+_UNHEARD = Entry(beat=-1, doing="none: it never opened its watch", process=0, host="")
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +89,6 @@ class Board:
 
     Args:
         store: of the process group; every rank passes its own view of the same one.
-        rank: whose entry this board writes.
         patience_seconds: a call that takes longer means that the store is gone.
     """
 
@@ -117,19 +96,16 @@ class Board:
         self, store: dist.Store, *, rank: int, world_size: int, patience_seconds: float
     ) -> None:
         self._rank = rank
-        self._ranks = range(world_size)
+        self._unheard = set(range(world_size)) - {rank}  # those that have written nothing yet
+        self._heard: list[int] = []
         self._patience_seconds = patience_seconds
-        self._known: set[int] = set()
         self._gone: str | None = None  # why; a store never comes back, so nobody waits for it twice
         self._lane = CopyThread("bayplan-board")
         self._store = self._call(lambda: _own_store(store, rank))
 
-    def exchange(self, own: Entry) -> dict[int, Entry]:
-        """Write the own entry and read those of the others that have written one."""
+    def exchange(self, own: Entry) -> tuple[dict[int, Entry], Verdict | None]:
+        """Write the own entry; read those of the others that have written one, and the verdict."""
         return self._call(lambda: self._exchange(own))
-
-    def verdict(self) -> Verdict | None:
-        return self._call(self._read_verdict)
 
     def agree(self, verdict: Verdict) -> Verdict:
         """Propose a verdict and return the one that holds: that of the first to propose."""
@@ -142,49 +118,38 @@ class Board:
         own = str(self._rank)
         return self._call(lambda: self._store.compare_set("voice", "", own)) == own.encode()
 
-    def leave(self) -> None:
-        """Say that this rank has read all it needs, so that the host may go."""
-        self._call(lambda: self._store.add("left", 1))
+    def count_left(self, own: int = 0) -> int:
+        """How many ranks have read all they need, so that the host may go; 1 for this one, too."""
+        return self._call(lambda: self._store.add("left", own))
 
     def close(self) -> None:
         """Ask for nothing any more; a call that hangs is left alone."""
         self._lane.close(joins=False)
 
-    def num_left(self) -> int:
-        return self._call(lambda: self._store.add("left", 0))
-
-    def _exchange(self, own: Entry) -> dict[int, Entry]:
+    def _exchange(self, own: Entry) -> tuple[dict[int, Entry], Verdict | None]:
         self._store.set(_key(self._rank), msgspec.json.encode(own).decode())
         # Reading a key that is not there yet would block, so each is looked for first.
-        unknown = [rank for rank in self._ranks if rank not in self._known]
-        self._known |= {rank for rank in unknown if self._store.check([_key(rank)])}
-        known = sorted(self._known - {self._rank})
-        return dict(zip(known, self._read(known), strict=True))
-
-    def _read(self, ranks: Iterable[int]) -> list[Entry]:
-        keys = [_key(rank) for rank in ranks]
-        values = self._store.multi_get(keys) if keys else []
-        return [msgspec.json.decode(value, type=Entry) for value in values]
-
-    def _read_verdict(self) -> Verdict | None:
-        if not self._store.check(["verdict"]):
-            return None
-        return msgspec.json.decode(self._store.get("verdict"), type=Verdict)
+        heard = {rank for rank in self._unheard if self._store.check([_key(rank)])}
+        self._unheard -= heard
+        self._heard += heard
+        values = self._store.multi_get(list(map(_key, self._heard))) if self._heard else []
+        entries = (msgspec.json.decode(value, type=Entry) for value in values)
+        verdict = None
+        if self._store.check(["verdict"]):
+            verdict = msgspec.json.decode(self._store.get("verdict"), type=Verdict)
+        return dict(zip(self._heard, entries, strict=True)), verdict
 
     def _call(self, ask: Callable[[], T]) -> T:
         if self._gone is not None:
             raise BoardGone(self._gone)
-        answers: list[T] = []
-        job = self._lane.submit(lambda: answers.append(ask()))
         try:
-            job.result(self._patience_seconds)
+            return self._lane.submit(ask).result(self._patience_seconds)
         except TimeoutError:
             self._gone = f"the store has not answered for {self._patience_seconds:.1f} s"
             raise BoardGone(self._gone) from None
         except RuntimeError as error:  # all errors of a store are: DistNetworkError and its kin
             self._gone = str(error).strip().splitlines()[0]
             raise BoardGone(self._gone) from error
-        return answers[0]
 
 
 def _key(rank: int) -> str:
@@ -198,20 +163,11 @@ def _own_store(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(str(generation), below)
 
 
-@dataclass
-class _Heard:
-    """The last entry of a rank, and for how long its beat has stood still."""
-
-    entry: Entry | None = None
-    silent_seconds: float = 0.0
-
-
 @dataclass(kw_only=True)
 class Judge:
-    """Keeps the last word of every rank and says who is to blame.
+    """Keeps the last word of every rank (`entries`) and says who is to blame.
 
     Args:
-        rank: the rank that judges.
         silence_seconds: a heartbeat that stands still for so long is a dead rank.
         longest_round_seconds: what one round counts at most.
     """
@@ -222,72 +178,42 @@ class Judge:
     longest_round_seconds: float
 
     def __post_init__(self) -> None:
-        self._heard = {rank: _Heard() for rank in range(self.world_size)}
+        self.entries = dict.fromkeys(range(self.world_size), _UNHEARD)
+        self._silent_seconds = dict.fromkeys(range(self.world_size), 0.0)
 
     def hear(self, entries: Mapping[int, Entry], *, elapsed_seconds: float) -> None:
         """Take in one round of entries; a rank without one has not spoken yet."""
         seconds = min(elapsed_seconds, self.longest_round_seconds)
-        for rank, heard in self._heard.items():
-            old, new = heard.entry, entries.get(rank, heard.entry)
-            beat_moved = new is not None and (old is None or new.beat != old.beat)
-            heard.silent_seconds = 0.0 if beat_moved else heard.silent_seconds + seconds
-            heard.entry = new
+        for rank, old in self.entries.items():
+            new = entries.get(rank, old)
+            silent_seconds = self._silent_seconds[rank] + seconds if new.beat == old.beat else 0.0
+            self.entries[rank], self._silent_seconds[rank] = new, silent_seconds
 
     def verdict(self) -> Verdict | None:
         """The reason to stop: a failure, another batch, a silence, or None."""
-        for rank, heard in self._heard.items():
-            if heard.entry is not None and heard.entry.failure is not None:
-                failure = heard.entry.failure
-                text = f"{self._name(rank)} failed at {self._doing(rank)}: {failure.text}"
-                return self._blame(rank, text, exit_code=failure.exit_code)
-        odd = self._odd_batch()
-        if odd is not None:
-            return odd
-        silent = max(
-            (rank for rank in self._heard if rank != self.rank and not self.is_done(rank)),
-            key=lambda rank: self._heard[rank].silent_seconds,
-            default=self.rank,
-        )
-        seconds = self._heard[silent].silent_seconds
-        if silent != self.rank and seconds >= self.silence_seconds:
-            return self._blame(
-                silent,
-                f"{self._name(silent)} fell silent: no heartbeat for {seconds:.1f} s, limit "
-                f"{self.silence_seconds:.1f} s, last action {self._doing(silent)}; "
-                "it was killed, stopped, or cut off",
-            )
-        return None
+        for rank, entry in self.entries.items():
+            if entry.failure is not None:
+                text = f"{self._name(rank)} failed at [{entry.doing}]: {entry.failure.text}"
+                return self._blame(rank, text, exit_code=entry.failure.exit_code)
+        return self._odd_batch() or self._silence()
 
     def host_gone(self, host: int | None, reason: str) -> Verdict | None:
         """The verdict when the store cannot be reached; None if its host had ended well."""
         if host is None:
             text = f"the store of the process group, kept outside the ranks, is gone ({reason})"
             return self._blame(self.rank, text)
-        if self.is_done(host):
+        if self.entries[host].is_done:
             return None
         text = (
             f"{self._name(host)}, the host of the store, is gone ({reason}), "
-            f"last action {self._doing(host)}"
+            f"last action [{self.entries[host].doing}]"
         )
         return self._blame(host, text)
-
-    def is_done(self, rank: int) -> bool:
-        entry = self._heard[rank].entry
-        return entry is not None and entry.is_done
-
-    def place_of_failed(self, rank: int) -> str:
-        """Where a rank is that said that an exception ends it; empty if it said nothing."""
-        entry = self._heard[rank].entry
-        return entry.place if entry is not None and entry.failure is not None else ""
 
     @property
     def is_all_ending(self) -> bool:
         """Whether every rank has ended or is told to: then the reason is none of theirs."""
-        entries = [heard.entry for heard in self._heard.values()]
-        return all(
-            entry is not None and (entry.is_terminated or entry.is_done or entry.failure)
-            for entry in entries
-        )
+        return all(entry.is_terminated or entry.is_ended for entry in self.entries.values())
 
     @property
     def num_to_leave(self) -> int:
@@ -295,21 +221,16 @@ class Judge:
 
         One that has not spoken yet may be about to, however early this one is done.
         """
-        return sum(
-            not self._is_overdue(heard)
-            or (heard.entry is not None and bool(heard.entry.is_done or heard.entry.failure))
-            for heard in self._heard.values()
-        )
+        entries = self.entries.items()
+        return sum(entry.is_ended or not self._is_overdue(rank) for rank, entry in entries)
 
     def _odd_batch(self) -> Verdict | None:
         """Blame a rank whose batch has another form: messages between them would not match."""
         seen: dict[int, tuple[int, str]] = {}
-        for rank, heard in self._heard.items():
-            number, form = heard.entry.batch if heard.entry is not None else (0, "")
-            if not number:
-                continue
+        for rank, entry in self.entries.items():
+            number, form = entry.batch
             first, first_form = seen.setdefault(number, (rank, form))
-            if form != first_form:
+            if number and form != first_form:
                 text = (
                     f"{self._name(rank)} was given another batch than rank {first}: its batch"
                     f" {number} is {form}, there it is {first_form}; give every rank the whole"
@@ -318,30 +239,32 @@ class Judge:
                 return self._blame(rank, text, exit_code=ExitCode.USAGE)
         return None
 
-    def _blame(self, rank: int, text: str, *, exit_code: int = ExitCode.BUG) -> Verdict:
-        return Verdict(
-            rank=rank, text=text, exit_code=int(exit_code), speaker=self._lowest_living(rank)
+    def _silence(self) -> Verdict | None:
+        """Blame the rank that has been silent for longest."""
+        others = (r for r, entry in self.entries.items() if r != self.rank and not entry.is_done)
+        silent = max(others, key=self._silent_seconds.__getitem__, default=None)
+        if silent is None or self._silent_seconds[silent] < self.silence_seconds:
+            return None
+        text = (
+            f"{self._name(silent)} fell silent: no heartbeat for"
+            f" {self._silent_seconds[silent]:.1f} s, limit {self.silence_seconds:.1f} s, last"
+            f" action [{self.entries[silent].doing}]; it was killed, stopped, or cut off"
         )
+        return self._blame(silent, text)
 
-    def _lowest_living(self, blamed: int) -> int:
-        """The lowest rank that can still speak, in the knowledge of this one."""
-        for rank, heard in self._heard.items():
-            is_ended = heard.entry is not None and (heard.entry.is_done or heard.entry.failure)
-            if rank != blamed and not is_ended and not self._is_silent(rank):
-                return rank
-        return self.rank
+    def _blame(self, blamed: int, text: str, *, exit_code: int = ExitCode.BUG) -> Verdict:
+        """A verdict that is told by the lowest rank that can still speak, as far as known here."""
+        living = (
+            rank
+            for rank, entry in self.entries.items()
+            if rank != blamed and entry.host and not entry.is_ended and not self._is_overdue(rank)
+        )
+        speaker = next(living, self.rank)
+        return Verdict(rank=blamed, text=text, exit_code=int(exit_code), speaker=speaker)
 
-    def _is_silent(self, rank: int) -> bool:
-        heard = self._heard[rank]
-        return heard.entry is None or self._is_overdue(heard)
-
-    def _is_overdue(self, heard: _Heard) -> bool:
-        return heard.silent_seconds > self.longest_round_seconds
+    def _is_overdue(self, rank: int) -> bool:
+        return self._silent_seconds[rank] > self.longest_round_seconds
 
     def _name(self, rank: int) -> str:
-        entry = self._heard[rank].entry
-        return f"rank {rank} ({entry.place})" if entry else f"rank {rank}"
-
-    def _doing(self, rank: int) -> str:
-        entry = self._heard[rank].entry
-        return f"[{entry.doing}]" if entry else "[none: it never opened its watch]"
+        entry = self.entries[rank]
+        return f"rank {rank}" + (f" (pid {entry.process} on {entry.host})" if entry.host else "")

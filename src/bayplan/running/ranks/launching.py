@@ -7,6 +7,7 @@ a rank never waits for its launcher.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -19,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bayplan.data.errors import ExitCode, UsageError
-from bayplan.running.ranks.failures import REPORT_MARK, find_report, last_lines, write_line
+from bayplan.running.ranks.failures import REPORT_MARK, write_line
 
-__all__ = ["LocalRank", "Supervisor", "free_port", "launch"]
+__all__ = ["LocalRank", "Supervisor", "launch"]
 
 # Runs before the rank's program and is replaced by it: the kernel then ends the rank with its
 # launcher, however that ends. 1 is PR_SET_PDEATHSIG; a launcher that died before it was set is
@@ -38,10 +39,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 class LocalRank:
     """One process with its session and its log, which gets its stderr and is replaced.
 
-    Args:
-        arguments: what follows `python` on a command line.
-        environment: all its variables.
-        has_stdout: it prints to our stdout, and to the log otherwise.
+    With `has_stdout` it prints to our stdout, and to the log otherwise.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class LocalRank:
             os.killpg(self._process.pid, number)
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """Kill the process with all its children."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
@@ -81,6 +79,7 @@ class LocalRank:
 GRACE_SECONDS = 10.0  # for the other ranks to say why they stop
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ROUND_SECONDS = 0.05
+TAIL_BYTES = 64 * 1024  # a report is among the last things printed, and a log may be huge
 
 
 @dataclass(kw_only=True)
@@ -90,64 +89,50 @@ class Supervisor:
     Args:
         ranks: all of them, running; whoever started them ends what is left of them.
         signals: those sent to this process, still growing.
-        timeout_seconds: how long all of it may take.
-        on_line: gets what is to be shown.
         signal_seconds: what ranks have to end in after a signal was passed on.
     """
 
     ranks: Sequence[LocalRank]
     signals: Sequence[int]
-    timeout_seconds: float | None
+    timeout_seconds: float
     on_line: Callable[[str], None]
     signal_seconds: float
     _start_seconds: float = field(default_factory=time.monotonic)
     _end_seconds: float | None = None  # when SIGTERM is due, and after it SIGKILL
     _is_terminated: bool = False
     _is_late_told: bool = False
-    _failed: tuple[int, int] | None = None  # rank and code of the first that failed
+    _failed: tuple[int, int] | None = None  # exit code and rank of the first that failed
     _num_passed_on: int = 0
 
-    def wait(self, *, port: int | None) -> bool:
-        """Wait until all have ended; False as soon as rank 0 says that the port is taken."""
+    def wait(self) -> int:
+        """Wait until all have ended, make sure that a failure is told; returns the exit code."""
         with self.ranks[0].log.open("rb") as log:
             rest = b""
             while not self._is_over():
                 rest = self._show(rest + log.read())
                 time.sleep(ROUND_SECONDS)
                 self._act()
-                if self._is_port_taken(port):
-                    return False
             self._show(rest + log.read() + b"\n")
-        return not self._is_port_taken(port)
-
-    def conclude(self) -> int:
-        """Make sure that a failure was told, and return the exit code."""
-        if self._failed is None and not self.signals:
-            return ExitCode.DONE
-        reports = [report for report in (find_report(rank.log) for rank in self.ranks) if report]
-        if reports and not self.signals and find_report(self.ranks[0].log) is None:
-            self.on_line(reports[0])
         if self.signals:
             return 128 + self.signals[0]
-        assert self._failed is not None, "neither a failure nor a signal"
-        index, code = self._failed
-        if not reports and not self._is_late_told:
-            self.on_line(self._obituary(index, code))
+        if self._failed is None:
+            return ExitCode.DONE
+        code, index = self._failed
+        reports = [_report(rank.log) for rank in self.ranks]
+        if reports[0] is None:  # that of rank 0 has been shown
+            report = next(filter(None, reports), None)
+            if report is not None:
+                self.on_line(report)
+            elif not self._is_late_told:
+                self.on_line(self._obituary(index, code))
         return code if code > 0 else ExitCode.BUG
-
-    def _is_port_taken(self, port: int | None) -> bool:
-        """Whether the store complains; None for a port that is not looked at."""
-        if self._failed is None or port is None:
-            return False
-        lines = self._ending_of(0, num_lines=100)
-        return any("EADDRINUSE" in line and f"port: {port}" in line for line in lines)
 
     def _is_over(self) -> bool:
         codes = [rank.exit_code() for rank in self.ranks]
         if self._failed is None:
             # Of several that ended in one round, the one that was killed did not follow another.
             failed = [(code, index) for index, code in enumerate(codes) if code]
-            self._failed = next(((index, code) for code, index in sorted(failed)), None)
+            self._failed = min(failed, default=None)
         return all(code is not None for code in codes)
 
     def _act(self) -> None:
@@ -159,7 +144,8 @@ class Supervisor:
             self._grant(now_seconds + self.signal_seconds)
         if self._failed is not None:
             self._grant(now_seconds + GRACE_SECONDS)
-        if self._is_late(now_seconds):
+        is_late = now_seconds - self._start_seconds > self.timeout_seconds
+        if is_late and not self._is_late_told:
             self._tell_late()
             self._end_seconds = now_seconds
         if self._end_seconds is None or now_seconds < self._end_seconds:
@@ -168,18 +154,13 @@ class Supervisor:
         self._is_terminated = True
         self._end_seconds = now_seconds + KILL_SECONDS
 
-    def _is_late(self, now_seconds: float) -> bool:
-        limit = self.timeout_seconds
-        is_over = limit is not None and now_seconds - self._start_seconds > limit
-        return is_over and not self._is_late_told
-
     def _tell_late(self) -> None:
         running = [index for index, rank in enumerate(self.ranks) if rank.exit_code() is None]
         self.on_line(
             f"bayplan: ranks {', '.join(map(str, running))} still ran after "
             f"{self.timeout_seconds:.1f} s, the limit of the whole run; all are ended"
         )
-        self._failed = self._failed or (min(running, default=0), ExitCode.BUG)
+        self._failed = self._failed or (ExitCode.BUG, min(running, default=0))
         self._is_late_told = True
 
     def _grant(self, end_seconds: float) -> None:
@@ -200,17 +181,26 @@ class Supervisor:
                 self.on_line(line.decode(errors="replace"))
         return rest
 
-    def _ending_of(self, index: int, *, num_lines: int) -> list[str]:
-        return last_lines(self.ranks[index].log, num_lines=num_lines)
-
     def _obituary(self, index: int, code: int) -> str:
-        way = (
-            f"with exit code {code}"
-            if code >= 0
-            else f"by signal {-code} ({signal.strsignal(-code)})"
-        )
-        ending = "\n  ".join(["ends with:", *self._ending_of(index, num_lines=5)])
-        return f"bayplan: rank {index} ended {way}; its log {self.ranks[index].log} {ending}"
+        way = f"with exit code {code}"
+        if code < 0:
+            way = f"by signal {-code} ({signal.strsignal(-code)})"
+        log = self.ranks[index].log
+        ending = "\n  ".join(["ends with:", *_last_lines(log)[-5:]])
+        return f"bayplan: rank {index} ended {way}; its log {log} {ending}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def _report(log: Path) -> str | None:
+    """The line by which a rank told why all stop; None if this one did not."""
+    return next((line for line in _last_lines(log) if line.startswith(REPORT_MARK)), None)
 
 
 def launch(
@@ -218,7 +208,7 @@ def launch(
     *,
     num_ranks: int,
     log_folder: Path,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = math.inf,
     on_line: Callable[[str], None] = write_line,
     environment: Mapping[str, str] | None = None,
     signal_seconds: float | None = None,
@@ -232,7 +222,6 @@ def launch(
 
     Args:
         arguments: what follows `python` on a command line.
-        num_ranks: how many to start.
         log_folder: made if missing; logs in it are replaced, those of more ranks removed.
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.
@@ -242,50 +231,39 @@ def launch(
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")
     log_folder.mkdir(parents=True, exist_ok=True)
-    _remove_logs_from(num_ranks, log_folder)
-    signals: list[int] = []
-    with _caught_signals(signals):
-        for is_last in (False, True):
-            port = free_port()
-            ranks: list[LocalRank] = []
-            try:
-                for index in range(num_ranks):
-                    log = log_folder / f"rank{index}.log"
-                    variables = _environment(index, num_ranks, port, environment or {})
-                    ranks.append(
-                        LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
-                    )
-                supervisor = Supervisor(
-                    ranks=ranks,
-                    signals=signals,
-                    timeout_seconds=timeout_seconds,
-                    on_line=on_line,
-                    signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
-                )
-                is_whole = supervisor.wait(port=None if is_last else port)
-            finally:
-                for rank in ranks:
-                    rank.end()
-            if is_whole:
-                return supervisor.conclude()
-    raise AssertionError("the last try is always whole")
-
-
-def _remove_logs_from(index: int, log_folder: Path) -> None:
-    """Take away what a run of more ranks left, lest it be read as of this one."""
-    while (log := log_folder / f"rank{index}.log").exists():
+    for log in log_folder.glob("rank[0-9]*.log"):  # lest those of more ranks be read as of this run
         log.unlink()
-        index += 1
+    signals: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_caught_signals(signals))
+        port = stack.enter_context(_held_port())
+        ranks: list[LocalRank] = []
+        for index in range(num_ranks):
+            log = log_folder / f"rank{index}.log"
+            variables = _environment(index, num_ranks, port, environment or {})
+            rank = LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
+            stack.callback(rank.end)
+            ranks.append(rank)
+        return Supervisor(
+            ranks=ranks,
+            signals=signals,
+            timeout_seconds=timeout_seconds,
+            on_line=on_line,
+            signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
+        ).wait()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on.
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that rank 0 can listen on, and that no other process is given meanwhile.
 
-    Another process may take it before rank 0 does; `launch` then tries once more.
+    A socket that is bound keeps others away. Those that reuse addresses, as torch's store does,
+    may still listen, as long as this one does not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _environment(index: int, num_ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:

@@ -21,8 +21,8 @@ from bayplan.data import files
 from bayplan.data.errors import FileFault
 from bayplan.data.links import LinkSpeed, LinkSpeeds
 from bayplan.devices.machine import cache_directory, describe_machine
-from bayplan.running.collectives.sums import Sums, room_bytes
-from bayplan.running.collectives.topology import RankTopology, open_topology, shares_memory
+from bayplan.running.collectives.sums import room_bytes
+from bayplan.running.collectives.topology import open_topology, shares_memory
 from bayplan.running.collectives.transports import (
     Mailboxes,
     Transport,
@@ -39,11 +39,7 @@ _MOST_SECONDS = 120.0  # importing torch twice on a busy machine is most of it
 
 
 def local_link_speeds(cache: Path | None = None) -> LinkSpeeds | None:
-    """What was measured before, or else now, in some seconds; None if two ranks cannot talk.
-
-    Args:
-        cache: keeps it; the user's by default.
-    """
+    """What the cache has from before, or else measured now; None if two ranks cannot talk."""
     path = _path(cache or cache_directory())
     with contextlib.suppress(FileFault, OSError):  # damaged, or not to be looked into
         if path.exists():
@@ -86,9 +82,13 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     topology = open_topology()
-    sums, transports = _sums(topology), _transports(topology)
+    sizes = (room_bytes(size // 4, torch.float32) for size in (_SMALL_BYTES, _LARGE_BYTES))
+    sums = topology.sums(range(topology.world_size), sum(sizes))  # as gradients are summed
+    assert sums is not None, "all ranks take part"
+    mailboxes, neighbours = Mailboxes(topology), open_peer_memory(topology)  # as stages send values
+    mailboxes.open({1 - topology.rank: _SMALL_BYTES})
     speeds = LinkSpeeds(
-        message=_speed(lambda data: _there_and_back(transports, data), torch.ones, 2),
+        message=_speed(lambda data: _there_and_back((mailboxes, neighbours), data), torch.ones, 2),
         reduce=_speed(
             lambda data: sums.begin(data).wait(),
             lambda count: sums.room(count, torch.float32, torch.device("cpu")),
@@ -99,23 +99,6 @@ def main(path: Path) -> None:
         files.write(path, speeds)
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-def _sums(topology: RankTopology) -> Sums:
-    """As gradients are summed."""
-    needed_bytes = sum(
-        room_bytes(size // 4, torch.float32) for size in (_SMALL_BYTES, _LARGE_BYTES)
-    )
-    sums = topology.sums(range(topology.world_size), needed_bytes)
-    assert sums is not None, "all ranks take part"
-    return sums
-
-
-def _transports(topology: RankTopology) -> tuple[Transport, ...]:
-    """As stages send their values."""
-    mailboxes, neighbours = Mailboxes(topology), open_peer_memory(topology)
-    mailboxes.open({1 - topology.rank: _SMALL_BYTES})
-    return mailboxes, neighbours
 
 
 def _speed(

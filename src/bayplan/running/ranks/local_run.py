@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import numpy as np
@@ -21,7 +20,15 @@ from bayplan.running.ranks.failures import INTERRUPTED
 from bayplan.running.ranks.launching import launch
 from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
 
-__all__ = ["INTERRUPTED", "RankRun", "SharedFigures", "StepLine", "check_room", "run_on_ranks"]
+__all__ = [
+    "INTERRUPTED",
+    "RankRun",
+    "SharedFigures",
+    "StepLine",
+    "check_room",
+    "run_on_ranks",
+    "step_line",
+]
 
 
 class SharedFigures:
@@ -55,62 +62,44 @@ class SharedFigures:
         return 0 < int(self._numbers[0]) <= step
 
 
-_LINE = re.compile(r"step ([0-9]{1,12}) of ([0-9]{1,12}), (.+)")
+_LINE = re.compile(r"step ([0-9]{1,12}) of ([0-9]{1,12}), .+")
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """Rank 0's line for each step.
-
-    Example:
-        >>> line = StepLine.of(3, 20, loss=2.5, num_samples=8, seconds=6.0, peaks_bytes=(2**20, 0))
-        >>> str(line)
-        'step 3 of 20, loss 2.5000, 4.0 samples/s, peak 1.0 MiB, 34.0 s left'
-        >>> StepLine.parse(str(line)) == line
-        True
-    """
+    """Rank 0's line for a step, and how many of all steps are done."""
 
     done: int
     total: int
     text: str
 
     @classmethod
-    def of(
-        cls,
-        done: int,
-        total: int,
-        *,
-        loss: float,
-        num_samples: int,
-        seconds: float,
-        peaks_bytes: tuple[int, ...],
-    ) -> Self:
-        """Of `done` steps.
-
-        Args:
-            loss: of the last.
-            num_samples: of one.
-            seconds: of all that are done.
-            peaks_bytes: by rank, so far.
-        """
-        own, most = peaks_bytes[0], max(peaks_bytes)
-        fullest = f" ({format_bytes(most)} on rank {peaks_bytes.index(most)})" if most > own else ""
-        left = format_seconds(seconds / done * (total - done))
-        return cls(
-            done,
-            total,
-            f"loss {loss:.4f}, {num_samples * done / seconds:.1f} samples/s,"
-            f" peak {format_bytes(own)}{fullest}, {left} left",
-        )
-
-    @classmethod
     def parse(cls, line: str) -> "StepLine | None":
         """None for any other line."""
         match = _LINE.fullmatch(line)
-        return None if match is None else cls(int(match[1]), int(match[2]), match[3])
+        return None if match is None else cls(int(match[1]), int(match[2]), line)
 
     def __str__(self) -> str:
-        return f"step {self.done} of {self.total}, {self.text}"
+        return self.text
+
+
+def step_line(
+    done: int,
+    total: int,
+    *,
+    loss: float,
+    num_samples: int,
+    seconds: float,
+    peaks_bytes: tuple[int, ...],
+) -> str:
+    """What rank 0 tells after a step: `seconds` are of all that are done, `peaks_bytes` by rank."""
+    own, most = peaks_bytes[0], max(peaks_bytes)
+    fullest = f" ({format_bytes(most)} on rank {peaks_bytes.index(most)})" if most > own else ""
+    return (
+        f"step {done} of {total}, loss {loss:.4f}, {num_samples * done / seconds:.1f} samples/s,"
+        f" peak {format_bytes(own)}{fullest},"
+        f" {format_seconds(seconds / done * (total - done))} left"
+    )
 
 
 _TORCH_BYTES = 200 << 20  # what a process takes that has imported torch and done nothing
@@ -203,8 +192,7 @@ def run_on_ranks(
             signal_seconds=_LONGEST_STEP_SECONDS,
         )
         paths = [records / f"rank{rank}.record.json" for rank in range(num_ranks)]
-        is_told = all(path.exists() for path in paths)
-        if not is_told or exit_code not in (0, INTERRUPTED):
+        if exit_code not in (0, INTERRUPTED) or not all(path.exists() for path in paths):
             return RankRun(None, exit_code)
         rank_records = [files.read(path, RunRecord) for path in paths]
     predicted = Prediction(

@@ -9,7 +9,8 @@ import atexit
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,12 @@ from bayplan.running.collectives.transports import (
     Transport,
     open_peer_memory,
 )
-from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, replica_groups
+from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, own_group
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.rank_step import RankStep
 from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
 from bayplan.running.ranks.transfers import largest_by_sender
-from bayplan.running.ranks.watching import Watch, check_environment, open_watch
+from bayplan.running.ranks.watching import Watch, open_watch
 from bayplan.running.ranks.worker import Worker
 from bayplan.running.swaps.swap_space import RankSwap
 from bayplan.simulating.checking import check_rank_plan
@@ -52,12 +53,11 @@ _NUM_LOSS_SUMS = 3
 
 
 class LossSums:
-    """Sums up the parts of one loss after the other; each rank has parts, and all are told the sum.
+    """All-reduces one loss after the other: each rank has a part of it, and all get the sum.
 
     Beside the loss go two numbers that show whether all ranks had the same batch (`BatchMark`).
-    With stale weights, the loss of a batch is told `lag` batches later: to wait for the present
-    one would make every rank wait for the last stage. `sums` are over all ranks, used for nothing
-    else.
+    With stale weights, the loss of a batch comes `lag` batches later: to wait for the present one
+    would make every rank wait for the last stage. `sums` are over all ranks, used for nothing else.
     """
 
     def __init__(self, sums: Sums | None, lag: int) -> None:
@@ -80,9 +80,7 @@ class LossSums:
             return room.clone()
         self._rooms.rotate(-1)
         self._owed.append((self._sums.begin(room), room))
-        if len(self._owed) <= self._lag:
-            return None
-        return self._waited()
+        return self._waited() if len(self._owed) > self._lag else None
 
     def rest(self) -> list[torch.Tensor]:
         """The sums still owed."""
@@ -134,16 +132,20 @@ def bind(
     watch = open_watch()
     with watch.telling():
         watch.doing = "bind, before the first step"
-        check_environment()
         given = plan if isinstance(plan, Plan) else _read(plan)
         check_torch_version(given.torch_version)
         taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
-        _check_world_size(taken)
+        world_size, num_ranks = distributed.get_world_size(), len(taken.actions)
+        if world_size != num_ranks:
+            raise UsageError(
+                f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with"
+                f" one host, torchrun --nproc-per-node {num_ranks}), or plan for these"
+            )
         _check_optimizer(model, optimizer)
-        tensors = own_tensors(TrainingStep(model=model, batch=(), loss_fn=loss_fn))
-        start_alike(taken, tensors, optimizer)
+        step = TrainingStep(model=model, batch=(), loss_fn=loss_fn, autocast=autocast)
+        start_alike(taken, own_tensors(step), optimizer)
         place = RankSwap(distributed.get_rank(), None if swap is None else Path(swap), swap_bytes)
-        return PipelinedStep(model, optimizer, taken, loss_fn, autocast, watch, place)
+        return PipelinedStep(step, optimizer, taken, watch, place)
 
 
 def _read(path: Path | str | None) -> Plan:
@@ -158,15 +160,6 @@ def _read(path: Path | str | None) -> Plan:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-
-
-def _check_world_size(plan: RankPlan) -> None:
-    world_size, num_ranks = distributed.get_world_size(), len(plan.actions)
-    if world_size != num_ranks:
-        raise UsageError(
-            f"the plan is for {num_ranks} ranks, here are {world_size}; start as many (with one"
-            f" host, torchrun --nproc-per-node {num_ranks}), or plan for these"
-        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -194,17 +187,14 @@ class PipelinedStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        step: TrainingStep,
         optimizer: torch.optim.Optimizer,
         plan: RankPlan,
-        loss_fn: LossFunction,
-        autocast: torch.dtype | None,
         watch: Watch,
         swap: RankSwap,
     ) -> None:
-        self._swap = swap
-        self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._loss_fn, self._autocast, self._watch = loss_fn, autocast, watch
+        self._step, self._optimizer, self._plan = step, optimizer, plan
+        self._watch, self._swap = watch, swap
         self._rank = distributed.get_rank()
         self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
@@ -212,6 +202,7 @@ class PipelinedStep:
         self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
+        self._sums: Mapping[tuple[int, ...], Sums] = {}  # by ranks that share gradients
         self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
         watch.doing = self.journal
 
@@ -231,14 +222,12 @@ class PipelinedStep:
 
     @property
     def sums(self) -> Sequence[Sum]:
-        """Of gradients over ranks, the latest that were made."""
+        """The latest all-reduces of gradients."""
         return () if self._kept is None else tuple(self._kept[0].sums)
 
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that others share, which no meter of the process counts."""
-        if self._kept is None:  # none before the first step, and to make it takes all ranks
-            return 0
         return sum(sums.shared_bytes for sums in self._sums.values())
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -261,14 +250,17 @@ class PipelinedStep:
         self._num_batches += 1
         self._watch.batch = (self._num_batches, mark.form)
         if mark.form not in self._workers:
-            self._workers[mark.form] = self._prepared(batch, self.num_samples)
+            self._workers[mark.form] = self._prepared(batch)
         worker = self._workers[mark.form]
         if self._lag and worker is not self._worker:
             self.flush()  # what is in flight has another size
         self._worker = worker
         if self._holdings is not None:
             self._holdings.release()
-        return self._loss(worker.run(batch_tensors(batch), self.journal), mark)
+        part = worker.run(batch_tensors(batch), self.journal)
+        self._marks.append(mark)
+        sums = self._loss_sums.add(mark.beside(part))
+        return torch.full((), math.nan, dtype=part.dtype) if sums is None else self._checked(sums)
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
@@ -282,14 +274,6 @@ class PipelinedStep:
                 self._worker.rest()
             return [self._checked(sums) for sums in self._loss_sums.rest()]
 
-    def _loss(self, part: torch.Tensor, mark: BatchMark) -> torch.Tensor:
-        """The loss of the batch that is due: this one, or with stale weights an earlier one."""
-        self._marks.append(mark)
-        sums = self._loss_sums.add(mark.beside(part))
-        if sums is None:
-            return torch.full((), math.nan, dtype=part.dtype)
-        return self._checked(sums)
-
     def _checked(self, sums: torch.Tensor) -> torch.Tensor:
         """A loss, once it is known that all ranks had the same batch."""
         self._marks.popleft().check(sums)
@@ -299,37 +283,38 @@ class PipelinedStep:
     def _lag(self) -> int:
         return max(self._plan.lags, default=0)
 
-    def _prepared(self, batch: Batch, num_samples: int) -> Worker:
+    def _prepared(self, batch: Batch) -> Worker:
         if self._holdings is not None:
             self._holdings.collect()  # the model is traced again, for which it must be whole
         preparation = RankStep(
             plan=self._plan,
-            step=TrainingStep(
-                model=self._model, batch=batch, loss_fn=self._loss_fn, autocast=self._autocast
-            ),
+            step=replace(self._step, batch=batch),
             rank=self._rank,
-            num_samples=num_samples,
-            has_tags=backend_of(_device_of(self._model)) == "gloo",
+            has_tags=backend_of(self._device) == "gloo",
             swap=self._swap,
             replicas=self._replicas,
             transports=self._transports,
         )
         preparation.check()
         if self._kept is None:
-            self._holdings = Holdings(self._model, preparation.holders(), self._rank)
+            self._holdings = Holdings(self._step.model, preparation.holders(), self._rank)
+            self._sums = preparation.sums(self._topology)
             self._kept = preparation.gradients(self._sums), preparation.versions()
         worker = preparation.worker(
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
         )
         if self._plan.static_order:
-            parts = worker.parts.values()
-            arrivals = (way for part in parts for way in (part.arrival, part.arrival_back))
-            self._mailboxes.open(largest_by_sender(arrivals, LARGE_BYTES))
+            ways = (way for part in worker.parts.values() for way in part.ways)
+            self._mailboxes.open(largest_by_sender(ways, LARGE_BYTES))
         return worker
+
+    @property
+    def _device(self) -> torch.device:
+        return _device_of(self._step.model)
 
     @cached_property
     def _topology(self) -> RankTopology:
-        return open_topology(_device_of(self._model))
+        return open_topology(self._device)
 
     @cached_property
     def _mailboxes(self) -> Mailboxes:
@@ -351,38 +336,16 @@ class PipelinedStep:
         return LossSums(self._topology.sums(ranks, LossSums.needed_bytes(self._lag)), self._lag)
 
     @cached_property
-    def _sums(self) -> dict[tuple[int, ...], Sums]:
-        """Over ranks that share gradients; made in the same order everywhere."""
-        parameters = dict(self._model.named_parameters())
-        needed: dict[tuple[int, ...], int] = {}
-        for bucket in self._plan.buckets:
-            stages = (self._plan.stages[stage] for stage in bucket.stages)
-            ranks = tuple(sorted({rank for stage in stages for rank in stage.devices}))
-            members = [parameters[name] for name in bucket.parameters if name in parameters]
-            count = sum(member.numel() for member in members)
-            size_bytes = room_bytes(count, members[0].dtype) if members else 0
-            needed[ranks] = needed.get(ranks, 0) + size_bytes
-        all_sums = {
-            ranks: self._topology.sums(ranks, size_bytes)
-            for ranks, size_bytes in needed.items()
-            if len(ranks) > 1
-        }
-        return {ranks: sums for ranks, sums in all_sums.items() if sums is not None}
-
-    @cached_property
     def _replicas(self) -> dict[int, StageReplicas]:
         """By stage of this rank, those that it synchronises BatchNorm with."""
-        ranks_of = dict(enumerate(stage.devices for stage in self._plan.stages))
-        return replica_groups(self._plan.synchronised_stages, ranks_of)
+        stages = sorted(self._plan.synchronised_stages)
+        groups = {stage: own_group(self._plan.stages[stage].devices) for stage in stages}
+        return {stage: StageReplicas(group) for stage, group in groups.items() if group is not None}
 
     @cached_property
     def _groups(self) -> dict[tuple[int, ...], distributed.ProcessGroup]:
         """Ranks that share a stage; groups are made in the same order everywhere."""
-        stages = self._plan.stages
-        sets = (tuple(sorted(stage.devices)) for stage in stages)
-        groups: dict[tuple[int, ...], distributed.ProcessGroup] = {}
-        for ranks in dict.fromkeys(ranks for ranks in sets if len(ranks) > 1):
-            group = distributed.new_group(list(ranks))
-            if isinstance(group, distributed.ProcessGroup):  # else this rank is no member
-                groups[ranks] = group
-        return groups
+        shared = (stage.devices for stage in self._plan.stages if len(stage.devices) > 1)
+        rank_sets = dict.fromkeys(tuple(sorted(devices)) for devices in shared)
+        groups = {ranks: own_group(ranks) for ranks in rank_sets}
+        return {ranks: group for ranks, group in groups.items() if group is not None}

@@ -28,12 +28,13 @@ from bayplan.data import files
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.profile import Clock
-from bayplan.data.record import RunRecord, message_classes
+from bayplan.data.record import DeviceRecord, Event, RunRecord, message_classes
 from bayplan.devices.machine import cache_directory
+from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import step_of_plan
 from bayplan.running.ranks.failures import run_to_exit
-from bayplan.running.ranks.journal import PeakBreakdown, open_breakdown
-from bayplan.running.ranks.local_run import SharedFigures, StepLine
+from bayplan.running.ranks.journal import PeakBreakdown
+from bayplan.running.ranks.local_run import SharedFigures, step_line
 from bayplan.running.ranks.pipelined import PipelinedStep, bind
 from bayplan.running.ranks.watching import open_watch
 from bayplan.running.recorder import Recorder
@@ -76,10 +77,8 @@ def train(
         swap=swap_dir,
         swap_bytes=swap_bytes,
     )
-    rank = distributed.get_rank()
-    figures = SharedFigures(records / "figures")
-    result = _Training(bound, step, figures, lag=max(given.lags, default=0)).run(steps)
-    files.write(records / f"rank{rank}.record.json", _named(result, given, rank, bound))
+    training = _Training(bound, step, given, SharedFigures(records / "figures"))
+    files.write(records / f"rank{distributed.get_rank()}.record.json", training.run(steps))
     distributed.barrier()
     bound.close()
     distributed.destroy_process_group()
@@ -89,11 +88,12 @@ class _Training:
     """Some steps of one rank, and what is known of them; the loss is `lag` batches behind."""
 
     def __init__(
-        self, bound: PipelinedStep, step: TrainingStep, figures: SharedFigures, *, lag: int
+        self, bound: PipelinedStep, step: TrainingStep, plan: RankPlan, figures: SharedFigures
     ) -> None:
         batch = step.batch
         self._batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        self._bound, self._figures, self._lag = bound, figures, lag
+        self._bound, self._plan, self._figures = bound, plan, figures
+        self._lag = max(plan.lags, default=0)
         self._device = next(step.model.parameters()).device
         self._rank = distributed.get_rank()
         self._number = 0  # of the step that runs
@@ -118,27 +118,46 @@ class _Training:
                 else:
                     losses.append(float(self._bound(*self._batch)))
                 self._figures.tell_peak(self._rank, recording.peak_bytes)
-                self._tell(num_steps, losses[-1], time.perf_counter() - began)
+                if self._rank == 0:
+                    line = step_line(
+                        number + 1,
+                        num_steps,
+                        loss=losses[-1],
+                        num_samples=self._bound.num_samples,
+                        seconds=time.perf_counter() - began,
+                        peaks_bytes=self._figures.peaks_bytes,
+                    )
+                    print(line, file=sys.stderr, flush=True)
         events = self._bound.journal.events()  # before those of the flush, which does but a part
         losses += map(float, self._bound.flush())
-        seconds = ((made.size_bytes, made.own_seconds) for made in self._bound.sums)
-        device = msgspec.structs.replace(
-            recording.result.devices[0], events=events, messages=message_classes(seconds)
-        )
-        if self._breakdown is not None:
-            peak_bytes = max(device.step_peak_bytes[1:], default=device.peak_bytes)
-            by_kind = self._breakdown.by_kind(peak_bytes)
-            device = msgspec.structs.replace(device, peak_by_kind=by_kind)
         return msgspec.structs.replace(
             recording.result,
-            devices=(device,),
+            model=self._plan.model,
+            devices=(self._described(recording.result.devices[0], events),),
             num_samples=self._bound.num_samples,
             losses=tuple(loss for loss in losses if math.isfinite(loss)),
         )
 
+    def _described(self, device: DeviceRecord, events: tuple[Event, ...]) -> DeviceRecord:
+        """What was measured of this rank, with what only it knows."""
+        stages = tuple(n for n, own in enumerate(self._plan.stages) if self._rank in own.devices)
+        seconds = ((made.size_bytes, made.own_seconds) for made in self._bound.sums)
+        peak_bytes = max(device.step_peak_bytes[1:], default=device.peak_bytes)
+        by_kind = self._breakdown.by_kind(peak_bytes) if self._breakdown else device.peak_by_kind
+        return msgspec.structs.replace(
+            device,
+            device=f"rank {self._rank}, stage {'+'.join(map(str, stages))}",
+            stages=stages,
+            staleness=self._bound.staleness,
+            events=events,
+            messages=message_classes(seconds),
+            peak_by_kind=by_kind,
+        )
+
     def _run_with_breakdown(self) -> float:
         """A step in which what fills the memory is found out; takes a little longer."""
-        with open_breakdown(self._bound.held, self._device) as self._breakdown:
+        with open_meter(self._device, cache_directory()) as meter:
+            self._breakdown = PeakBreakdown(self._bound.held, meter)
             self._bound.journal.listener = self._breakdown
             try:
                 return float(self._bound(*self._batch))
@@ -158,30 +177,6 @@ class _Training:
             yield
         finally:
             signal.signal(signal.SIGINT, old)
-
-    def _tell(self, num_steps: int, loss: float, seconds: float) -> None:
-        if self._rank == 0:
-            line = StepLine.of(
-                self._number + 1,
-                num_steps,
-                loss=loss,
-                num_samples=self._bound.num_samples,
-                seconds=seconds,
-                peaks_bytes=self._figures.peaks_bytes,
-            )
-            print(line, file=sys.stderr, flush=True)
-
-
-def _named(result: RunRecord, plan: RankPlan, rank: int, bound: PipelinedStep) -> RunRecord:
-    stages = tuple(n for n, stage in enumerate(plan.stages) if rank in stage.devices)
-    (device,) = result.devices
-    device = msgspec.structs.replace(
-        device,
-        device=f"rank {rank}, stage {'+'.join(map(str, stages))}",
-        stages=stages,
-        staleness=bound.staleness,
-    )
-    return msgspec.structs.replace(result, model=plan.model, devices=(device,))
 
 
 def main() -> None:

@@ -3,9 +3,12 @@
 Each check trusts those before it: stages that are cut from other operators have no meaning.
 """
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import distributed, nn
@@ -22,34 +25,29 @@ from bayplan.planning.pipelines.step_source import StageValues
 from bayplan.prepared_stages import PreparedStages
 from bayplan.rewriting.synchronised_norm import Replicas
 from bayplan.running.collectives.bucket_sums import GradientBucket
-from bayplan.running.collectives.sums import Sums
+from bayplan.running.collectives.sums import Sums, room_bytes
+from bayplan.running.collectives.topology import RankTopology
 from bayplan.running.collectives.transports import Transport
 from bayplan.running.compiled_stage import KEEP_ALL, CompiledStage, compile_stage
-from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
+from bayplan.running.ranks.gradients import Gradients, Versions
 from bayplan.running.ranks.picking import Picker
-from bayplan.running.ranks.transfers import Form, RankRoutes, salt_of
-from bayplan.running.ranks.worker import Part, Worker
+from bayplan.running.ranks.starting import form_of
+from bayplan.running.ranks.transfers import Arrival, Departure, Form, Parcel, Route, Way
+from bayplan.running.ranks.worker import Key, Part, Worker
 from bayplan.running.swaps.swap_space import RankSwap
 from bayplan.running.swaps.swapping import Swapper
 from bayplan.simulating.checking import Proof, check_actions
 from bayplan.simulating.pipeline import RECEIVES_AHEAD, Pipeline, pipeline_of
-from bayplan.simulating.routing import Piece
+from bayplan.simulating.routing import Message, Piece
 from bayplan.step import TrainingStep
 from bayplan.tracing.stages.drawing import Streams, find_draws
 from bayplan.tracing.stages.staged import StagedStep
 from bayplan.tracing.stages.synchronising import norms_to_synchronise, synchronised_buffers
 from bayplan.tracing.stages.whole import Samples
-from bayplan.tracing.stages.whole_trace import batch_tensors, named_tensors
+from bayplan.tracing.stages.whole_trace import batch_tensors, named_tensors, num_samples_of
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
-__all__ = [
-    "Groups",
-    "RankStep",
-    "check_buckets",
-    "check_cuts",
-    "check_fingerprint",
-    "check_links",
-]
+__all__ = ["RankStep", "check_buckets", "check_cuts", "check_fingerprint", "check_links"]
 
 
 def check_fingerprint(plan: RankPlan, here: str) -> None:
@@ -78,43 +76,41 @@ def check_cuts(plan: RankPlan, num_operators: int) -> None:
 
 def check_links(plan: RankPlan, values: StageValues) -> None:
     """Refuse a plan whose stages exchange other values than these do."""
-    found = (values.links, values.gradient_links)
-    if found != (plan.links, plan.gradient_links):
+    if (values.links, values.gradient_links) != (plan.links, plan.gradient_links):
         raise ForeignPlan(
             f"the plan's stages exchange values over {plan.links} and gradients over"
-            f" {plan.gradient_links}, this model's over {found[0]} and {found[1]}; plan this model"
-            " anew"
+            f" {plan.gradient_links}, this model's over {values.links} and"
+            f" {values.gradient_links}; plan this model anew"
         )
 
 
 def check_buckets(plan: RankPlan, gradients: Sequence[Mapping[str, object]]) -> None:
     """Refuse buckets that leave out a gradient: replicas would drift apart without a word.
 
-    Args:
-        plan: with its buckets.
-        gradients: by stage, those that its backward makes, by parameter.
+    `gradients` are those that each stage's backward makes, by parameter.
     """
-    needed: dict[str, tuple[int, ...]] = {}
+    made: dict[str, tuple[int, ...]] = {}  # by parameter, the stages that make its gradient
     for stage, own in enumerate(gradients):
         for name in own:
-            needed[name] = (*needed.get(name, ()), stage)
-    found: dict[str, tuple[int, ...]] = {}
-    for at, bucket in enumerate(plan.buckets):
+            made[name] = (*made.get(name, ()), stage)
+    planned: dict[str, tuple[int, ...]] = {}
+    for number, bucket in enumerate(plan.buckets):
         for name in bucket.parameters:
-            if name in found or name not in needed:
-                problem = "is in another one too" if name in found else "has no gradient"
-                raise ForeignPlan(f"buckets[{at}] has {name!r}, which {problem}; plan anew")
-            found[name] = bucket.stages
-    for name, stages in needed.items():
-        if found.get(name) != stages:
-            given = f"of stages {found[name]}" if name in found else "in no bucket"
+            if name in planned or name not in made:
+                problem = "is in another one too" if name in planned else "has no gradient"
+                raise ForeignPlan(f"buckets[{number}] has {name!r}, which {problem}; plan anew")
+            planned[name] = bucket.stages
+    for name, stages in made.items():
+        if planned.get(name) != stages:
+            given = f"of stages {planned[name]}" if name in planned else "in no bucket"
             raise ForeignPlan(
                 f"the gradient of {name!r} comes from stages {stages}, in the plan it is {given};"
                 " plan anew"
             )
 
 
-Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
+_SALTS = 97  # few, as a tag has 31 bits
+_Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -122,10 +118,8 @@ class RankStep:
     """What is known of a step at one batch size, on one rank.
 
     Attributes:
-        plan: for all ranks.
         step: the model and its loss, with a batch of this size.
         has_tags: whether the transport tells messages between two ranks apart.
-        swap: where this rank swaps to.
         replicas: by stage of this rank, those to synchronise BatchNorm with.
         transports: inside a host, where values are in a CPU's memory, instead of sockets.
     """
@@ -133,7 +127,6 @@ class RankStep:
     plan: RankPlan
     step: TrainingStep
     rank: int
-    num_samples: int
     has_tags: bool
     swap: RankSwap
     replicas: Mapping[int, Replicas] = field(default_factory=dict)
@@ -141,29 +134,23 @@ class RankStep:
 
     def worker(
         self,
-        groups: Groups,
+        groups: _Groups,
         gradients: Gradients,
         versions: Versions,
         update: Callable[[], object],
     ) -> Worker:
-        """The rank's list, ready to be carried out.
+        """The rank's list, ready to be carried out; `gradients` and `versions` fit any batch size.
 
         Args:
             groups: by its ranks, each process group that this rank is a member of.
-            gradients: by `gradients`, of any batch size.
-            versions: by `versions`, of any batch size.
             update: runs the optimizer.
         """
         actions = self._actions[self.rank]
-        picker, retire = self._picker(actions, self._proof)
+        picker, retire = self._picker(actions)
         return Worker(
             actions=actions,
             retire=[()] * len(actions) if any(self.lags) else retire,
-            parts={
-                (stage, at): self._part(stage, at, piece)
-                for stage in self._stages
-                for at, piece in self.pipeline.routing.pieces_of(stage, self.rank)
-            },
+            parts={key: self._part(key, piece) for key, piece in self._pieces.items()},
             tensors=named_tensors(self.step),
             gradients=gradients,
             streams=self._streams,
@@ -173,27 +160,35 @@ class RankStep:
             picker=picker,
         )
 
-    def _picker(
-        self, own: Sequence[Action], proof: Proof
-    ) -> tuple[Picker | None, Sequence[Sequence[int]]]:
+    def _picker(self, own: Sequence[Action]) -> tuple[Picker | None, Sequence[Sequence[int]]]:
         """Who chooses what comes next, and when sends are known to be received."""
         if self.plan.static_order:
-            return None, proof.retire[self.rank]
+            return None, self._proof.retire[self.rank]
         if not self.has_tags:
             raise UsageError(
                 "without static order messages overtake each other, which needs tags to tell them"
                 " apart: gloo has them, this backend has not; use gloo, or plan with static order"
             )
-        in_flight = proof.in_flight[self.rank]
+        in_flight = self._proof.in_flight[self.rank]
         loose = loosen(self.pipeline, self.rank, own, in_flight=in_flight, lags=self.lags)
         return Picker(loose.needs, loose.takers, RECEIVES_AHEAD), loose.retire
 
-    def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
-        """Of the parameters that this rank trains.
+    def sums(self, topology: RankTopology) -> dict[tuple[int, ...], Sums]:
+        """What all-reduces gradients, by the ranks that share them.
 
-        Args:
-            sums: by ranks that share gradients, each that this rank takes part in.
+        Call it on all ranks, which make all of them in the same order; each gets its own.
         """
+        tensors = named_tensors(self.step)
+        needed_bytes: Counter[tuple[int, ...]] = Counter()
+        for number, ranks in self.pipeline.members.items():
+            members = [tensors[name] for name in self.plan.buckets[number].parameters]
+            count = sum(member.numel() for member in members)
+            needed_bytes[ranks] += room_bytes(count, members[0].dtype)
+        of_all = {ranks: topology.sums(ranks, size) for ranks, size in needed_bytes.items()}
+        return {ranks: sums for ranks, sums in of_all.items() if sums is not None}
+
+    def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
+        """Of the parameters that this rank trains; `sums` by the method above."""
         buckets = {
             number: GradientBucket(self.plan.buckets[number].parameters, sums[ranks])
             for number, ranks in self.pipeline.members.items()
@@ -224,24 +219,27 @@ class RankStep:
                 holders.setdefault(name, set()).update(stage.devices)
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
-    def _shared_buffers(self, groups: Groups) -> Iterator[SharedBuffers]:
+    def _shared_buffers(
+        self, groups: _Groups
+    ) -> Iterator[tuple[list[torch.Tensor], distributed.ProcessGroup]]:
         tensors = named_tensors(self.step)
         for stage in self._stages:
-            ranks = tuple(sorted(self.plan.stages[stage].devices))
-            (graph, *_) = (one.graph for (at, _), one in self._compiled.items() if at == stage)
-            alike: dict[torch.dtype, list[torch.Tensor]] = {}
+            group = groups.get(tuple(sorted(self.plan.stages[stage].devices)))
+            graph = next(own.graph for (of, _), own in self._compiled.items() if of == stage)
             alike_already = synchronised_buffers(graph)
+            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
             for name in graph.new_buffers:
-                if name in alike_already:
-                    continue
-                if tensors[name].is_floating_point():
-                    alike.setdefault(tensors[name].dtype, []).append(tensors[name])
-            if ranks in groups:
-                yield from (SharedBuffers(own, groups[ranks]) for own in alike.values())
+                if name not in alike_already and tensors[name].is_floating_point():
+                    by_dtype.setdefault(tensors[name].dtype, []).append(tensors[name])
+            if group is not None:
+                yield from ((buffers, group) for buffers in by_dtype.values())
+
+    @cached_property
+    def num_samples(self) -> int:
+        return num_samples_of(self.step.batch)
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Who computes what."""
         return pipeline_of(self.plan, num_samples=self.num_samples)
 
     @cached_property
@@ -257,14 +255,18 @@ class RankStep:
         return self.pipeline.stages_of(self.rank)
 
     @cached_property
+    def _pieces(self) -> dict[Key, Piece]:
+        """What this rank computes, by stage and micro-batch."""
+        return {
+            (stage, micro_batch): piece
+            for stage in self._stages
+            for micro_batch, piece in self.pipeline.routing.pieces_of(stage, self.rank)
+        }
+
+    @cached_property
     def _sizes(self) -> tuple[int, ...]:
         """The numbers of samples that this rank computes at a time."""
-        found = {
-            piece.end - piece.begin
-            for stage in self._stages
-            for _, piece in self.pipeline.routing.pieces_of(stage, self.rank)
-        }
-        return tuple(sorted(found))
+        return tuple(sorted({piece.end - piece.begin for piece in self._pieces.values()}))
 
     @cached_property
     def _prepared(self) -> PreparedStages:
@@ -314,11 +316,7 @@ class RankStep:
         }
 
     def check(self) -> None:
-        """Refuse a plan that was made for another model than this, or edited since.
-
-        Raises:
-            ForeignPlan: with what differs.
-        """
+        """Raise `ForeignPlan` for a plan that is of another model, or was edited since."""
         staged = self._staged[self._sizes[-1]]
         check_fingerprint(self.plan, staged.whole.fingerprint)
         check_cuts(self.plan, staged.step.program.first_backward - 1)
@@ -330,20 +328,21 @@ class RankStep:
     @cached_property
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank's stages have gradients of."""
-        staged, tensors = self._any_staged, named_tensors(self.step)
-        names = (name for stage in self._stages for name in staged.assignment.gradients[stage])
-        found: dict[str, nn.Parameter] = {}
+        tensors, gradients = named_tensors(self.step), self._any_staged.assignment.gradients
+        names = (name for stage in self._stages for name in gradients[stage])
+        trained: dict[str, nn.Parameter] = {}
         for name in names:
             tensor = tensors[name]
             assert isinstance(tensor, nn.Parameter), "only these are trained"
-            found[name] = tensor
-        return found
+            trained[name] = tensor
+        return trained
 
     @cached_property
     def _compiled(self) -> dict[tuple[int, int], CompiledStage]:
         context = MemoryContext(
             prices=free_prices, granularity_bytes=granularity_of(self._device.type)
         )
+        needed = {(stage, own.end - own.begin) for (stage, _), own in self._pieces.items()}
         return {
             (stage, size): compile_stage(
                 staged,
@@ -356,26 +355,22 @@ class RankStep:
             )
             for size, staged in self._synchronised.items()
             for stage in self._stages
-            if any(
-                piece.end - piece.begin == size
-                for _, piece in self.pipeline.routing.pieces_of(stage, self.rank)
-            )
+            if (stage, size) in needed
         }
 
     def _decide(self, stage: int, staged: StagedStep) -> Decide:
         """What the plan says of a stage; of a size that it does not know, what fits as well."""
-        own = [one for one in self.plan.stage_orders if one.stage == stage]
+        own = [planned for planned in self.plan.stage_orders if planned.stage == stage]
         if not own:
             return KEEP_ALL
-        for one in own:
-            if one.num_samples == staged.whole.num_samples:
-                return as_planned(one.order)
-        most = max(own, key=lambda one: one.needed_bytes)
+        for planned in own:
+            if planned.num_samples == staged.whole.num_samples:
+                return as_planned(planned.order)
         return partial(
             StageSearch(cache=cache_directory()).decide,
             num_gradients=len(staged.graph(stage).parameters),
             in_flight=self._in_flight[stage],
-            budget_bytes=most.needed_bytes,
+            budget_bytes=max(planned.needed_bytes for planned in own),
         )
 
     @cached_property
@@ -386,36 +381,84 @@ class RankStep:
         """Room for all in flight of what one micro-batch swaps."""
         return self.swap.swapper(self._device, self._in_flight[stage] * size_bytes)
 
-    def _part(self, stage: int, micro_batch: int, piece: Piece) -> Part:
-        size = piece.end - piece.begin
-        inputs = self.pipeline.inputs(self.rank, stage, micro_batch)
-        outputs = self.pipeline.outputs(self.rank, stage, micro_batch)
-        gradients_in = self.pipeline.gradients_in(self.rank, stage, micro_batch)
-        gradients_out = self.pipeline.gradients_out(self.rank, stage, micro_batch)
+    def _part(self, key: Key, piece: Piece) -> Part:
+        stage, size = key[0], piece.end - piece.begin
         return Part(
             stage=self._compiled[stage, size],
             begin=piece.begin,
             end=piece.end,
             weight=size / self.num_samples,
-            arrival=self._routes.arrival(piece, inputs, is_back=False),
-            departure=self._routes.departure(piece, outputs, is_back=False),
-            arrival_back=self._routes.arrival(piece, gradients_in, is_back=True),
-            departure_back=self._routes.departure(piece, gradients_out, is_back=True),
+            ways=(self._way(key, piece, is_back=False), self._way(key, piece, is_back=True)),
         )
 
-    @cached_property
-    def _routes(self) -> RankRoutes:
-        return RankRoutes(
-            plan=self.plan,
-            pipeline=self.pipeline,
-            rank=self.rank,
-            carried=self._any_staged.carried,
-            forms=self._forms,
+    def _way(self, key: Key, piece: Piece, *, is_back: bool) -> Way:
+        """What a piece takes and gives: values, or gradients."""
+        pipeline = self.pipeline
+        coming = (pipeline.gradients_in if is_back else pipeline.inputs)(self.rank, *key)
+        going = (pipeline.gradients_out if is_back else pipeline.outputs)(self.rank, *key)
+        pairs = dict.fromkeys((message.source_stage, message.target_stage) for message in coming)
+        forms = (self._forms_of(*pair, is_back=is_back, is_first=True) for pair in pairs)
+        arriving = [self._route(piece, message, is_back, comes=True) for message in coming]
+        leaving = [self._route(piece, message, is_back, comes=False) for message in going]
+        filled = [route for route in arriving if route.here.forms]  # else they hold nothing
+        arrival = Arrival(
+            forms=tuple(chain.from_iterable(forms)),
+            num_samples=piece.end - piece.begin,
+            routes=tuple(route for route in filled if route.peer != self.rank),
+            local=tuple(route for route in filled if route.peer == self.rank),
             device=self._device,
-            salt=salt_of(batch_tensors(self.step.batch)),
+            is_sum=is_back,
+        )
+        away = (route for route in leaving if route.here.forms and route.peer != self.rank)
+        return Way(arrival, Departure(tuple(away)))
+
+    def _route(self, piece: Piece, message: Message, is_back: bool, *, comes: bool) -> Route:
+        """A message that comes or leaves; gradients go from its receiver to its sender."""
+        early, late, index = message.source_stage, message.target_stage, message.micro_batch
+        if comes != is_back:
+            peer, far_stage = message.sender, early
+        else:
+            peer, far_stage = message.receiver, late
+        (far,) = (p for p in self.pipeline.routing.pieces[far_stage][index] if p.rank == peer)
+        last = far if far_stage == late else piece  # the piece of the later stage
+        forms = self._forms_of(early, late, is_back=is_back, is_first=message.begin == last.begin)
+        maker = late if is_back else early
+        num_readers = sum(stage == maker for stage, _ in self._any_staged.carried.backward)
+        num_stages = len(self.plan.stages)
+        number = (is_back * num_stages + early) * num_stages + late
+        return Route(
+            peer=peer,
+            source=(maker, index),
+            here=Parcel(forms, message.begin - piece.begin, message.end - piece.begin),
+            there=(message.begin - far.begin, message.end - far.begin),
+            is_shared=is_back and num_readers > 1,
+            tag=_SALTS * (number * self.plan.num_micro_batches + index) + self._salt,
+            comes=comes,
             transports=self.transports if self._device.type == "cpu" else (),
         )
 
-    @property
+    def _forms_of(
+        self, early: int, late: int, *, is_back: bool, is_first: bool
+    ) -> tuple[Form, ...]:
+        """What a message between two stages holds.
+
+        What is the same for all samples is in one of the messages of a later piece only: there it
+        is needed once, and its gradient counts once.
+        """
+        carried = self._any_staged.carried
+        names = carried.backward[late, early] if is_back else carried.forward[early, late]
+        forms = (self._forms[name] for name in names)
+        return tuple(form for form in forms if is_first or form.dimension is not None)
+
+    @cached_property
+    def _salt(self) -> int:
+        """Keeps messages about batches of other forms apart.
+
+        gloo takes a message that is too short without a word, and ends the process for one that is
+        too long. Ranks that were given different batches wait instead, and their watch finds out.
+        """
+        return zlib.crc32(form_of(batch_tensors(self.step.batch)).encode()) % _SALTS
+
+    @cached_property
     def _device(self) -> torch.device:
         return next(self.step.model.parameters()).device

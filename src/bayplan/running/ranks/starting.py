@@ -16,14 +16,16 @@ shuffles gives the same batches everywhere. What cannot be taken over is compare
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import zip_longest
 
 import msgspec
 import torch
 from torch import distributed, nn
 
+from bayplan import torch_compat as torch_compat
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import RankPlan
 
@@ -31,6 +33,7 @@ __all__ = [
     "BatchMark",
     "Holdings",
     "are_alike",
+    "exchange_flat",
     "form_of",
     "start_alike",
     "take_model",
@@ -72,9 +75,10 @@ class BatchMark:
         distributed.all_gather(marks, own)
         rows = [mark.tolist() for mark in marks]
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        is_same_form = len({form for _, form in rows}) == 1
-        what = f"its form is the same, {self.form}, its values are not" if is_same_form else ""
-        what = what or f"rank {distributed.get_rank()} has {self.form}"
+        if len({form for _, form in rows}) == 1:
+            what = f"its form is the same, {self.form}, its values are not"
+        else:
+            what = f"rank {distributed.get_rank()} has {self.form}"
         raise UsageError(
             f"rank {', '.join(map(str, others))} was given another batch than rank 0: {what};"
             " give every rank the whole batch, the same everywhere (a loader without"
@@ -102,22 +106,16 @@ def form_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _few_values(tensor: torch.Tensor) -> bytes:
-    if not tensor.dim():
-        return _bytes_of(tensor.reshape(1))
-    first, last = tensor[0].reshape(-1), tensor[-1].reshape(-1)
-    return _bytes_of(first[:_NUM_VALUES]) + _bytes_of(last[-_NUM_VALUES:])
-
-
-def _bytes_of(values: torch.Tensor) -> bytes:
-    return values.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    rows = tensor if tensor.dim() else tensor.reshape(1)
+    first, last = rows[0].reshape(-1)[:_NUM_VALUES], rows[-1].reshape(-1)[-_NUM_VALUES:]
+    values = torch.cat([first, last]).detach()
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 class Holdings:
     """The tensors of one rank's model, whose `state_dict` is to be whole, on all ranks at once.
 
-    Args:
-        holders: by name of a parameter or buffer, the ranks that hold it. What nobody holds stays
-            where it is.
+    Each parameter or buffer has `holders`, by rank; what nobody holds stays where it is.
     """
 
     def __init__(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
@@ -130,11 +128,11 @@ class Holdings:
             if rank not in ranks
         }
         self._is_whole = True
-        model.register_state_dict_pre_hook(self._before_state)
-        model.register_load_state_dict_pre_hook(self._before_state)
+        model.register_state_dict_pre_hook(lambda *_: self.collect())
+        model.register_load_state_dict_pre_hook(lambda *_: self.collect())
 
     def release(self) -> None:
-        """Give the memory of what others hold back."""
+        """Free the memory of what only other ranks hold."""
         if self._is_whole:
             for name in self._foreign:
                 tensor = self._tensors[name]
@@ -143,149 +141,124 @@ class Holdings:
 
     def collect(self) -> None:
         """Bring everything up to date, from the first rank that holds it; on all ranks at once."""
-        for name, like in self._foreign.items():
-            tensor = self._tensors[name]
-            if not self._is_whole:
+        if not self._is_whole:
+            for name, like in self._foreign.items():
+                tensor = self._tensors[name]
                 tensor.data = torch.empty_like(like, device=tensor.device)
         for name, ranks in self._holders.items():
             if len(ranks) < distributed.get_world_size():
-                tensor = self._tensors[name].data
-                whole = tensor.contiguous()  # gloo takes no other
-                distributed.broadcast(whole, ranks[0])
-                if whole is not tensor:
-                    tensor.copy_(whole)
+                tensor, source = self._tensors[name].data, ranks[0]
+                exchange_flat([tensor], partial(distributed.broadcast, src=source))
         self._is_whole = True
-
-    def _before_state(self, *_: Any) -> None:
-        self.collect()
 
 
 _CHUNK_BYTES = 4 << 20  # small tensors travel together; more would only need more memory
 _FIRST = 0  # the rank whose values count
 
 
-class _Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """What must be the same before values can be taken over."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    is_trained: bool
-
-    def __str__(self) -> str:
-        size = "x".join(map(str, self.shape)) or "scalar"
-        return f"{self.name} ({size} {self.dtype}{'' if self.is_trained else ', not trained'})"
-
-
 class _Start(msgspec.Struct, frozen=True):
-    tensors: tuple[_Tensor, ...]
+    """What must be the same before values can be taken over; the optimizer and tensors in words."""
+
+    tensors: tuple[str, ...]
     optimizer: str = ""
     plan: RankPlan | None = None
 
 
-def take_model(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take rank 0's parameters and buffers, on all ranks at once; `UsageError` if models differ."""
-    _start(_Start(tensors=_described_tensors(tensors)), tensors)
-
-
-def start_alike(
-    plan: RankPlan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+def take_model(
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: RankPlan | None = None,
 ) -> None:
-    """Take the values of rank 0, on all ranks at once.
+    """Take the values of rank 0's parameters and buffers, on all ranks at once.
 
     Args:
-        tensors: parameters and buffers by name, each once.
+        tensors: by name, each once.
         optimizer: its state is not taken over.
 
     Raises:
         ForeignPlan: rank 0 has another plan.
         UsageError: it has another model, or optimizer.
     """
-    own = _Start(plan=plan, optimizer=_described(optimizer), tensors=_described_tensors(tensors))
-    device = _start(own, tensors)
-    state = torch.get_rng_state()
-    random_state = state.to(device)
-    distributed.broadcast(random_state, _FIRST)
-    torch.set_rng_state(random_state.to(state.device))
-
-
-def _start(own: _Start, tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """Compare with rank 0 and take its values; returns the device that values travel from."""
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    content = _broadcast(msgspec.json.encode(own), device)
+    described = tuple(
+        f"{name} ({form_of([tensor])}{'' if tensor.requires_grad else ', not trained'})"
+        for name, tensor in tensors.items()
+    )
+    own = _Start(described, "" if optimizer is None else _described(optimizer), plan)
+    content = _of_first(msgspec.json.encode(own))
     _compare(own, msgspec.json.decode(content, type=_Start))
     take_values(list(tensors.values()))
-    return device
+
+
+def start_alike(
+    plan: RankPlan, tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """The same, and take the state of torch's generator."""
+    take_model(tensors, optimizer, plan)
+    device = next(iter(tensors.values())).device  # that values travel from
+    random_state = torch.get_rng_state().to(device)
+    take_values([random_state])
+    torch.set_rng_state(random_state.cpu())
 
 
 def take_values(tensors: Sequence[torch.Tensor]) -> None:
     """Take what rank 0 has in tensors that are alike everywhere."""
     for group in _chunks([tensor.detach() for tensor in tensors if tensor.numel()]):
-        _take_over(group)
+        # As bytes, because gloo does not know every dtype.
+        exchange_flat(group, lambda flat: distributed.broadcast(flat.view(torch.uint8), _FIRST))
 
 
-def _described_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[_Tensor, ...]:
-    return tuple(
-        _Tensor(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            is_trained=tensor.requires_grad,
-        )
-        for name, tensor in tensors.items()
-    )
+def exchange_flat(
+    tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], object]
+) -> None:
+    """Let a collective change tensors of one dtype, in one message; it takes contiguous ones only.
+
+    A single tensor that is contiguous is changed where it is, without a copy.
+    """
+    is_plain = len(tensors) == 1 and tensors[0].is_contiguous()
+    flat = tensors[0].reshape(-1) if is_plain else torch.cat([t.reshape(-1) for t in tensors])
+    exchange(flat)
+    if not is_plain:
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
     """What replicas of a parameter must share, in words."""
-    groups = (
-        ", ".join(
-            f"{len(value)} parameters" if key == "params" else f"{key}={value}"
-            for key, value in group.items()
-            if not key.startswith("_")
-        )
-        for group in optimizer.param_groups
-    )
-    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"{' '.join(repr(optimizer).split())} of {sizes} parameters"
 
 
 def _compare(own: _Start, first: _Start) -> None:
-    rank = distributed.get_rank()
+    has_another = f"rank {distributed.get_rank()} has another"
     if own.plan != first.plan:
-        names = (field.name for field in msgspec.structs.fields(RankPlan))
+        names = RankPlan.__struct_fields__
         apart = [name for name in names if getattr(own.plan, name) != getattr(first.plan, name)]
         raise ForeignPlan(
-            f"rank {rank} has another plan than rank {_FIRST}: they differ in {', '.join(apart)};"
-            " give all of them the same file"
+            f"{has_another} plan than rank 0: they differ in {', '.join(apart)}; give all of them"
+            " the same file"
         )
-    for number, (here, there) in enumerate(zip(own.tensors, first.tensors, strict=False)):
+    pairs = zip_longest(own.tensors, first.tensors, fillvalue="missing")
+    for number, (here, there) in enumerate(pairs):
         if here != there:
             raise UsageError(
-                f"rank {rank} has another model than rank {_FIRST}: its tensor {number} is {here},"
-                f" there it is {there}; build the same model everywhere"
+                f"{has_another} model than rank 0: its tensor {number} is {here}, there it is"
+                f" {there}; build the same model everywhere"
             )
-    if len(own.tensors) != len(first.tensors):
-        raise UsageError(
-            f"rank {rank} has another model than rank {_FIRST}: {len(own.tensors)} parameters and"
-            f" buffers, there {len(first.tensors)}; build the same model everywhere"
-        )
     if own.optimizer != first.optimizer:
         raise UsageError(
-            f"rank {rank} has another optimizer than rank {_FIRST}: {own.optimizer}, there"
-            f" {first.optimizer}; make it the same everywhere"
+            f"{has_another} optimizer than rank 0: {own.optimizer}, there {first.optimizer}; make"
+            " it the same everywhere"
         )
 
 
-def _broadcast(content: bytes, device: torch.device) -> bytes:
-    """The bytes of the first rank; not as an object, which would be pickled."""
-    length = torch.tensor([len(content)], device=device)
-    distributed.broadcast(length, _FIRST)
-    if distributed.get_rank() == _FIRST:
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    else:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    distributed.broadcast(data, _FIRST)
-    return data.cpu().numpy().tobytes()
+def _of_first(content: bytes) -> bytes:
+    """What rank 0 has; through the store, because objects that are broadcast are pickled."""
+    store, rank = torch_compat.default_store(), distributed.get_rank()
+    key = f"bayplan/start{store.add(f'bayplan/starts{rank}', 1)}"  # the same on all ranks
+    if rank == _FIRST:
+        store.set(key, content.decode())
+    return store.get(key)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -301,18 +274,3 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         filled += tensor.nbytes
     if group:
         yield group
-
-
-def _take_over(group: Sequence[torch.Tensor]) -> None:
-    is_plain = len(group) == 1 and group[0].is_contiguous()
-    whole = (
-        group[0].reshape(-1) if is_plain else torch.cat([tensor.reshape(-1) for tensor in group])
-    )
-    # As bytes, because gloo does not know every dtype.
-    distributed.broadcast(whole.view(torch.uint8), _FIRST)
-    if is_plain or distributed.get_rank() == _FIRST:
-        return
-    begin = 0
-    for tensor in group:
-        tensor.copy_(whole[begin : begin + tensor.numel()].view(tensor.shape))
-        begin += tensor.numel()

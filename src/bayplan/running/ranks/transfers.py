@@ -1,4 +1,4 @@
-"""Values on their way between ranks: how they look, which routes they take, posted ahead of need.
+"""Values on their way between ranks: how they look, and messages that are posted ahead of need.
 
 Values travel in the order in which their elements lie in memory, so that mostly nothing has to be
 rearranged, and arrive with the strides that the graph was traced with. Samples of a value are a
@@ -10,21 +10,15 @@ gloo loses a message whose handle is dropped, and a send is done only once it wa
 handle is kept together with its memory until waiting for it is known to be free.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
-from bayplan.data.plan import RankPlan
 from bayplan.data.units import round_up
 from bayplan.running.collectives.transports import Pending, Transport, transport_of
-from bayplan.running.ranks.starting import form_of
-from bayplan.simulating.pipeline import Pipeline
-from bayplan.simulating.routing import Message, Piece
-from bayplan.tracing.stages.cutting import Carried
 from bayplan.tracing.stages.whole import Samples, layout_of
 
 __all__ = [
@@ -32,10 +26,10 @@ __all__ = [
     "Departure",
     "Form",
     "Parcel",
-    "RankRoutes",
     "Route",
+    "Values",
+    "Way",
     "largest_by_sender",
-    "salt_of",
 ]
 
 
@@ -44,10 +38,10 @@ _ALIGNMENT_BYTES = 16  # no dtype needs more
 
 @dataclass(frozen=True)
 class Form:
-    """One value.
+    """How one value lies in memory and in messages.
 
-    Where samples are spread over a dimension (`sampling.py`), it counts as two: an outer one, and
-    that of the samples.
+    Where samples are spread over a dimension (see `Samples.outer`), it counts as two: an outer one,
+    and that of the samples.
 
     Attributes:
         shape: for one sample, with the dimension of samples counting its rows.
@@ -69,7 +63,12 @@ class Form:
     @classmethod
     def of(cls, name: str, value: torch.Tensor, samples: Samples | None) -> "Form":
         axis = None if samples is None else samples.dimension
-        shape, repeated = list(value.shape), _repeated(value, besides=axis)
+        shape = list(value.shape)
+        repeated = tuple(
+            (dimension, size)
+            for dimension, (size, step) in enumerate(zip(shape, value.stride(), strict=True))
+            if step == 0 and size > 1 and dimension != axis
+        )
         for dimension, _ in repeated:
             shape[dimension] = 1
         if samples is None or axis is None:
@@ -79,20 +78,17 @@ class Form:
         if value.stride(axis) == 0:
             # The same for every sample here, but another rank's samples may have another.
             layout = (axis, *(dimension for dimension in layout if dimension != axis))
-        if outer == 1:
-            shape[axis] = samples.rows
-            return cls(name, value.dtype, tuple(shape), layout, axis, repeated=repeated)
-        shape[axis : axis + 1] = [outer, samples.rows]
-        # Both parts of the dimension, one after the other; later dimensions move up.
-        apart = [
-            later
-            for dimension in layout
-            for later in (
+        shape[axis] = samples.rows
+        is_spread = outer > 1
+        if is_spread:
+            shape.insert(axis, outer)
+            # Both parts of the dimension, one after the other; later dimensions move up.
+            moved = (
                 (axis, axis + 1) if dimension == axis else (dimension + (dimension > axis),)
+                for dimension in layout
             )
-        ]
-        spread = (name, value.dtype, tuple(shape), tuple(apart), axis + 1)
-        return cls(*spread, is_spread=True, repeated=repeated)
+            layout = tuple(chain.from_iterable(moved))
+        return cls(name, value.dtype, tuple(shape), layout, axis + is_spread, is_spread, repeated)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -105,8 +101,6 @@ class Form:
         shape = list(self.shape)
         if self.dimension is not None:
             shape[self.dimension] *= num_samples
-        if self.is_plain:
-            return torch.empty(shape, dtype=self.dtype, device=device)
         room = torch.empty_permuted(shape, self.layout, dtype=self.dtype, device=device)
         return self.joined(room)
 
@@ -133,24 +127,10 @@ class Form:
 
     def as_traced(self, value: torch.Tensor) -> torch.Tensor:
         """A value that has each element once, with all its repetitions."""
-        if not self.repeated:
-            return value
         sizes = [-1] * value.dim()
         for dimension, size in self.repeated:
             sizes[dimension] = size
         return value.expand(sizes)
-
-    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
-        return value.permute(self.layout)
-
-
-def _repeated(value: torch.Tensor, *, besides: int | None) -> tuple[tuple[int, int], ...]:
-    """Dimensions along which a value repeats itself, with their sizes, but for that of samples."""
-    return tuple(
-        (dimension, size)
-        for dimension, (size, step) in enumerate(zip(value.shape, value.stride(), strict=True))
-        if step == 0 and size > 1 and dimension != besides
-    )
 
 
 @dataclass(frozen=True)
@@ -174,31 +154,27 @@ class Parcel:
 
     def packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """What to send: a slice of the value itself where that is one piece of memory."""
-        if len(values) == 1 and (piece := self._in_one_piece(values[0])) is not None:
+        piece = self.in_one_piece(values)
+        if piece is not None:
             return piece
-        parts = [
-            form.in_memory_order(form.part(value, self.begin, self.end))
-            for form, value in zip(self.forms, values, strict=True)
-        ]
         offsets = self.offsets
         message = torch.empty(offsets[-1], dtype=torch.uint8, device=values[0].device)
-        for form, part, offset in zip(self.forms, parts, offsets, strict=False):
-            self._room(form, message, offset).copy_(part)
+        for form, value, offset in zip(self.forms, values, offsets, strict=False):
+            part = form.part(value, self.begin, self.end)
+            self._room(form, message, offset).copy_(part.permute(form.layout))
         return message
 
-    def landing(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Where to receive into the values themselves, if their part is one piece of memory."""
-        return self._in_one_piece(values[0]) if len(values) == 1 else None
-
-    def _in_one_piece(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The part of the only value, if that is one piece of memory."""
-        (form,) = self.forms
+    def in_one_piece(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The part of a single value, to send or to receive into; None if it has gaps."""
+        if len(values) > 1:
+            return None
+        (form,), (value,) = self.forms, values
         if form.is_plain and value.is_contiguous():
             # The most common case, and for small messages the arithmetic below counts.
             rows = form.shape[0]
             whole = value.shape[0] == (self.end - self.begin) * rows
             return value if whole else value[self.begin * rows : self.end * rows]
-        part = form.in_memory_order(form.part(value, self.begin, self.end))
+        part = form.part(value, self.begin, self.end).permute(form.layout)
         return part if part.is_contiguous() else None
 
     def unpacked(self, message: torch.Tensor) -> Iterator[tuple[Form, torch.Tensor]]:
@@ -228,7 +204,7 @@ class Route:
         peer: the rank at the other end; this one itself for a hand-over.
         source: (stage, micro-batch) that made the values.
         here: in samples of this rank's piece.
-        there: the same samples, counted in the piece of the other end.
+        there: begin and end of the same samples, counted in the piece of the other end.
         is_shared: whether others get some of these values, too.
         comes: whether this rank receives it.
         tag: tells messages between two ranks apart, where the transport can.
@@ -238,29 +214,19 @@ class Route:
     peer: int
     source: tuple[int, int]
     here: Parcel
-    there: Parcel
+    there: tuple[int, int]
     is_shared: bool = False
     comes: bool = False
     tag: int = 0
     transports: tuple[Transport, ...] = ()
-
-    def send(self, message: torch.Tensor) -> Pending:
-        return self._transport.send(message, self.peer, self.tag)
-
-    def receive(self, room: torch.Tensor) -> Pending:
-        return self._transport.receive(room, self.peer, self.tag)
 
     @property
     def size_bytes(self) -> int:
         return self.here.offsets[-1]
 
     @cached_property
-    def _transport(self) -> Transport:
+    def transport(self) -> Transport:
         return transport_of(self.transports, self.peer, self.size_bytes, comes=self.comes)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(form.name for form in self.here.forms)
 
 
 @dataclass
@@ -273,8 +239,9 @@ class Departure:
     def send(self, values: Values) -> None:
         """Begin to send; the values may be dropped, but not changed."""
         for route in self.routes:
-            message = route.here.packed([values[name] for name in route.names])
-            self._sent.append((route.send(message), message))
+            message = route.here.packed([values[form.name] for form in route.here.forms])
+            work = route.transport.send(message, route.peer, route.tag)
+            self._sent.append((work, message))
 
     def held(self) -> Iterator[torch.Tensor]:
         yield from (message for _, message in self._sent)
@@ -312,15 +279,14 @@ class Arrival:
         return tuple(dict.fromkeys(route.source for route in self.local))
 
     def post(self) -> None:
-        self._make_room()
         for route in self.routes:
-            values = [self._values[name] for name in route.names]
-            landing = None if self._adds(route.here.forms[0]) else route.here.landing(values)
+            values = [self._value(form) for form in route.here.forms]
+            landing = None if self._adds(route.here.forms[0]) else route.here.in_one_piece(values)
             is_packed = landing is None
             if landing is None:
-                size_bytes = route.here.offsets[-1]
-                landing = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-            self._coming.append((route.receive(landing), route, landing, is_packed))
+                landing = torch.empty(route.size_bytes, dtype=torch.uint8, device=self.device)
+            work = route.transport.receive(landing, route.peer, route.tag)
+            self._coming.append((work, route, landing, is_packed))
 
     def held(self) -> Iterator[torch.Tensor]:
         yield from self._values.values()
@@ -336,34 +302,29 @@ class Arrival:
 
     def take(self, made: Mapping[tuple[int, int], Values]) -> dict[str, torch.Tensor]:
         """All values, with those that this rank has `made` itself, by (stage, micro-batch)."""
-        if not self.routes:
-            self._make_room()
         for route in self.local:
             for form in route.here.forms:
                 self._hand_over(route, form, made[route.source][form.name])
+        for form in self.forms:
+            if self._adds(form):  # a sum of no parts is zero: its parts all went to other pieces
+                self._value(form)
+            if form.repeated:  # it travels once and is read several times over
+                self._values[form.name] = form.as_traced(self._values[form.name])
         values, self._values = self._values, {}
-        for form in self._repeating:
-            values[form.name] = form.as_traced(values[form.name])
         return values
 
-    @cached_property
-    def _repeating(self) -> tuple[Form, ...]:
-        """What travels once and is read several times over."""
-        return tuple(form for form in self.forms if form.repeated)
-
     def _hand_over(self, route: Route, form: Form, value: torch.Tensor) -> None:
+        part = form.part(value, *route.there)
         is_whole = (route.here.begin, route.here.end) == (0, self.num_samples)
         if is_whole and form.name not in self._values and not self._adds(form):
-            part = form.joined(form.part(value, route.there.begin, route.there.end))
             # A gradient may be overwritten by whoever gets it.
-            self._values[form.name] = part.clone() if route.is_shared else part
+            joined = form.joined(part)
+            self._values[form.name] = joined.clone() if route.is_shared else joined
             return
-        if form.name not in self._values:
-            self._values[form.name] = self._room(form)
-        self._put(form, route, form.part(value, route.there.begin, route.there.end))
+        self._put(form, route, part)
 
     def _put(self, form: Form, route: Route, part: torch.Tensor) -> None:
-        room = form.part(self._values[form.name], route.here.begin, route.here.end)
+        room = form.part(self._value(form), route.here.begin, route.here.end)
         if self._adds(form):
             room.add_(part)
         else:
@@ -372,121 +333,26 @@ class Arrival:
     def _adds(self, form: Form) -> bool:
         return self.is_sum and form.dimension is None
 
-    def _room(self, form: Form) -> torch.Tensor:
-        room = form.empty(self.num_samples, self.device)
-        return room.zero_() if self._adds(form) else room
-
-    def _make_room(self) -> None:
-        for form in self._roomed:
-            self._values[form.name] = self._room(form)
-
-    @cached_property
-    def _roomed(self) -> tuple[Form, ...]:
-        """What needs room before it comes."""
-        named = {name for route in self.routes for name in route.names}
-        # A sum of no parts is zero: its parts all went to other pieces.
-        return tuple(form for form in self.forms if form.name in named or self._adds(form))
-
-
-def largest_by_sender(arrivals: Iterable[Arrival], most_bytes: int) -> dict[int, int]:
-    """Of messages below a size that may go inside a host, the largest that each rank sends."""
-    largest: dict[int, int] = {}
-    for route in (route for arrival in arrivals for route in arrival.routes):
-        if route.transports and route.size_bytes < most_bytes:
-            largest[route.peer] = max(largest.get(route.peer, 0), route.size_bytes)
-    return largest
-
-
-_SALTS = 97  # few, as a tag has 31 bits
-
-
-def salt_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Keeps messages about batches of other forms apart.
-
-    gloo takes a message that is too short without a word, and ends the process for one that is too
-    long. Ranks that were given different batches wait instead, and their watch finds out.
-    """
-    return zlib.crc32(form_of(tensors).encode()) % _SALTS
+    def _value(self, form: Form) -> torch.Tensor:
+        """What has come so far, with room for the rest."""
+        if form.name not in self._values:
+            room = form.empty(self.num_samples, self.device)
+            self._values[form.name] = room.zero_() if self._adds(form) else room
+        return self._values[form.name]
 
 
 @dataclass(frozen=True)
-class RankRoutes:
-    """What is known of a rank's messages.
+class Way:
+    """What one piece takes from others and gives to others: values, or their gradients."""
 
-    Attributes:
-        carried: what goes from stage to stage.
-        forms: by name, how values look on their way.
-        salt: by `salt_of`, of the batch.
-        transports: inside a host, instead of sockets.
-    """
+    arrival: Arrival
+    departure: Departure
 
-    plan: RankPlan
-    pipeline: Pipeline
-    rank: int
-    carried: Carried
-    forms: Mapping[str, Form]
-    device: torch.device
-    salt: int
-    transports: tuple[Transport, ...]
 
-    def arrival(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Arrival:
-        routes = [self._route(piece, message, is_back=is_back, comes=True) for message in messages]
-        pairs = dict.fromkeys((message.source_stage, message.target_stage) for message in messages)
-        forms = (self._forms_of(*pair, is_back=is_back, is_first=True) for pair in pairs)
-        return Arrival(
-            forms=tuple(form for group in forms for form in group),
-            num_samples=piece.end - piece.begin,
-            routes=tuple(route for route in routes if route.peer != self.rank and route.names),
-            local=tuple(route for route in routes if route.peer == self.rank and route.names),
-            device=self.device,
-            is_sum=is_back,
-        )
-
-    def departure(self, piece: Piece, messages: Sequence[Message], *, is_back: bool) -> Departure:
-        routes = (self._route(piece, message, is_back=is_back, comes=False) for message in messages)
-        return Departure(tuple(way for way in routes if way.peer != self.rank and way.names))
-
-    def _route(self, piece: Piece, message: Message, *, is_back: bool, comes: bool) -> Route:
-        """A message as this rank sees it.
-
-        Args:
-            piece: of this rank.
-            message: gradients go from its receiver to its sender.
-            comes: whether this rank receives it.
-        """
-        early, late, index = message.source_stage, message.target_stage, message.micro_batch
-        maker = late if is_back else early
-        peer = message.sender if comes != is_back else message.receiver
-        far_stage = early if (comes != is_back) else late
-        (far,) = (p for p in self.pipeline.routing.pieces[far_stage][index] if p.rank == peer)
-        last = far if far_stage == late else piece  # the piece of the later stage
-        forms = self._forms_of(early, late, is_back=is_back, is_first=message.begin == last.begin)
-        num_stages, num_micro_batches = len(self.plan.stages), self.plan.num_micro_batches
-        return Route(
-            peer=peer,
-            source=(maker, index),
-            here=Parcel(forms, message.begin - piece.begin, message.end - piece.begin),
-            there=Parcel(forms, message.begin - far.begin, message.end - far.begin),
-            is_shared=is_back and self._num_readers(maker) > 1,
-            tag=_SALTS
-            * (((is_back * num_stages + early) * num_stages + late) * num_micro_batches + index)
-            + self.salt,
-            comes=comes,
-            transports=self.transports,
-        )
-
-    def _forms_of(
-        self, early: int, late: int, *, is_back: bool, is_first: bool
-    ) -> tuple[Form, ...]:
-        """What a message between two stages holds.
-
-        What is the same for all samples is in one of the messages of a later piece only: there it
-        is needed once, and its gradient counts once.
-        """
-        carried = self.carried
-        names = carried.backward[late, early] if is_back else carried.forward[early, late]
-        forms = (self.forms[name] for name in names)
-        return tuple(form for form in forms if is_first or form.dimension is not None)
-
-    def _num_readers(self, maker: int) -> int:
-        return sum(late == maker for late, _ in self.carried.backward)
+def largest_by_sender(ways: Iterable[Way], most_bytes: int) -> dict[int, int]:
+    """Of messages below a size that may go inside a host, the largest that each rank sends."""
+    largest: dict[int, int] = {}
+    for route in (route for way in ways for route in way.arrival.routes):
+        if route.transports and route.size_bytes < most_bytes:
+            largest[route.peer] = max(largest.get(route.peer, 0), route.size_bytes)
+    return largest

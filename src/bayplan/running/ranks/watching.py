@@ -36,32 +36,16 @@ from bayplan.running.ranks.failures import (
     REPORT_MARK,
     RankFailure,
     ToldFailure,
+    end_process,
     exit_code_of,
     is_symptom,
     one_line,
     told,
     write_line,
 )
-from bayplan.running.ranks.journal import Journal
-from bayplan.running.ranks.judging import (
-    Board,
-    BoardGone,
-    Entry,
-    Failure,
-    Judge,
-    Verdict,
-    is_seen_running,
-    own_place,
-)
+from bayplan.running.ranks.judging import Board, BoardGone, Entry, Failure, Judge, Verdict
 
-__all__ = [
-    "TERMINATED",
-    "Watch",
-    "check_environment",
-    "heard_sigterm",
-    "host_of_store",
-    "open_watch",
-]
+__all__ = ["TERMINATED", "Watch", "heard_sigterm", "host_of_store", "open_watch"]
 
 TERMINATED = 128 + signal.SIGTERM  # what a shell gives a command ended by SIGTERM
 
@@ -107,23 +91,18 @@ LEAD_SECONDS = 8.0  # at most, for one that failed: Python takes seconds to end 
 
 
 def host_of_store(environment: Mapping[str, str]) -> int | None:
-    """The rank that hosts the store of `env://`, or None where torchrun's agent does.
-
-    Example:
-        >>> host_of_store({"RANK": "1"}), host_of_store({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        (0, None)
-    """
+    """The rank that hosts the store of `env://`, or None where torchrun's agent does."""
     return None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 class Watch:
-    """Beats for this rank, listens to the others, and ends the process when one is lost.
+    """Beats for this rank, listens to the others, and ends its process (`end`) when one is lost.
 
     Open it on every rank right after the process group; several in one run are opened in the same
     order everywhere. `with watch:` tells the others of an exception before it leaves, and closes
-    the watch otherwise. Tell what the rank does by `watch.doing = ...`: a plain attribute, read
-    once per beat. In the `with` block, SIGTERM ends the process only after a look for a lost rank:
-    torchrun sends it to all ranks when one dies.
+    the watch otherwise. Tell what the rank does by `watch.doing = ...`: a plain attribute, whose
+    text the watch's thread takes once per beat. In the `with` block, SIGTERM ends the process only
+    after a look for a lost rank: torchrun sends it to all ranks when one dies.
 
     The action told of a killed rank is that of its last beat, so up to a second old.
 
@@ -132,12 +111,9 @@ class Watch:
     dead.
 
     Args:
-        store: the store of the process group.
         world_size: how many ranks watch; one alone watches nobody.
         silence_seconds: how long a heartbeat may stand still.
-        describe: makes the text of `doing`, in the watch's thread.
         host: the rank whose process holds the store, None if it is none (`host_of_store`).
-        end: ends the process.
     """
 
     doing: Any = "start"
@@ -150,18 +126,14 @@ class Watch:
         rank: int,
         world_size: int,
         silence_seconds: float = 8.0,
-        describe: Callable[[Any], str] = str,
         host: int | None = 0,
-        end: Callable[[int], None] | None = None,
+        end: Callable[[int], None] = end_process,
     ) -> None:
         if not silence_seconds > 0:
             raise ValueError(f"silence_seconds is {silence_seconds}, must be more than 0")
-        self._rank, self._world_size, self._host = rank, world_size, host
-        self._describe = describe
-        self._end = _end_process if end is None else end
+        self._rank, self._host, self._end = rank, host, end
         self._silence_seconds = silence_seconds
         self._interval_seconds = min(1.0, silence_seconds / 4)
-        self._place = own_place()
         self._beat = 0
         self._failure: Failure | None = None
         self._is_done = False
@@ -171,8 +143,23 @@ class Watch:
         self._told: Verdict | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        if world_size > 1:
-            self._open(store)
+        if world_size == 1:
+            return
+        self._judge = Judge(
+            rank=rank,
+            world_size=world_size,
+            silence_seconds=silence_seconds,
+            longest_round_seconds=2 * self._interval_seconds,
+        )
+        try:
+            self._board = Board(
+                store, rank=rank, world_size=world_size, patience_seconds=silence_seconds
+            )
+        except BoardGone as gone:
+            message = f"rank {rank} cannot open its watch: {gone}; is the store's host alive?"
+            raise RankFailure(message) from gone
+        self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "Watch":
         if self._thread is not None:
@@ -185,9 +172,9 @@ class Watch:
                 self.close()
                 return
             if is_symptom(fault):
-                error = self.explain(fault)
-                if error.is_told:
-                    raise ToldFailure(str(error), exit_code=error.exit_code) from None
+                cause = self.explain(fault)
+                if cause is not None:
+                    raise cause from None
             self._failure = Failure(text=one_line(fault), exit_code=exit_code_of(fault))
             self._finish()
             if self._told is not None and self._told.rank != self._rank:
@@ -205,66 +192,37 @@ class Watch:
         """
         return _Telling(self)
 
-    def tell(self, fault: BaseException) -> None:
-        """Tell the others of an exception; raises another where it has been told already."""
-        self.__exit__(type(fault), fault, fault.__traceback__)
-        if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
-            if self._told is None:  # alone, or cut off from the others
-                write_line(f"bayplan: rank {self._rank}: {fault}")
-            raise told(fault, exit_code=fault.exit_code) from fault
-
     def close_at_exit(self) -> None:
         """What `with watch:` would have done, for a process that is about to end."""
         fault = getattr(sys, "last_value", None)  # what Python has just shown as uncaught
         with contextlib.suppress(ToldFailure):  # too late to raise anything
             self.__exit__(None if fault is None else type(fault), fault, None)
 
-    def explain(self, fault: BaseException) -> RankFailure:
+    def explain(self, fault: BaseException) -> ToldFailure | None:
         """Find the cause behind a symptom, waiting for it to show for a while.
 
         A closed connection is half the proof that its other end is dead, so half the silence is
-        enough. Without a cause, the error tells what this rank saw, and no other rank knows it.
+        enough. Without a cause, the symptom gets a note that says so.
         """
-        doing, seconds = self._text(), 2 * (self._silence_seconds + self._interval_seconds)
+        seconds = 2 * (self._silence_seconds + self._interval_seconds)
         self._is_explaining = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(seconds)
-        if self._told is not None:
-            verdict = self._told
-            if self._rank == self._host:
-                self._linger()
-            return RankFailure(verdict.text, exit_code=verdict.exit_code, is_told=True)
-        message = (
-            f"rank {self._rank} failed at [{doing}]: {one_line(fault)}; no other rank failed or "
-            f"fell silent within {seconds:.1f} s, so look at the network between them"
-        )
-        return RankFailure(message, exit_code=ExitCode.BUG, is_told=False)
+        if self._told is None:
+            fault.add_note(
+                f"No other rank failed or fell silent within {seconds:.1f} s, so look at the"
+                " network between them."
+            )
+            return None
+        if self._rank == self._host:
+            self._linger()
+        return ToldFailure(self._told.text, exit_code=self._told.exit_code)
 
     def close(self) -> None:
         """Mark this rank as done; the host of the store waits a moment for the others."""
         self._is_done = True
         self._finish()
-
-    def _open(self, store: dist.Store) -> None:
-        self._judge = Judge(
-            rank=self._rank,
-            world_size=self._world_size,
-            silence_seconds=self._silence_seconds,
-            longest_round_seconds=2 * self._interval_seconds,
-        )
-        try:
-            self._board = Board(
-                store,
-                rank=self._rank,
-                world_size=self._world_size,
-                patience_seconds=self._silence_seconds,
-            )
-        except BoardGone as gone:
-            message = f"rank {self._rank} cannot open its watch: {gone}; is the store's host alive?"
-            raise RankFailure(message, exit_code=ExitCode.BUG, is_told=False) from gone
-        self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
-        self._thread.start()
 
     def _finish(self) -> None:
         """Let the thread write its last entry, and stay until those who must have read it."""
@@ -320,16 +278,15 @@ class Watch:
         self._beat += 1
         own = Entry(
             beat=self._beat,
-            place=self._place,
             doing=self._text(),
             batch=self.batch,
             is_terminated=self._terminated_seconds is not None,
             is_done=self._is_done,
             failure=self._failure,
         )
-        entries = self._board.exchange(own)
+        entries, agreed = self._board.exchange(own)
         self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds)
-        verdict = self._board.verdict() or self._judge.verdict()
+        verdict = agreed or self._judge.verdict()
         return None if verdict is None else self._board.agree(verdict)
 
     def _is_due(self) -> bool:
@@ -355,11 +312,12 @@ class Watch:
         if self._rank == self._host:
             self._linger()
         # The one that failed goes first, so that a launcher takes it for the cause.
-        begin_seconds, failed = time.monotonic(), self._judge.place_of_failed(verdict.rank)
+        begin_seconds, blamed = time.monotonic(), self._judge.entries[verdict.rank]
         while (seconds := time.monotonic() - begin_seconds) < LEAD_SECONDS:
             if self._failure is not None:  # the main thread is there as well, and can go on alone
                 return
-            if seconds > 2 * self._interval_seconds and not is_seen_running(failed):
+            is_ending = blamed.failure is not None and blamed.is_seen_running()
+            if seconds > 2 * self._interval_seconds and not is_ending:
                 break
             self._wake.wait(self._interval_seconds / 4)
             self._wake.clear()
@@ -379,21 +337,21 @@ class Watch:
 
     def _leave(self) -> None:
         with contextlib.suppress(BoardGone):
-            self._board.leave()
+            self._board.count_left(own=1)
 
     def _linger(self) -> None:
         """Stay until all that live have left, as they do when they have read all they need."""
         end_seconds = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(BoardGone):
             num_to_leave = self._judge.num_to_leave
-            while self._board.num_left() < num_to_leave and time.monotonic() < end_seconds:
+            while self._board.count_left() < num_to_leave and time.monotonic() < end_seconds:
                 time.sleep(self._interval_seconds / 10)
 
     def _text(self) -> str:
         try:
-            return self._describe(self.doing)
+            return str(self.doing)
         except Exception as error:  # a thread that ends here would look like a dead rank
-            return f"{self.doing!r}, which describe() refuses: {one_line(error)}"
+            return f"an action without a text: {one_line(error)}"
 
 
 class _Telling:
@@ -406,16 +364,13 @@ class _Telling:
         pass
 
     def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
-        if fault is not None:
-            self._watch.tell(fault)
-
-
-def _end_process(exit_code: int) -> None:
-    """End at once, but for what was printed: flushed by a thread, as the main one may hold it."""
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
-    flush.start()
-    flush.join(1.0)
-    os._exit(exit_code)
+        if fault is None:
+            return
+        self._watch.__exit__(kind, fault, trace)
+        if isinstance(fault, BayplanError) and not isinstance(fault, ToldFailure):
+            if self._watch._told is None:  # alone, or cut off from the others
+                write_line(f"bayplan: rank {self._watch._rank}: {fault}")
+            raise told(fault, exit_code=fault.exit_code) from fault
 
 
 _SILENCE_SECONDS = 8.0
@@ -424,32 +379,25 @@ _SILENCE_SECONDS = 8.0
 def open_watch() -> Watch:
     """Open the watch of this rank; it closes at exit by itself.
 
-    What the rank does is told as a text, or as the journal that knows.
+    Raises:
+        UsageError: BAYPLAN_TIMEOUT is no time; all ranks are told.
     """
+    text = os.environ.get("BAYPLAN_TIMEOUT", str(_SILENCE_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    is_time = 0 < seconds < math.inf
     watch = Watch(
         torch_compat.default_store(),
         rank=distributed.get_rank(),
         world_size=distributed.get_world_size(),
-        describe=lambda doing: doing.text(doing.now) if isinstance(doing, Journal) else doing,
-        silence_seconds=_silence_seconds() or _SILENCE_SECONDS,
+        silence_seconds=seconds if is_time else _SILENCE_SECONDS,
         host=host_of_store(os.environ),
     )
     watch.__enter__()
     atexit.register(watch.close_at_exit)
+    if not is_time:
+        with watch.telling():
+            raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
     return watch
-
-
-def check_environment() -> None:
-    """Refuse a BAYPLAN_TIMEOUT that is no time; to be called when a watch can tell of it."""
-    if _silence_seconds() is None:
-        text = os.environ.get("BAYPLAN_TIMEOUT")
-        raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
-
-
-def _silence_seconds() -> float | None:
-    """How long a rank may be silent before it counts as lost; None if that is not said rightly."""
-    try:
-        seconds = float(os.environ.get("BAYPLAN_TIMEOUT", _SILENCE_SECONDS))
-    except ValueError:
-        return None
-    return seconds if 0 < seconds < math.inf else None

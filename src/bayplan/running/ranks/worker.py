@@ -18,55 +18,47 @@ more, a part of the list has nothing to do and is passed over.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import compress, count, islice
 from typing import Any
 
 import torch
+from torch import distributed
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import MESSAGE
 from bayplan.running.compiled_stage import CompiledStage
-from bayplan.running.ranks.gradients import Gradients, SharedBuffers, Versions
+from bayplan.running.ranks.gradients import Gradients, Versions, average
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.picking import Picker
-from bayplan.running.ranks.transfers import Arrival, Departure
+from bayplan.running.ranks.transfers import Arrival, Departure, Values, Way
 from bayplan.simulating.pipeline import RECEIVES_AHEAD
 from bayplan.tracing.stages.drawing import Streams
 from bayplan.tracing.stages.whole import Input, InputKind
 
-__all__ = ["Part", "Worker"]
+__all__ = ["Key", "Part", "Worker"]
 
 Key = tuple[int, int]  # stage, micro-batch
 
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 _ADDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _OF_FORWARD = (ActionKind.FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
+_VALUES, _GRADIENTS = range(2)  # the two directions
 
 
 @dataclass(frozen=True)
 class Part:
     """A rank's piece of one micro-batch in one stage: samples `begin` to `end`.
 
-    `weight` is what its loss counts in the batch's; gradients have the ways with `back`.
+    `weight` is what its loss counts in the batch's; `ways` are those of values and of gradients.
     """
 
     stage: CompiledStage
     begin: int
     end: int
     weight: float
-    arrival: Arrival
-    departure: Departure
-    arrival_back: Arrival
-    departure_back: Departure
-
-
-@dataclass
-class _Made:
-    """Values that a part made, and how often they will still be used."""
-
-    values: dict[str, torch.Tensor]
-    left: int
+    ways: tuple[Way, Way]
 
 
 @dataclass
@@ -77,7 +69,7 @@ class Worker:
         retire: by position, the positions of sends that are known to be received by then; where
             backward lags, none is.
         tensors: the parameters and buffers that the rank's stages read, by name.
-        shared_buffers: that replicas of a stage average after a step.
+        shared_buffers: that replicas of a stage average after a step, with the group of each.
         update: runs the optimizer, once all gradients are there.
         picker: chooses what comes next; None where that is the next of the list.
     """
@@ -88,7 +80,7 @@ class Worker:
     tensors: Mapping[str, torch.Tensor]
     gradients: Gradients
     streams: Streams
-    shared_buffers: Sequence[SharedBuffers]
+    shared_buffers: Sequence[tuple[Sequence[torch.Tensor], distributed.ProcessGroup]]
     versions: Versions
     update: Callable[[], object]
     picker: Picker | None = None
@@ -98,12 +90,7 @@ class Worker:
     def __post_init__(self) -> None:
         self._saved: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
         self._handed: dict[Key, deque[list[Any]]] = {key: deque() for key in self.parts}
-        self._made: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
-        self._made_back: dict[Key, deque[_Made]] = {key: deque() for key in self.parts}
-        self._takers = _takers(self.parts, lambda part: (part.arrival, part.departure))
-        self._takers_back = _takers(
-            self.parts, lambda part: (part.arrival_back, part.departure_back)
-        )
+        self._made = [_queues(self.parts, direction) for direction in (_VALUES, _GRADIENTS)]
         self._calls = [self._call_of(action) for action in self.actions]
         self._sent: deque[list[Departure]] = deque()
         self._due: list[bool] = []
@@ -112,7 +99,7 @@ class Worker:
         self._updates: list[int] = []
         self._reduces: list[int] = []  # buckets, in order
         self._num_pieces: Counter[str] = Counter()  # that add to each gradient
-        self._next = 0
+        self._to_post: Iterator[Arrival] = iter(())
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
 
@@ -131,24 +118,26 @@ class Worker:
             journal.began(position)
             self._calls[position](position)
             for sent in self.retire[position]:
-                self._departure_of(self.actions[sent]).wait()
+                self._way_of(self.actions[sent]).departure.wait()
             journal.ended(position)
-        self._settle()
+        self._number += 1
+        self._batch = []
+        self._wait_for_sends(2 if any(self.versions.lags) else 0)  # rule 3
         losses, self._losses = self._losses, []
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
 
     def _walk(self, positions: Sequence[int], journal: Journal) -> Iterable[int]:
         """The positions in the order they are done, with receives posted ahead."""
         if self.picker is None:
-            for arrival in self._receives[:RECEIVES_AHEAD]:
+            self._to_post = iter(self._receives)
+            for arrival in islice(self._to_post, RECEIVES_AHEAD):
                 arrival.post()
-            self._next = RECEIVES_AHEAD
             return positions
         receives = [
             {
-                p: self._arrival_of(self.actions[p])
-                for p in positions
-                if self.actions[p].kind is kind
+                position: self._way_of(self.actions[position]).arrival
+                for position in positions
+                if self.actions[position].kind is kind
             }
             for kind in _RECEIVES
         ]
@@ -161,7 +150,7 @@ class Worker:
             self._due = due
             self._positions = [*compress(count(), due)]
             actions = [*compress(self.actions, due)]
-            self._receives = [self._arrival_of(act) for act in actions if act.kind in _RECEIVES]
+            self._receives = [self._way_of(act).arrival for act in actions if act.kind in _RECEIVES]
             self._updates = [
                 p for p in self._positions if self.actions[p].kind is ActionKind.UPDATE
             ]
@@ -176,9 +165,7 @@ class Worker:
 
     def rest(self) -> None:
         """After the last batch: wait for all sends, and begin anew with the next one."""
-        while self._sent:
-            for departure in self._sent.popleft():
-                departure.wait()
+        self._wait_for_sends(0)
         self._number = self._num_given = 0
         self.versions.settle()
 
@@ -194,24 +181,22 @@ class Worker:
             yield from (
                 (StorageKind.ACTIVATION, value) for value in values if torch.is_tensor(value)
             )
-        for queues in (self._made, self._made_back):
-            made = (made for queue in queues.values() for made in queue)
-            yield from ((MESSAGE, value) for kept in made for value in kept.values.values())
-        for part in self.parts.values():
-            ways = (part.arrival, part.departure, part.arrival_back, part.departure_back)
-            yield from ((MESSAGE, tensor) for way in ways for tensor in way.held())
+        queues = (queue for made in self._made for own in made.values() for queue in own.values())
+        for values in (values for queue in queues for values in queue):
+            yield from ((MESSAGE, value) for value in values.values())
+        for way in (way for part in self.parts.values() for way in part.ways):
+            yield from ((MESSAGE, tensor) for tensor in way.arrival.held())
+            yield from ((MESSAGE, tensor) for tensor in way.departure.held())
 
     def _is_due(self, action: Action) -> bool:
         """Whether there is a batch for an action in this call; NOTE [ Backward that lags ]."""
         if action.kind in _OF_FORWARD:
             return self._number < self._num_given
-        return 0 <= self._number - self.versions.lag(action.stage) < self._num_given
+        return 0 <= self._number - self.versions.lags[action.stage] < self._num_given
 
-    def _settle(self) -> None:
-        """Wait for sends that nothing in the list tells to be received (rule 3)."""
-        self._number += 1
-        self._batch = []
-        while len(self._sent) > (2 if self.versions.lags_at_all else 0):
+    def _wait_for_sends(self, num_calls: int) -> None:
+        """Wait for all sends but those of the last calls."""
+        while len(self._sent) > num_calls:
             for departure in self._sent.popleft():
                 departure.wait()
 
@@ -222,10 +207,10 @@ class Worker:
         if kind is ActionKind.REDUCE:
             return lambda _: self.gradients.reduce(action.index)
         if kind in _RECEIVES:
-            return lambda _: self._receive(self._arrival_of(action))
-        if kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
-            made = self._made if kind is ActionKind.SEND_FORWARD else self._made_back
-            return lambda _: self._send(self._departure_of(action), made[key])
+            return lambda _: self._receive(self._way_of(action).arrival)
+        if kind in _SENDS:
+            made = self._made[_SENDS.index(kind)][key]
+            return lambda _: self._send(self._way_of(action).departure, made)
         function = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
@@ -234,20 +219,15 @@ class Worker:
         }[kind]
         return lambda _: function(key)
 
-    def _arrival_of(self, action: Action) -> Arrival:
-        part = self.parts[action.stage, action.index]
-        is_back = action.kind is ActionKind.RECEIVE_BACKWARD
-        return part.arrival_back if is_back else part.arrival
-
-    def _departure_of(self, action: Action) -> Departure:
-        part = self.parts[action.stage, action.index]
-        is_back = action.kind is ActionKind.SEND_BACKWARD
-        return part.departure_back if is_back else part.departure
+    def _way_of(self, action: Action) -> Way:
+        """The way that a send or receive is about."""
+        is_back = action.kind in (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
+        return self.parts[action.stage, action.index].ways[is_back]
 
     def _forward(self, key: Key) -> None:
         part = self.parts[key]
         graph = part.stage.graph
-        carried = _taken(part.arrival, self._made)
+        carried = self._taken(key, _VALUES)
         self.streams.begin = part.begin
         arguments = [self._argument(given, part, carried) for given in graph.inputs]
         carried.clear()
@@ -255,9 +235,7 @@ class Worker:
         for name, value in zip(graph.new_buffers, outputs, strict=False):
             self.tensors[name].copy_(value)
         first_sent, first_saved = len(graph.new_buffers), graph.num_forward_outputs
-        if self._takers[key]:
-            sent = dict(zip(graph.sent, outputs[first_sent:], strict=False))
-            self._made[key].append(_Made(sent, self._takers[key]))
+        self._give(key, _VALUES, dict(zip(graph.sent, outputs[first_sent:], strict=False)))
         if graph.has_loss:
             self._losses.append(outputs[first_saved - 1].double() * part.weight)
         self._saved[key].append(outputs[first_saved:])
@@ -296,7 +274,7 @@ class Worker:
     def _gradients_in(self, key: Key) -> list[Any]:
         """What a part's backward starts from: what forward saved, and gradients from others."""
         part = self.parts[key]
-        carried = _taken(part.arrival_back, self._made_back)
+        carried = self._taken(key, _GRADIENTS)
         inputs = self._saved[key].popleft()
         inputs += [carried.pop(name) for name in part.stage.graph.gradients_in]
         if part.stage.graph.has_loss:
@@ -304,59 +282,56 @@ class Worker:
         return inputs
 
     def _give_back(self, key: Key, gradients: Sequence[torch.Tensor]) -> None:
-        if self._takers_back[key]:
-            names = self.parts[key].stage.graph.gradients_out
-            values = {
-                name: gradient.clone() if self.gradients.keeps(gradient) else gradient
-                for name, gradient in zip(names, gradients, strict=True)
-            }
-            self._made_back[key].append(_Made(values, self._takers_back[key]))
+        names = self.parts[key].stage.graph.gradients_out
+        values = {
+            name: gradient.clone() if self.gradients.keeps(gradient) else gradient
+            for name, gradient in zip(names, gradients, strict=True)
+        }
+        self._give(key, _GRADIENTS, values)
+
+    def _give(self, key: Key, direction: int, values: dict[str, torch.Tensor]) -> None:
+        for queue in self._made[direction][key].values():
+            queue.append(values)
+
+    def _taken(self, key: Key, direction: int) -> dict[str, torch.Tensor]:
+        """What a part gets from others and from this rank itself, the oldest first."""
+        arrival, made = self.parts[key].ways[direction].arrival, self._made[direction]
+        return arrival.take({source: made[source][key].popleft() for source in arrival.sources})
 
     def _receive(self, arrival: Arrival) -> None:
         if self.picker is not None:
             return  # it waited before it came to this
-        if self._next < len(self._receives):
-            self._receives[self._next].post()
-            self._next += 1
+        for following in islice(self._to_post, 1):
+            following.post()
         arrival.wait()
 
-    def _send(self, departure: Departure, made: deque[_Made]) -> None:
-        departure.send(made[-1].values)
+    def _send(self, departure: Departure, made: Mapping[Key | None, deque[Values]]) -> None:
+        departure.send(made[None].popleft())
         self._sent[-1].append(departure)
-        _count_use(made, made[-1])
 
     def _update(self, position: int) -> None:
         if position == self._updates[-1]:
             self.gradients.wait()
             stages = [self.actions[position].stage for position in self._updates]
-            least = min(map(self.versions.lag, stages))
+            least = min(self.versions.lags[stage] for stage in stages)
             self.versions.begin_update(stages, self._number - least)
             self.update()
-            for shared in self.shared_buffers:
-                shared.average()
+            for buffers, group in self.shared_buffers:
+                average(buffers, group)
 
 
-def _takers(
-    parts: Mapping[Key, Part], both: Callable[[Part], tuple[Arrival, Departure]]
-) -> dict[Key, int]:
-    """How often what each part makes is used on this rank: by its send, and by other parts."""
-    counts = {key: int(bool(both(part)[1].routes)) for key, part in parts.items()}
-    for part in parts.values():
-        for source in both(part)[0].sources:
-            counts[source] += 1
-    return counts
+def _queues(
+    parts: Mapping[Key, Part], direction: int
+) -> dict[Key, dict[Key | None, deque[Values]]]:
+    """For what each part makes, a queue for each user on this rank: a part, or None for its send.
 
-
-def _taken(arrival: Arrival, made: Mapping[Key, deque[_Made]]) -> dict[str, torch.Tensor]:
-    """What a part gets from others and from this rank itself, the oldest first."""
-    values = arrival.take({source: made[source][0].values for source in arrival.sources})
-    for source in arrival.sources:
-        _count_use(made[source], made[source][0])
-    return values
-
-
-def _count_use(queue: deque[_Made], made: _Made) -> None:
-    """Drop it after its last use."""
-    made.left -= 1
-    if not made.left:
-        queue.remove(made)
+    Values are released when the last of them has taken them.
+    """
+    queues: dict[Key, dict[Key | None, deque[Values]]] = {key: {} for key in parts}
+    for key, part in parts.items():
+        way = part.ways[direction]
+        if way.departure.routes:
+            queues[key][None] = deque()
+        for source in way.arrival.sources:
+            queues[source][key] = deque()
+    return queues

@@ -30,6 +30,7 @@ NOTE [ Order without record_stream ]
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -37,7 +38,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -46,17 +47,14 @@ from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.copy_thread import CopyThread
 
 __all__ = [
-    "Copy",
     "FileLane",
     "Lane",
     "Layout",
     "PinnedLane",
     "TierError",
-    "default_directory",
+    "Wait",
     "extent_of",
-    "free_bytes_in",
     "lies_in_memory",
-    "pinned_bytes",
 ]
 
 
@@ -76,14 +74,7 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes from the first to the last element, gaps included.
-
-        Example:
-            >>> Layout.of(torch.zeros(4, 10)[:, :3]).size_bytes  # 33 numbers apart, 12 of its own
-            132
-            >>> Layout.of(torch.zeros(1, 3).expand(1000, 3)).size_bytes
-            12
-        """
+        """Bytes from the first to the last element, gaps included."""
         if 0 in self.shape:
             return 0
         reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
@@ -106,23 +97,19 @@ class TierError(PlanBroken):
     """A tier that cannot be opened, is full, or failed to move bytes."""
 
 
-class Copy(Protocol):
-    def wait(self) -> None:
-        """Return when the copy is done; raise its `OSError` if it failed."""
+Wait = Callable[[], None]  # returns when a copy is done; raises its `OSError` if it failed
 
 
 class Lane(Protocol):
     """Moves bytes between a device and one stretch of memory or file outside it, in order.
 
-    Extents are flat uint8 tensors; a lane lets go of them before its copy is done.
+    Extents are flat uint8 tensors; a lane lets go of them before `Wait` returns.
 
     Attributes:
-        name: `file` or `pinned`.
         place: where the bytes lie, in words.
         device: whose tensors it moves.
     """
 
-    name: str
     place: str
     capacity_bytes: int
     granularity_bytes: int
@@ -130,23 +117,15 @@ class Lane(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Copy: ...
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Wait: ...
 
-    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Copy: ...
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Wait: ...
 
     def close(self) -> None:
         """Stop: the copy that runs is finished, those behind it are given up."""
 
 
 _PAGE_BYTES = 4096
-# What filesystems and kernels without unnamed files answer.
-_NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-
-
-def default_directory() -> Path:
-    """Where swap files go when nobody says: /var/tmp, as /tmp is memory on many systems."""
-    lasting = Path("/var/tmp")
-    return lasting if os.access(lasting, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def lies_in_memory(directory: Path) -> bool:
@@ -154,10 +133,9 @@ def lies_in_memory(directory: Path) -> bool:
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:  # not Linux
         return False
-    mounts = [line.split() for line in lines]
     return any(
         fields[2] == number and fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
         for fields in mounts
@@ -170,7 +148,6 @@ Transfer = Callable[[int, list[Any], int], int]  # os.pwritev or os.preadv
 class FileLane:
     """Moves bytes of CPU tensors to and from a file."""
 
-    name = "file"
     granularity_bytes = _PAGE_BYTES
 
     def __init__(self, device: torch.device, *, capacity_bytes: int, directory: Path) -> None:
@@ -178,52 +155,45 @@ class FileLane:
         self.device = device
         self.place = f"the swap file in {directory}"
         self.capacity_bytes = round_up(capacity_bytes, _PAGE_BYTES)
-        self._file: int | None = _open_file(directory, self.capacity_bytes)
+        self._file = _open_file(directory, self.capacity_bytes)
         self._thread = CopyThread("bayplan-swap")
 
-    def start_out(self, source: torch.Tensor, offset_bytes: int) -> "_FileCopy":
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Wait:
         return self._start(os.pwritev, source, offset_bytes)
 
-    def start_in(self, offset_bytes: int, target: torch.Tensor) -> "_FileCopy":
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Wait:
         return self._start(os.preadv, target, offset_bytes)
 
     def close(self) -> None:
         """A second call does nothing."""
         self._thread.close()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
-    def _start(self, transfer: Transfer, extent: torch.Tensor, offset_bytes: int) -> "_FileCopy":
-        assert self._file is not None, f"{self.place} is closed"
+    def _start(self, transfer: Transfer, extent: torch.Tensor, offset_bytes: int) -> Wait:
         job = partial(_move, transfer, self._file, extent, offset_bytes)
-        return _FileCopy(self._thread.submit(job))
+        return partial(_wait_for, self._thread.submit(job))
 
 
-@dataclass(slots=True)
-class _FileCopy:
-    future: Future[None]
-
-    def wait(self) -> None:
-        try:
-            self.future.result()
-        except CancelledError:
-            raise OSError(errno.ECANCELED, "the tier was closed before the copy ran") from None
+def _wait_for(copy: Future[None]) -> None:
+    try:
+        copy.result()
+    except CancelledError:
+        raise OSError(errno.ECANCELED, "the tier was closed before the copy ran") from None
 
 
-def _move(transfer: Transfer, file: int, extent: torch.Tensor, offset_bytes: int) -> None:
+def _move(transfer: Transfer, file: IO[bytes], extent: torch.Tensor, offset_bytes: int) -> None:
     memory = extent.numpy().data
     done = 0
     while done < len(memory):  # the kernel may stop early
-        count = transfer(file, [memory[done:]], offset_bytes + done)
+        count = transfer(file.fileno(), [memory[done:]], offset_bytes + done)
         if count == 0:
             raise OSError(errno.EIO, f"the file ended after {done} of {len(memory)} bytes")
         done += count
 
 
-def _open_file(directory: Path, size_bytes: int) -> int:
+def _open_file(directory: Path, size_bytes: int) -> IO[bytes]:
     try:
-        file = _open_unnamed(directory)
+        file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115 - the lane closes it
     except OSError as fault:
         raise TierError(
             f"no swap file of {format_bytes(size_bytes)} in {directory}: {fault.strerror};"
@@ -231,38 +201,22 @@ def _open_file(directory: Path, size_bytes: int) -> int:
         ) from fault
     try:
         if size_bytes:
-            os.posix_fallocate(file, 0, size_bytes)
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
     except OSError as fault:
-        os.close(file)
+        file.close()
         raise TierError(
             f"no space for the swap file: needs {format_bytes(size_bytes)} in {directory},"
-            f" {format_bytes(free_bytes_in(directory))} are free there ({fault.strerror});"
-            " use a smaller --swap-size, or another --swap-dir"
+            f" {format_bytes(shutil.disk_usage(directory).free)} are free there"
+            f" ({fault.strerror}); use a smaller --swap-size, or another --swap-dir"
         ) from fault
     return file
-
-
-def _open_unnamed(directory: Path) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as fault:
-        if fault.errno not in _NO_UNNAMED_FILES:
-            raise
-    file, path = tempfile.mkstemp(prefix="bayplan-swap-", dir=directory)
-    os.unlink(path)
-    return file
-
-
-def free_bytes_in(directory: Path) -> int:
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 @contextmanager
-def pinned_bytes(size_bytes: int) -> Iterator[torch.Tensor]:
+def _pinned_bytes(size_bytes: int) -> Iterator[torch.Tensor]:
     """Page-locked host memory of exactly this size.
 
     `pin_memory=True` would take up to twice as much, as torch rounds to a power of two:
@@ -292,7 +246,6 @@ class PinnedLane:
     Begin and end of a copy are called with the same current stream, the one that computes.
     """
 
-    name = "pinned"
     place = "pinned host memory"
     granularity_bytes = 512
 
@@ -301,7 +254,7 @@ class PinnedLane:
         device: torch.device,
         *,
         capacity_bytes: int,
-        allocate: Callable[[int], AbstractContextManager[torch.Tensor]] = pinned_bytes,
+        allocate: Callable[[int], AbstractContextManager[torch.Tensor]] = _pinned_bytes,
     ) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
@@ -309,15 +262,13 @@ class PinnedLane:
         self.capacity_bytes = round_up(capacity_bytes, self.granularity_bytes)
         self._memory_owner = ExitStack()
         self._memory = self._memory_owner.enter_context(allocate(self.capacity_bytes))
-        self._under_way: set[_StreamCopy] = set()
+        self._under_way: dict[Any, torch.Tensor] = {}  # by the event that ends the copy
 
-    def start_out(self, source: torch.Tensor, offset_bytes: int) -> "_StreamCopy":
-        slot = self._slot(offset_bytes, source)
-        return self._start(target=slot, source=source, extent=source)
+    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Wait:
+        return self._start(self._slot(offset_bytes, source), source, extent=source)
 
-    def start_in(self, offset_bytes: int, target: torch.Tensor) -> "_StreamCopy":
-        slot = self._slot(offset_bytes, target)
-        return self._start(target=target, source=slot, extent=target)
+    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Wait:
+        return self._start(target, self._slot(offset_bytes, target), extent=target)
 
     def close(self) -> None:
         """Finish what is queued and unpin the memory; a second call does nothing."""
@@ -328,27 +279,16 @@ class PinnedLane:
     def _slot(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         return self._memory[offset_bytes : offset_bytes + len(like)]
 
-    def _start(
-        self, *, target: torch.Tensor, source: torch.Tensor, extent: torch.Tensor
-    ) -> "_StreamCopy":
+    def _start(self, target: torch.Tensor, source: torch.Tensor, *, extent: torch.Tensor) -> Wait:
         self._stream.wait_stream(self._module.current_stream(self.device))  # rule 1
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             done = self._module.Event()
             done.record(self._stream)
-        copy = _StreamCopy(self, done, extent)
-        self._under_way.add(copy)  # rule 3
-        return copy
 
+        def wait() -> None:
+            self._module.current_stream(self.device).wait_event(done)  # rule 2
+            self._under_way.pop(done, None)
 
-@dataclass(slots=True, eq=False)
-class _StreamCopy:
-    lane: PinnedLane
-    done: Any
-    extent: torch.Tensor | None
-
-    def wait(self) -> None:
-        computing = self.lane._module.current_stream(self.lane.device)
-        computing.wait_event(self.done)  # rule 2
-        self.extent = None
-        self.lane._under_way.discard(self)
+        self._under_way[done] = extent  # rule 3
+        return wait

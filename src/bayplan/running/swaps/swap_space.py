@@ -7,11 +7,12 @@ left of them when a rank ends, however it ends.
 """
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ import torch
 from bayplan.data.errors import PlanBroken, UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.units import format_bytes
-from bayplan.running.swaps.lanes import TierError, free_bytes_in, lies_in_memory
+from bayplan.running.swaps.lanes import TierError, lies_in_memory
 from bayplan.running.swaps.swapping import Swapper
 from bayplan.running.swaps.tier import SwapStore, Ticket, open_tier
 from bayplan.simulating.swaps import Tier
@@ -42,7 +43,7 @@ _SHARE_BESIDE = 0.8  # of the copies' time is computed in, so that they last to 
 _MATMUL_SIZES = {"cpu": 256, "cuda": 4096}  # about a millisecond, so that many fit beside a copy
 
 
-def measure_tier(store: SwapStore, *, size_bytes: int = 32 * 2**20) -> Tier:
+def measure_tier(store: SwapStore, *, size_bytes: int) -> Tier:
     """Measure an idle store on a machine as busy as it was, in a second or two; medians.
 
     A copy shares memory bandwidth with the kernels it should hide behind, and on a CPU a core too,
@@ -76,52 +77,52 @@ def _slowdown(
 ) -> float:
     num_copies = int(_REPEAT_SECONDS / (out_seconds + in_seconds))
     copies = [tensor] * min(max(num_copies, 1), _MAX_BESIDE)
+    compute = _matmul(store.device)
+    beside: list[float] = []
+
+    def compute_beside(*, is_out: bool) -> None:
+        seconds = _SHARE_BESIDE * (out_seconds if is_out else in_seconds) * len(copies)
+        beside.extend(_repeat(compute, most=_MANY, seconds=seconds))
 
     def ratio() -> float:
-        beside: list[float] = []
-
-        def compute_beside(copy_seconds: float) -> None:
-            seconds = _SHARE_BESIDE * copy_seconds * len(copies)
-            beside.extend(_repeat(compute, most=_MANY, seconds=seconds))
-
+        beside.clear()
         alone = _repeat(compute, most=_MANY, seconds=_ALONE_SECONDS)
-        _round_trip(
-            store,
-            copies,
-            beside_out=lambda: compute_beside(out_seconds),
-            beside_in=lambda: compute_beside(in_seconds),
-        )
+        _round_trip(store, copies, compute_beside)
         # Means, as a core lost to the copies shows in few calls, but in those by much.
         return statistics.fmean(beside) / statistics.fmean(alone)
 
-    with _one_thread():
-        compute = _matmul(store.device)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         ratios = _repeat(ratio, most=_NUM_BESIDE, seconds=2 * _REPEAT_SECONDS)
+    finally:
+        torch.set_num_threads(num_threads)
     return max(statistics.median(ratios), 1.0)
 
 
 def _round_trip(
     store: SwapStore,
     tensors: list[torch.Tensor],
-    *,
-    beside_out: Callable[[], None] = lambda: None,
-    beside_in: Callable[[], None] = lambda: None,
+    beside: Callable[..., None] = lambda *, is_out: None,
 ) -> tuple[float, float]:
-    """Copy tensors out and in again, as many as there is room for; seconds of each way."""
+    """Copy tensors out and in again, as many as there is room for; seconds of each way.
+
+    `beside` is called while copies run, once for each way.
+    """
     _synchronize(store.device)
     tickets: list[Ticket] = []
     start = time.perf_counter()
     for tensor in tensors:
         if not tickets or store.has_room(tensor):  # the first one complains if there is none
             tickets.append(store.begin_out(tensor))
-    beside_out()
+    beside(is_out=True)
     for ticket in tickets:
         store.end_out(ticket)
     _synchronize(store.device)
     middle = time.perf_counter()
     for ticket in tickets:
         store.begin_in(ticket)
-    beside_in()
+    beside(is_out=False)
     for ticket in tickets:
         store.end_in(ticket)
     _synchronize(store.device)
@@ -133,13 +134,17 @@ def _matmul(device: torch.device) -> Callable[[], float]:
     factor = torch.ones(size, size, device=device)
     product = torch.empty_like(factor)
 
-    def compute() -> float:
-        start = time.perf_counter()
+    def compute() -> None:
         torch.mm(factor, factor, out=product)
         _synchronize(device)
-        return time.perf_counter() - start
 
-    return compute
+    return partial(_timed, compute)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _repeat(
@@ -161,17 +166,7 @@ def _synchronize(device: torch.device) -> None:
     event.synchronize()
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-_MEASURED_BYTES = 32 * 2**20
+_MEASURED_BYTES = 8 * 2**20
 _CALLED_BYTES = 2**20
 _NUM_CALLED = 20
 _CACHES_BYTES = 16 * 2**20  # to fill between two calls, as operators do
@@ -182,7 +177,6 @@ class SwapSpace:
     """A directory (or pinned memory, on CUDA) with its measured speed.
 
     Attributes:
-        device: whose activations go there.
         directory: of the swap file, which is unlinked as soon as it is open.
         max_bytes: the largest swap file; None for what a plan needs.
     """
@@ -198,21 +192,14 @@ class SwapSpace:
     ) -> "SwapSpace":
         """Open a directory for a second or two to see how fast it is."""
         device = torch.device(device)
-        if device.type == "cpu" and directory.is_dir() and lies_in_memory(directory):
-            raise UsageError(
-                f"{directory} lies in memory, so that swapping there frees none; name a directory"
-                " on a disk"
-            )
-        with open_tier(device, capacity_bytes=4 * _MEASURED_BYTES, directory=directory) as store:
-            tier = measure_tier(store, size_bytes=_MEASURED_BYTES // 4)
+        _check_frees_memory(device, directory)
+        with open_tier(device, capacity_bytes=16 * _MEASURED_BYTES, directory=directory) as store:
+            tier = measure_tier(store, size_bytes=_MEASURED_BYTES)
         return cls(device, directory, tier, max_bytes)
 
     def open(self, size_bytes: int) -> SwapStore:
-        if self.max_bytes is not None and size_bytes > self.max_bytes:
-            raise UsageError(
-                f"the plan swaps {size_bytes} bytes, --swap-size allows {self.max_bytes}"
-            )
-        return open_tier(self.device, capacity_bytes=size_bytes, directory=self.directory)
+        directory = _allowed_place(size_bytes, self.directory, self.max_bytes)
+        return open_tier(self.device, capacity_bytes=size_bytes, directory=directory)
 
 
 def _called_seconds(swapper: Swapper) -> Iterator[float]:
@@ -221,24 +208,21 @@ def _called_seconds(swapper: Swapper) -> Iterator[float]:
     Between operators, code and data of a call are in no cache, and it takes many times as long as
     right after another.
     """
-    device = swapper.store.device
-    tensor = torch.ones(_CALLED_BYTES, dtype=torch.uint8, device=device)
+    tensor = torch.ones(_CALLED_BYTES, dtype=torch.uint8, device=swapper.store.device)
     caches = torch.ones(_CACHES_BYTES, dtype=torch.uint8)
+    tokens: list[torch.Tensor] = []
+    calls = (
+        lambda: tokens.append(swapper.swap_out(tensor)),
+        lambda: swapper.swap_away(tokens[0], tensor),
+        lambda: swapper.swap_back(tokens[0]),
+        lambda: swapper.swap_here(tensor, tokens.pop(), is_last=True),
+    )
     for _ in range(_NUM_CALLED):
-        started = time.perf_counter()
-        token = swapper.leave(tensor)
-        seconds = time.perf_counter() - started
-        for call in (
-            swapper.wait_until_away,
-            swapper.fetch,
-            lambda token: swapper.wait_until_here(token, is_last=True),
-        ):
+        seconds = 0.0
+        for call in calls:
+            seconds += _timed(call)
             caches.add_(1)
-            started = time.perf_counter()
-            call(token)
-            seconds += time.perf_counter() - started
-        caches.add_(1)
-        yield seconds / 4
+        yield seconds / len(calls)
 
 
 @dataclass
@@ -263,25 +247,12 @@ class RankSwap:
             UsageError: no directory was named, or more is needed than is allowed.
             PlanBroken: the space is not there.
         """
-        if self.directory is None:
-            raise UsageError(
-                f"the plan swaps {format_bytes(size_bytes)} on rank {self.rank}; say where to, with"
-                " --swap-dir or `swap=`"
-            )
-        if device.type == "cpu" and self.directory.is_dir() and lies_in_memory(self.directory):
-            raise UsageError(
-                f"{self.directory} lies in memory, so that rank {self.rank} would free none by"
-                " swapping there; name a directory on a disk"
-            )
         total_bytes = self._taken_bytes + size_bytes
-        if self.max_bytes is not None and total_bytes > self.max_bytes:
-            raise UsageError(
-                f"the plan swaps {format_bytes(total_bytes)} on rank {self.rank}, --swap-size"
-                f" allows {format_bytes(self.max_bytes)}; plan with this --swap-size, or allow"
-                f" {total_bytes} bytes"
-            )
+        where = f" on rank {self.rank}"
+        directory = _allowed_place(total_bytes, self.directory, self.max_bytes, where)
+        _check_frees_memory(device, directory)
         try:
-            store = open_tier(device, capacity_bytes=size_bytes, directory=self.directory)
+            store = open_tier(device, capacity_bytes=size_bytes, directory=directory)
         except TierError as fault:
             raise PlanBroken(f"rank {self.rank} cannot swap: {fault}") from fault
         self._stores.append(store)
@@ -319,23 +290,39 @@ def check_swap_room(
     if not any(needed):
         return
     most = max(range(len(needed)), key=needed.__getitem__)
+    directory = _allowed_place(needed[most], directory, max_bytes, f" on rank {most}")
     swaps = f"the plan swaps {format_bytes(needed[most])} on rank {most}"
-    if directory is None:
-        raise UsageError(f"{swaps}; say where to, with --swap-dir")
-    if max_bytes is not None and needed[most] > max_bytes:
-        raise UsageError(
-            f"{swaps}, --swap-size allows {format_bytes(max_bytes)}; plan with this --swap-size, or"
-            f" allow {needed[most]} bytes"
-        )
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(
             f"{swaps}, but {directory} is no directory that can be written; name another with"
             " --swap-dir"
         )
-    free_bytes = free_bytes_in(directory)
+    free_bytes = shutil.disk_usage(directory).free
     if sum(needed) > free_bytes:
         raise UsageError(
             f"{swaps} and {format_bytes(sum(needed))} on all {len(needed)}, but"
             f" {format_bytes(free_bytes)} are free in {directory}; name another with --swap-dir, or"
             " plan with a smaller --swap-size"
+        )
+
+
+def _allowed_place(
+    needed_bytes: int, directory: Path | None, max_bytes: int | None, where: str = ""
+) -> Path:
+    swaps = f"the plan swaps {format_bytes(needed_bytes)}{where}"
+    if directory is None:
+        raise UsageError(f"{swaps}; say where to, with --swap-dir or `swap=`")
+    if max_bytes is not None and needed_bytes > max_bytes:
+        raise UsageError(
+            f"{swaps}, --swap-size allows {format_bytes(max_bytes)}; plan with this --swap-size, or"
+            f" allow {needed_bytes} bytes"
+        )
+    return directory
+
+
+def _check_frees_memory(device: torch.device, directory: Path) -> None:
+    if device.type == "cpu" and directory.is_dir() and lies_in_memory(directory):
+        raise UsageError(
+            f"{directory} lies in memory, so that swapping there frees none; name a directory on"
+            " a disk"
         )

@@ -52,7 +52,7 @@ class Swapper:
         self._kept: dict[int, torch.Tensor] = {}
         self._has_warned = False
 
-    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+    def swap_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Start a copy; returns the token."""
         number = next(self._numbers)
         token = torch.tensor([number])
@@ -63,35 +63,35 @@ class Swapper:
         weakref.finalize(token.untyped_storage(), self._forget, number)
         return token
 
-    def wait_until_away(self, token: torch.Tensor) -> None:
-        """Returns when the tensor is no longer needed on the device."""
+    def swap_away(self, token: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """Wait for the copy out; the tensor is an argument so that it lives until then."""
         number = int(token)
-        if number not in self._away:
-            return
-        ticket = self._away[number]
-        try:
-            self.store.end_out(ticket)
-        except TierError as fault:
-            del self._away[number]
-            assert ticket.tensor is not None, "a failed copy out leaves its tensor"
-            self._keep(number, ticket.tensor, fault)
+        if number in self._away:
+            ticket = self._away[number]
+            try:
+                self.store.end_out(ticket)
+            except TierError as fault:
+                del self._away[number]
+                assert ticket.tensor is not None, "a failed copy out leaves its tensor"
+                self._keep(number, ticket.tensor, fault)
+        return token
 
-    def fetch(self, token: torch.Tensor) -> torch.Tensor:
+    def swap_back(self, token: torch.Tensor) -> torch.Tensor:
+        """Allocate the tensor and start filling it."""
         number = int(token)
         if number in self._kept:
             return self._kept[number]
         return self.store.begin_in(self._away[number])
 
-    def wait_until_here(self, token: torch.Tensor, *, is_last: bool) -> None:
-        """Returns when the tensor that `fetch` gave is filled."""
+    def swap_here(self, tensor: torch.Tensor, token: torch.Tensor, is_last: bool) -> torch.Tensor:
+        """Wait until the tensor of `swap_back` is filled; after the last time its slot is free."""
         number = int(token)
-        if number in self._kept:
-            if is_last:
-                del self._kept[number]
-            return
-        self.store.end_in(self._away[number], keep=not is_last)
+        if number not in self._kept:
+            self.store.end_in(self._away[number], keep=not is_last)
         if is_last:
-            del self._away[number]
+            self._kept.pop(number, None)
+            self._away.pop(number, None)
+        return tensor
 
     def _keep(self, number: int, tensor: torch.Tensor, fault: TierError) -> None:
         """Nothing is lost when a copy fails: the tensor stays, and memory is above the plan."""
@@ -111,22 +111,6 @@ class Swapper:
             self.store.drop(ticket)
 
 
-def swap_out(swapper: Swapper, tensor: torch.Tensor) -> torch.Tensor:
-    return swapper.leave(tensor)
-
-
-def swap_away(swapper: Swapper, token: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Wait; the tensor is an argument so that it lives until then."""
-    swapper.wait_until_away(token)
-    return token
-
-
-def swap_back(swapper: Swapper, token: torch.Tensor) -> torch.Tensor:
-    return swapper.fetch(token)
-
-
-def swap_here(
-    swapper: Swapper, tensor: torch.Tensor, token: torch.Tensor, is_last: bool
-) -> torch.Tensor:
-    swapper.wait_until_here(token, is_last=is_last)
-    return tensor
+# What graphs call; the executor puts the swapper in front of their arguments.
+swap_out, swap_away = Swapper.swap_out, Swapper.swap_away
+swap_back, swap_here = Swapper.swap_back, Swapper.swap_here

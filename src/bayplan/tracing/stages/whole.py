@@ -31,7 +31,8 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
-from bayplan.tracing.joint import Cost, JointStep, analyse_joint
+from bayplan.rewriting.free import Price
+from bayplan.tracing.joint import JointStep, analyse_joint
 
 __all__ = [
     "Input",
@@ -199,7 +200,7 @@ class WholeStep:
         """The last output of forward; before it come the new values of buffers."""
         return self.outputs[self.num_forward_outputs - 1]
 
-    def analysed(self, cost_of: Cost) -> JointStep:
+    def analysed(self, cost_of: Price) -> JointStep:
         """The step as operators and buffers."""
         return analyse_joint(
             self.joint, num_forward_outputs=self.num_forward_outputs, cost_of=cost_of

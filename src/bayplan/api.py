@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from bayplan.costing.catalogue import load_device, read_cluster
+from bayplan.costing.measure import profile_step
+from bayplan.costing.operators import scale_workspaces
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import scale_profile
 from bayplan.data import files
@@ -25,7 +27,7 @@ from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import Verdict
-from bayplan.devices.machine import cache_directory
+from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
 from bayplan.planning.clusters.simulated import simulate_plan
@@ -33,15 +35,7 @@ from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import (
-    PreparedStep,
-    machine_key,
-    prepare,
-    profile_step,
-    replay,
-    scale_workspaces,
-    step_of_plan,
-)
+from bayplan.prepared_step import PreparedStep, prepare, replay, step_of_plan
 from bayplan.reporting.differences import compare
 from bayplan.reporting.plans import explanation_text
 from bayplan.reporting.ranks import whole_pipeline_text

@@ -7,27 +7,25 @@ through protocols, so that they know nothing of torch.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from bayplan import torch_compat
-from bayplan.costing.cache import Prices, cached_profile
+from bayplan.costing.cache import Prices
 from bayplan.costing.catalogue import device_names, load_device
-from bayplan.costing.measure import measure_profile
-from bayplan.costing.operators import WorkspaceWatch, nodes_that_may_set_the_peak
+from bayplan.costing.measure import profile_step
 from bayplan.costing.pricing import (
     DerivedCosts,
-    OutsideWatch,
     measured_prices,
     prices_by_name,
     scaled_prices,
+    seconds_of_nodes,
     smaller_batches,
 )
 from bayplan.costing.probe import probe_cpu
@@ -57,16 +55,15 @@ from bayplan.data.units import Progress, no_progress
 from bayplan.devices.machine import (
     available_memory_bytes,
     cache_directory,
-    describe_machine,
     device_name,
     granularity_of,
+    num_threads,
 )
-from bayplan.devices.meters import open_meter
 from bayplan.models.targets import Target, resolve_target
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.simulating.memory import simulate_step
-from bayplan.step import Batch, LossFunction, TrainingStep
-from bayplan.tracing.capture import capture_step, follow_step
+from bayplan.step import AUTOCASTS, OPTIMIZERS, Batch, LossFunction, TrainingStep
+from bayplan.tracing.capture import capture_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, build_without_memory, without_memory
 from bayplan.tracing.joint_trace import trace_step
@@ -74,24 +71,11 @@ from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
 
 __all__ = [
-    "AUTOCASTS",
-    "OPTIMIZERS",
     "PreparedStep",
-    "machine_key",
     "prepare",
-    "profile_step",
     "replay",
-    "scale_workspaces",
     "step_of_plan",
 ]
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adam": partial(torch.optim.Adam, lr=1e-3),
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
-    "none": None,
-}
-AUTOCASTS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _NOT_COUNTED_ON_CUDA = (
     "the CUDA context",
@@ -489,25 +473,21 @@ class PreparedStep:
         """Run the step here, at this batch size; derived where it is asked about elsewhere."""
         if self.device is not None:
             return derive_profile(self.graph, self.device)
-        num_threads = torch.get_num_threads()
-        if clock is Clock.CPU:
-            torch.set_num_threads(1)  # that clock sees no other
-        try:
-            with explained():  # values that no capture looks at may be wrong, like a class too high
-                step = self.build()
-                if self.target.is_given:  # a module of the user's stays as it is
-                    model, optimizer = copy.deepcopy((step.model, step.optimizer))
-                    step = replace(step, model=model, optimizer=optimizer)
-                return profile_step(
-                    step,
-                    self.graph,
-                    repeats=repeats,
-                    clock=clock,
-                    use_cache=self.use_cache,
-                    on_progress=partial(self.on_progress, "running the step"),
-                )
-        finally:
-            torch.set_num_threads(num_threads)
+        # The CPU clock sees one thread. Values that no capture looks at may be wrong, like a class
+        # too high, so errors of the run are explained as well.
+        with num_threads(1) if clock is Clock.CPU else nullcontext(), explained():
+            step = self.build()
+            if self.target.is_given:  # a module of the user's stays as it is
+                model, optimizer = copy.deepcopy((step.model, step.optimizer))
+                step = replace(step, model=model, optimizer=optimizer)
+            return profile_step(
+                step,
+                self.graph,
+                repeats=repeats,
+                clock=clock,
+                use_cache=self.use_cache,
+                on_progress=partial(self.on_progress, "running the step"),
+            )
 
     def estimated_peak_bytes(self, measured: StepGraph, profile: Profile) -> int:
         """The peak, with workspaces scaled from a profile of another batch size where possible."""
@@ -607,9 +587,7 @@ class PreparedStep:
             profile = derive_profile(self.graph, self.device)
             return sum(profile.seconds[index] for index in nodes)
         with measured_prices(self.model_device, cache=cache_directory(), clock=self.clock) as costs:
-            watch = OutsideWatch(nodes, costs)
-            follow_step(self.step, optimizer=self.optimizer_source(), watcher=watch)
-        return watch.seconds
+            return seconds_of_nodes(self.step, nodes, costs, optimizer=self.optimizer_source())
 
 
 def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRecord:
@@ -622,76 +600,3 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
         granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
         not_counted=_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA,
     )
-
-
-def machine_key() -> str:
-    """What plans of this machine are kept under."""
-    return ", ".join(f"{name} {figure}" for name, figure in sorted(describe_machine().items()))
-
-
-def profile_step(
-    step: TrainingStep,
-    graph: StepGraph,
-    *,
-    repeats: int,
-    clock: Clock,
-    use_cache: bool = True,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Profile:
-    """Measure a step that may be trained on; random numbers go on as if nothing had run."""
-    device, cache = next(step.model.parameters()).device, cache_directory()
-    if clock is Clock.CPU and torch.get_num_threads() != 1:
-        raise UsageError(
-            f"the cpu clock sees one thread, but torch uses {torch.get_num_threads()};"
-            " call torch.set_num_threads(1) first, or use the wall clock"
-        )
-
-    with open_meter(device, cache) as meter:
-
-        def measure() -> Profile:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                return measure_profile(
-                    step,
-                    graph,
-                    meter=meter,
-                    device=device,
-                    repeats=repeats,
-                    clock=clock,
-                    granularity_bytes=granularity_of(device.type),
-                    on_progress=on_progress,
-                )
-
-        return cached_profile(
-            cache,
-            graph,
-            device=device,
-            repeats=repeats,
-            clock=clock,
-            method=meter.method,
-            measure=measure,
-            renew=not use_cache,
-        )
-
-
-def scale_workspaces(
-    profile: Profile, graph: StepGraph, step: TrainingStep, *, optimizer: OptimizerSource
-) -> Profile:
-    """A scaled profile whose scratch memory is measured where it could decide the peak.
-
-    Args:
-        profile: of the graph, scaled from another batch size.
-        graph: the step.
-        step: what it was captured from.
-        optimizer: as for `bayplan.capture`.
-    """
-    device = next(step.model.parameters()).device
-    granularity_bytes = granularity_of(device.type)
-    nodes = nodes_that_may_set_the_peak(
-        graph, profile.workspace_bytes, granularity_bytes=granularity_bytes
-    )
-    with open_meter(device, cache_directory()) as meter:
-        watch = WorkspaceWatch(graph, nodes, meter=meter, granularity_bytes=granularity_bytes)
-        follow_step(step, optimizer=optimizer, watcher=watch)
-    measured = watch.workspace_bytes
-    sizes = [measured.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
-    return msgspec.structs.replace(profile, workspace_bytes=tuple(sizes))

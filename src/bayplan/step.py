@@ -8,6 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,27 @@ from torch import nn
 from bayplan.data.errors import UsageError
 from bayplan.data.graph import Phase
 
-__all__ = ["Batch", "LossFunction", "TrainingStep", "call_model", "loss_of", "split_batch"]
+__all__ = [
+    "AUTOCASTS",
+    "OPTIMIZERS",
+    "Batch",
+    "LossFunction",
+    "TrainingStep",
+    "call_model",
+    "loss_of",
+    "split_batch",
+]
 
 Batch = Any
 LossFunction = Callable[..., torch.Tensor] | None
+# What the command line and plan files can name.
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "none": None,
+}
+AUTOCASTS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _nothing(_: object) -> None:

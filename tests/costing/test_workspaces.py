@@ -6,12 +6,14 @@ from torch import nn
 
 import bayplan
 from bayplan.costing import operators
-from bayplan.costing.operators import WorkspaceWatch, nodes_that_may_set_the_peak
+from bayplan.costing.operators import (
+    measured_workspaces,
+    nodes_that_may_set_the_peak,
+    signature_of_call,
+)
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
-from bayplan.devices.meters import open_meter
 from bayplan.step import TrainingStep
-from bayplan.tracing.capture import follow_step
 
 MIB = 2**20
 
@@ -52,38 +54,40 @@ def test_workspace_that_is_only_guessed_counts_within_its_uncertainty(graph):
     assert low in nodes_that_may_set_the_peak(graph, sizes, granularity_bytes=1)
 
 
+def workspaces(graph, nodes, cache, *, of=step):
+    return measured_workspaces(of(), graph, nodes, optimizer=None, granularity_bytes=1, cache=cache)
+
+
 def test_chosen_operators_are_run_and_others_are_not(graph, tmp_path_factory):
     chosen = [0, 2]
-    with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
-        watch = WorkspaceWatch(graph, chosen, meter=meter, granularity_bytes=1)
-        follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.workspace_bytes.keys() == set(chosen)
+    measured = workspaces(graph, chosen, tmp_path_factory.getbasetemp())
+    assert measured.keys() == set(chosen)
     largest_bytes = max(storage.size_bytes for storage in graph.storages)
-    assert all(
-        0 <= size_bytes <= 4 * largest_bytes for size_bytes in watch.workspace_bytes.values()
-    )
+    assert all(0 <= size_bytes <= 4 * largest_bytes for size_bytes in measured.values())
 
 
 def test_memory_of_the_results_is_no_workspace(graph, tmp_path_factory):
     relu = next(i for i, node in enumerate(graph.nodes) if "relu" in node.op)
-    with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
-        watch = WorkspaceWatch(graph, [relu], meter=meter, granularity_bytes=1)
-        follow_step(step(), optimizer=None, watcher=watch)
-    assert watch.workspace_bytes[relu] < MIB / 10  # its result alone is 1 MiB
+    measured = workspaces(graph, [relu], tmp_path_factory.getbasetemp())
+    assert measured[relu] < MIB / 10  # its result alone is 1 MiB
 
 
-def test_equal_calls_are_run_once(graph, monkeypatch, tmp_path_factory):
+def test_equal_calls_are_run_once(monkeypatch, tmp_path_factory):
     runs = []
 
-    def run_alone(operator, args, kwargs, **_):
-        runs.append(operator)
+    def twins() -> TrainingStep:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+        return TrainingStep(model=model, batch=torch.randn(32, 64), loss_fn=lambda y: y.sum())
+
+    whole = twins()
+    graph = bayplan.capture(whole.model, whole.batch, whole.loss_fn)
+
+    def run_alone(*call, **_):
+        runs.append(signature_of_call(*call))
         return 0.0, 0, 0
 
     monkeypatch.setattr(operators, "_run_alone", run_alone)
-    with open_meter(torch.device("cpu"), tmp_path_factory.getbasetemp()) as meter:
-        watch = WorkspaceWatch(graph, [0], meter=meter, granularity_bytes=1)
-        for index in range(3):
-            watch.look_at(index, torch.relu, (torch.ones(3),), {})
-        watch.look_at(3, torch.relu, (torch.ones(4),), {})
-    assert len(runs) == 2
-    assert [*watch.workspace_bytes] == [0, 1, 2, 3]
+    nodes = range(len(graph.nodes))
+    measured = workspaces(graph, nodes, tmp_path_factory.getbasetemp(), of=twins)
+    assert [*measured] == [*nodes]
+    assert len(runs) == len(set(runs)) < len(nodes)

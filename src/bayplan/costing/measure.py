@@ -8,39 +8,27 @@ is larger (watching costs a little), the operators are scaled down so that the s
 
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bayplan import torch_compat
-from bayplan.data.errors import CaptureError
+from bayplan.costing.cache import cached_profile
+from bayplan.data.errors import CaptureError, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.units import round_up
-from bayplan.devices.machine import describe_machine, device_name
-from bayplan.devices.meters import MemoryMeter
+from bayplan.devices.machine import (
+    cache_directory,
+    describe_machine,
+    device_name,
+    granularity_of,
+)
+from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 
-__all__ = ["NodeWatch", "born_bytes", "clock_function", "measure_profile"]
-
-
-class NodeWatch(torch_compat.OperatorWatch):
-    """Counts operators as a captured graph does; to be given to `follow_step`."""
-
-    def __init__(self, nodes: Collection[int]) -> None:
-        super().__init__()
-        self._nodes, self._index = nodes, 0
-
-    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called for each of the nodes, before it runs."""
-        raise NotImplementedError
-
-    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self._index in self._nodes:
-            self.look_at(self._index, func, args, kwargs)
-        self._index += 1
-        return func(*args, **kwargs)
+__all__ = ["born_bytes", "clock_function", "measure_profile", "profile_step"]
 
 
 def born_bytes(graph: StepGraph, granularity_bytes: int) -> list[int]:
@@ -125,6 +113,50 @@ def measure_profile(
         overhead_seconds=max(0.0, min(whole) - sum(seconds)),
         step_spread_seconds=statistics.median(whole) - min(whole),
     )
+
+
+def profile_step(
+    step: TrainingStep,
+    graph: StepGraph,
+    *,
+    repeats: int,
+    clock: Clock,
+    use_cache: bool = True,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure a step that may be trained on; random numbers go on as if nothing had run."""
+    device, cache = next(step.model.parameters()).device, cache_directory()
+    if clock is Clock.CPU and torch.get_num_threads() != 1:
+        raise UsageError(
+            f"the cpu clock sees one thread, but torch uses {torch.get_num_threads()};"
+            " call torch.set_num_threads(1) first, or use the wall clock"
+        )
+
+    with open_meter(device, cache) as meter:
+
+        def measure() -> Profile:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                return measure_profile(
+                    step,
+                    graph,
+                    meter=meter,
+                    device=device,
+                    repeats=repeats,
+                    clock=clock,
+                    granularity_bytes=granularity_of(device.type),
+                    on_progress=on_progress,
+                )
+
+        return cached_profile(
+            cache,
+            graph,
+            device=device,
+            repeats=repeats,
+            clock=clock,
+            method=meter.method,
+            measure=measure,
+            renew=not use_cache,
+        )
 
 
 class _Watch(torch_compat.OperatorWatch):

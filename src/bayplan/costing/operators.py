@@ -14,24 +14,31 @@ import inspect
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.costing.measure import NodeWatch, born_bytes
+from bayplan.costing.measure import born_bytes
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
-from bayplan.devices.meters import MemoryMeter
+from bayplan.data.profile import Profile
+from bayplan.devices.machine import cache_directory, granularity_of
+from bayplan.devices.meters import MemoryMeter, open_meter
+from bayplan.step import TrainingStep
+from bayplan.tracing.capture import follow_step
+from bayplan.tracing.fake import OptimizerSource
 
 __all__ = [
     "OperatorCosts",
-    "WorkspaceWatch",
     "arguments_of",
     "made_up",
+    "measured_workspaces",
     "nodes_that_may_set_the_peak",
+    "scale_workspaces",
     "signature_of_call",
 ]
 
@@ -139,25 +146,55 @@ def nodes_that_may_set_the_peak(
     )
 
 
-class WorkspaceWatch(NodeWatch):
-    """Follows a step on fake tensors and measures the workspace of some nodes for real."""
+def measured_workspaces(
+    step: TrainingStep,
+    graph: StepGraph,
+    nodes: Collection[int],
+    *,
+    optimizer: OptimizerSource,
+    granularity_bytes: int,
+    cache: Path,
+) -> dict[int, int]:
+    """The workspace of some nodes: the step runs on fake tensors, each of these nodes for real."""
+    peak_bytes: dict[str, int] = {}  # by signature
+    workspace_bytes: dict[int, int] = {}
+    node_bytes = born_bytes(graph, granularity_bytes)
+    with open_meter(next(step.model.parameters()).device, cache) as meter:
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        nodes: Collection[int],
-        *,
-        meter: MemoryMeter,
-        granularity_bytes: int,
-    ) -> None:
-        super().__init__(nodes)
-        self.workspace_bytes: dict[int, int] = {}  # by node, of those met so far
-        self._measure = partial(_run_alone, meter=meter, now=time.perf_counter, repeats=1)
-        self._peak_bytes: dict[str, int] = {}  # by signature
-        self._born_bytes = born_bytes(graph, granularity_bytes)
+        def look_at(index: int, *call: Any) -> None:
+            signature = signature_of_call(*call)
+            if signature not in peak_bytes:
+                _, peak_bytes[signature], _ = _run_alone(
+                    *call, meter=meter, now=time.perf_counter, repeats=1
+                )
+            workspace_bytes[index] = max(0, peak_bytes[signature] - node_bytes[index])
 
-    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        signature = signature_of_call(func, args, kwargs)
-        if signature not in self._peak_bytes:
-            _, self._peak_bytes[signature], _ = self._measure(func, args, kwargs)
-        self.workspace_bytes[index] = max(0, self._peak_bytes[signature] - self._born_bytes[index])
+        follow_step(step, optimizer=optimizer, nodes=nodes, look_at=look_at)
+    return workspace_bytes
+
+
+def scale_workspaces(
+    profile: Profile, graph: StepGraph, step: TrainingStep, *, optimizer: OptimizerSource
+) -> Profile:
+    """A scaled profile whose scratch memory is measured where it could decide the peak.
+
+    Args:
+        profile: of the graph, scaled from another batch size.
+        graph: the step.
+        step: what it was captured from.
+        optimizer: as for `bayplan.capture`.
+    """
+    granularity_bytes = granularity_of(next(step.model.parameters()).device.type)
+    nodes = nodes_that_may_set_the_peak(
+        graph, profile.workspace_bytes, granularity_bytes=granularity_bytes
+    )
+    measured = measured_workspaces(
+        step,
+        graph,
+        nodes,
+        optimizer=optimizer,
+        granularity_bytes=granularity_bytes,
+        cache=cache_directory(),
+    )
+    sizes = [measured.get(index, size) for index, size in enumerate(profile.workspace_bytes)]
+    return msgspec.structs.replace(profile, workspace_bytes=tuple(sizes))

@@ -20,15 +20,18 @@ from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices, kept_prices
-from bayplan.costing.measure import NodeWatch, clock_function
+from bayplan.costing.measure import clock_function
 from bayplan.costing.operators import OperatorCosts, arguments_of, signature_of_call
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock
 from bayplan.data.program import Op
+from bayplan.devices.machine import num_threads
 from bayplan.devices.meters import open_meter
-from bayplan.tracing.capture import convert
+from bayplan.step import TrainingStep
+from bayplan.tracing.capture import convert, follow_step
+from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.joint import name_of_repeat
 from bayplan.tracing.stages.drawing import whole_mask_bytes
 from bayplan.tracing.stages.staged import StagedStep
@@ -38,7 +41,6 @@ from bayplan.tracing.tracer import Locator, StepTracer, count_flops
 __all__ = [
     "CallPrices",
     "DerivedCosts",
-    "OutsideWatch",
     "RankPrices",
     "StagePrices",
     "derived_prices",
@@ -49,6 +51,7 @@ __all__ = [
     "prices_by_name",
     "samples_to_price",
     "scaled_prices",
+    "seconds_of_nodes",
     "smaller_batches",
     "with_whole_masks",
 ]
@@ -136,20 +139,17 @@ def scaled_prices(
         yield price
 
 
-class OutsideWatch(NodeWatch):
-    """Follows a step on fake tensors and prices some of its nodes here.
+def seconds_of_nodes(
+    step: TrainingStep, nodes: Collection[int], costs: CallPrices, *, optimizer: OptimizerSource
+) -> float:
+    """What some nodes of a captured step take, priced one by one."""
+    seconds: list[float] = []
 
-    Attributes:
-        seconds: of all chosen nodes met so far.
-    """
+    def look_at(_: int, *call: Any) -> None:
+        seconds.append(costs.price(*call)[0])
 
-    def __init__(self, nodes: Collection[int], costs: CallPrices) -> None:
-        super().__init__(nodes)
-        self.seconds = 0.0
-        self._costs = costs
-
-    def look_at(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.seconds += self._costs.price(func, args, kwargs)[0]
+    follow_step(step, optimizer=optimizer, nodes=nodes, look_at=look_at)
+    return sum(seconds)
 
 
 @contextmanager
@@ -196,13 +196,8 @@ class RankPrices(CallPrices, Protocol):
 def one_thread_prices(device: torch.device, *, cache: Path) -> Iterator[OperatorCosts]:
     """Prices as a rank on this device finds them."""
     clock = Clock.CPU if device.type == "cpu" else Clock.WALL
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with measured_prices(device, cache=cache, clock=clock) as costs:
-            yield costs
-    finally:
-        torch.set_num_threads(num_threads)
+    with num_threads(1), measured_prices(device, cache=cache, clock=clock) as costs:
+        yield costs
 
 
 def smaller_batches(flops: float, num_samples: int) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.files import write
 from bayplan.data.links import LinkSpeeds
 from bayplan.data.topology import Topology, cluster_file_of, read_topology, with_measured_copies
-from bayplan.devices.machine import available_memory_bytes
+from bayplan.devices.machine import available_memory_bytes, num_threads
 
 __all__ = ["keep", "probe_copy", "probe_cpu", "probe_cuda", "probe_machine"]
 
@@ -173,14 +173,10 @@ def _cores(num_cores: int, find_links: Callable[[], LinkSpeeds | None]) -> Clust
 
 def _core(num_cores: int, available_bytes: int) -> DeviceKind:
     """What a core has while all of them work and share the memory's bandwidth."""
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_cores)
+    with num_threads(num_cores):
         together = probe_cpu()
-        torch.set_num_threads(1)
+    with num_threads(1):
         alone = probe_cpu()
-    finally:
-        torch.set_num_threads(num_threads)
     source = f"measured by a probe: the least of one core alone and a part of {num_cores}"
 
     def least(single: Figure, all_of_them: Figure) -> Figure:

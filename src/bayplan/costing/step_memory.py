@@ -15,15 +15,14 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.measure import born_bytes
-from bayplan.costing.operators import WorkspaceWatch
-from bayplan.costing.pricing import CallPrices, OutsideWatch
+from bayplan.costing.operators import measured_workspaces
+from bayplan.costing.pricing import CallPrices, seconds_of_nodes
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.live_memory import replay_memory
-from bayplan.devices.meters import open_meter
 from bayplan.step import TrainingStep, call_model, split_batch
-from bayplan.tracing.capture import capture_step, follow_step
+from bayplan.tracing.capture import capture_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 
@@ -82,11 +81,15 @@ def plain_peak_bytes(
         return live.peak_bytes
     least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
     high = [index for index, total in enumerate(live.total_bytes) if total >= least_bytes]
-    device = next(step.model.parameters()).device
-    with open_meter(device, cache) as meter:
-        watch = WorkspaceWatch(graph, high, meter=meter, granularity_bytes=granularity_bytes)
-        follow_step(step, optimizer=optimizer, watcher=watch)
-    return max(live.total_bytes[index] + size for index, size in watch.workspace_bytes.items())
+    measured = measured_workspaces(
+        step,
+        graph,
+        high,
+        optimizer=optimizer,
+        granularity_bytes=granularity_bytes,
+        cache=cache,
+    )
+    return max(live.total_bytes[index] + size for index, size in measured.items())
 
 
 def outside_nodes(graph: StepGraph) -> frozenset[int]:
@@ -152,10 +155,9 @@ def update_cost(
         return UpdateCost()
     step, graph = _captured(parameters, optimizer)
     with prices as costs:
-        watch = OutsideWatch(_update_nodes(graph), costs)
-        follow_step(step, optimizer=optimizer, watcher=watch)
+        seconds = seconds_of_nodes(step, _update_nodes(graph), costs, optimizer=optimizer)
     size_bytes = update_bytes(graph, granularity_bytes=granularity_bytes) or 0
-    return UpdateCost(watch.seconds, size_bytes)
+    return UpdateCost(seconds, size_bytes)
 
 
 def derived_update_cost(

@@ -2,7 +2,8 @@
 
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,8 @@ __all__ = [
     "device_name",
     "granularity_of",
     "is_running",
+    "machine_key",
+    "num_threads",
 ]
 
 
@@ -31,6 +34,22 @@ def describe_machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def machine_key() -> str:
+    """What plans of this machine are kept under."""
+    return ", ".join(f"{name} {figure}" for name, figure in sorted(describe_machine().items()))
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads, and with as many as before after that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def device_name(device: torch.device) -> str:

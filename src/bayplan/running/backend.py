@@ -21,9 +21,8 @@ from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
-from bayplan.devices.machine import cache_directory, granularity_of
+from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
-from bayplan.prepared_step import machine_key
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
 from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep

@@ -12,9 +12,9 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.units import Limit
-from bayplan.devices.machine import cache_directory
+from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
-from bayplan.prepared_step import machine_key, prepare
+from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.swaps.swap_space import SwapSpace

@@ -5,8 +5,9 @@ meets all of the model's own errors; the second is the steady state, and is the 
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -122,16 +123,35 @@ def capture_step(
         return record_step(fake, name=name or type(fake.model).__name__)
 
 
-def follow_step(
-    step: TrainingStep, *, optimizer: OptimizerSource, watcher: torch_compat.TorchDispatchMode
-) -> None:
-    """Run a steady-state step on fake tensors once more, under a mode that watches it.
+LookAt = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
 
-    The mode sees the nodes of the step's graph in their order.
+
+class _NodeWatch(torch_compat.OperatorWatch):
+    """Counts operators as a captured graph does."""
+
+    def __init__(self, nodes: Collection[int], look_at: LookAt) -> None:
+        super().__init__()
+        self._nodes, self._look_at, self._index = nodes, look_at, 0
+
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._index in self._nodes:
+            self._look_at(self._index, func, args, kwargs)
+        self._index += 1
+        return func(*args, **kwargs)
+
+
+def follow_step(
+    step: TrainingStep, *, optimizer: OptimizerSource, nodes: Collection[int], look_at: LookAt
+) -> None:
+    """Run a steady-state step on fake tensors once more, and look at some nodes of its graph.
+
+    Args:
+        nodes: indices of the nodes to look at.
+        look_at: hears each node's index, operator, arguments and options before it runs.
     """
     with _warm_fake(step, optimizer) as fake:
         fake.model.zero_grad()
-        with torch_compat.replayed_views(), watcher:
+        with torch_compat.replayed_views(), _NodeWatch(nodes, look_at):
             fake()
 
 

@@ -21,6 +21,7 @@ import torch
 from bayplan.data.errors import PlanBroken, UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.units import format_bytes
+from bayplan.devices.machine import num_threads
 from bayplan.running.swaps.lanes import TierError, lies_in_memory
 from bayplan.running.swaps.swapping import Swapper
 from bayplan.running.swaps.tier import SwapStore, Ticket, open_tier
@@ -91,12 +92,8 @@ def _slowdown(
         # Means, as a core lost to the copies shows in few calls, but in those by much.
         return statistics.fmean(beside) / statistics.fmean(alone)
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with num_threads(1):
         ratios = _repeat(ratio, most=_NUM_BESIDE, seconds=2 * _REPEAT_SECONDS)
-    finally:
-        torch.set_num_threads(num_threads)
     return max(statistics.median(ratios), 1.0)
 
 

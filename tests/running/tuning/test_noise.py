@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from bayplan.running.tuning.search import Search
-from bayplan.running.tuning.space import SearchSpace, TuningOptions
+from bayplan.data.exchange import ExchangeSettings
+from bayplan.running.tuning.search import Search, TuningOptions
 
-BEST, OTHER = 0, 1
+BEST, OTHER = ExchangeSettings(), ExchangeSettings(fusion_threshold_bytes=1 << 20)
 
 
 def new_search():
-    return Search(SearchSpace.of_thresholds([1 << 20]), lambda setting: 1.0, TuningOptions())
+    return Search([BEST, OTHER], lambda setting: 1.0, TuningOptions())
 
 
 def log_middle(seconds):

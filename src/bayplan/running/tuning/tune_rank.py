@@ -17,7 +17,7 @@ from bayplan.models.targets import resolve_target
 from bayplan.prepared_step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
 from bayplan.running.ranks.failures import run_to_exit
-from bayplan.running.tuning.space import TuningOptions
+from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuned import tune
 from bayplan.step import call_model, loss_of, split_batch
 

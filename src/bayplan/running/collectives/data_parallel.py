@@ -18,7 +18,7 @@ from bayplan.planning.buckets.bucket_plan import BucketPlan, Gradient
 from bayplan.planning.buckets.bucketing import plan_buckets
 from bayplan.planning.buckets.timelines import filled, filled_timeline, horovod_timeline
 from bayplan.running.collectives.averaging import Averaging, BackwardTimes, FaultBoard, needed_bytes
-from bayplan.running.collectives.sums import SIZES, Sums, WayCosts, costs_by, measure_ways, sums_by
+from bayplan.running.collectives.sums import SIZES, Sums, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology
 from bayplan.running.ranks.starting import take_model, take_values
 from bayplan.running.ranks.watching import Watch, check_environment, open_watch
@@ -137,7 +137,7 @@ class DataParallel:
         num_ranks = distributed.get_world_size()
         needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
         self._ways = self._topology.ways(range(num_ranks), needed, is_scattered=True)
-        self.costs = _measured(self._ways, device)
+        self.costs = measure_ways(self._ways, device)
         first = filled(_gradients(self._trained, {}), threshold_bytes=_FIRST_BUCKET_BYTES)
         self.averaging = Averaging(
             self._trained,
@@ -282,13 +282,3 @@ def _gradients(
         )
         for name in sorted(reversed(list(parameters)), key=lambda name: ready.get(name, last))
     ]
-
-
-def _measured(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
-    first = next(iter(ways.values()))
-    rooms = {size: first.room(size // 4, torch.float32, device) for size in SIZES}
-    group = distributed.group.WORLD
-    assert group is not None, "there is a process group"
-    costs = measure_ways(ways, rooms, group)
-    first.forget_rooms()
-    return costs

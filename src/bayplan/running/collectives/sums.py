@@ -1,4 +1,4 @@
-"""Ways to sum over ranks: torch's process group, shared memory, hosts in a hierarchy, the fastest.
+"""All-reduces: by torch's process group, shared memory, hosts in a hierarchy, whichever is fastest.
 
 A ring moves least, but takes one move after the other; shared memory is fastest inside a host, and
 strips between hosts pay only for large sums. Which is best where is found out by trying: every way
@@ -19,11 +19,11 @@ inside them.
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import distributed
@@ -37,31 +37,10 @@ from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wai
 from bayplan.running.collectives.transports import Later, Pending, job_of
 
 __all__ = [
-    "HIERARCHICAL",
-    "RING",
-    "SCATTERED",
-    "SHARED",
-    "SIZES",
-    "BetweenHosts",
-    "CheapestSums",
-    "CycledSums",
-    "Hear",
-    "Piece",
-    "ScatteredSums",
-    "SharedSums",
-    "SocketSums",
-    "Sum",
-    "Sums",
-    "WayCosts",
-    "costs_by",
-    "measure_ways",
-    "room_bytes",
-    "sums_by",
+    *("SIZES", "BetweenHosts", "CheapestSums", "CycledSums", "Hear", "Piece", "ScatteredSums"),
+    *("SharedSums", "SocketSums", "Sum", "Sums", "WayCosts"),
+    *("costs_by", "measure_ways", "room_bytes", "sums_by"),
 ]
-
-
-# The ways, by name.
-RING, SCATTERED, SHARED, HIERARCHICAL = "ring", "scattered", "shared", "hierarchical"
 
 # Strips that are expected at a time, which bounds the memory for them, and what queues up in front
 # of a slow link: with 4 MiB, one of 500 Mbit/s dropped packets.
@@ -90,9 +69,7 @@ class BetweenHosts:
         if is_of_many and self.group.size() == 2:
             pending: Pending = self._exchange(sent)
         else:
-            work = distributed.all_reduce(sent, group=self.group, async_op=True)
-            assert work is not None, "this rank is a member of the group"
-            pending = work
+            pending = _all_reduce(sent, self.group)
         return pending if sent is strip else _widened(pending, sent, strip)
 
     def _exchange(self, numbers: torch.Tensor) -> "_Exchange":
@@ -165,21 +142,25 @@ Piece = tuple[torch.Tensor, torch.Tensor]  # a part of a room, and the numbers t
 _LARGE_BYTES = 16 << 20  # from here on, two hosts exchange strips instead of summing in a ring
 
 
-class Sums(Protocol):
-    """Sums over the same ranks, begun in the same order on all of them."""
+class Sums(ABC):
+    """All-reduces over the same ranks, begun in the same order on all of them.
+
+    What is summed lies in rooms; without a better place, in memory of their own.
+    """
 
     def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
-        ...
+        return torch.zeros(count, dtype=dtype, device=device)
 
     def put(self, pieces: Sequence[Piece]) -> None:
         """Copy numbers into parts of rooms that fill their memory and are shaped like them."""
-        ...
+        for into, numbers in pieces:
+            into.copy_(numbers)
 
-    def forget_rooms(self) -> None:
+    def forget_rooms(self) -> None:  # noqa: B027 - most have nothing to forget
         """Use the memory of all rooms for others."""
-        ...
 
+    @abstractmethod
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
     ) -> Pending:
@@ -190,7 +171,6 @@ class Sums(Protocol):
             hear: is told of the sum when it is there, in some thread.
             factor: what each number is multiplied by before it is added.
         """
-        ...
 
     def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """The same at once, where no other sum is on its way."""
@@ -214,24 +194,13 @@ class SocketSums(Sums):
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, device=device)
-
-    def put(self, pieces: Sequence[Piece]) -> None:
-        for into, numbers in pieces:
-            into.copy_(numbers)
-
-    def forget_rooms(self) -> None:
-        pass
-
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
     ) -> Pending:
         begun_seconds = time.perf_counter()
         _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
-        work = distributed.all_reduce(sent, group=self._group, async_op=True)
-        assert work is not None, "this rank is a member of the group"
+        work = _all_reduce(sent, self._group)
         if hear is not None:
             work.get_future().add_done_callback(
                 lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
@@ -239,16 +208,15 @@ class SocketSums(Sums):
         return work if sent is numbers else _widened(work, sent, numbers)
 
 
-class ScatteredSums(SocketSums):
-    """Through the process group in two moves: every rank sums one part, and gives it to all.
+class _ThreadedSums(Sums):
+    """Sums that a thread of their own makes, one after the other."""
 
-    A ring of n ranks takes 2(n - 1) moves one after the other, so this is faster where a move takes
-    long and few bytes are moved. A part is summed in the order of ranks, so all have the same bits.
-    """
+    def __init__(self, thread_name: str) -> None:
+        self._thread = CopyThread(thread_name)
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        super().__init__(group)
-        self._thread = CopyThread("bayplan-scattered-sums")
+    @abstractmethod
+    def _sum(self, numbers: torch.Tensor, factor: float) -> Wait | None:
+        """Make a sum; returns who came last, where that is known."""
 
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
@@ -259,9 +227,30 @@ class ScatteredSums(SocketSums):
         self._job(numbers, hear, factor)()  # spares the way through the thread
 
     def _job(self, numbers: torch.Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
-        return _told(lambda: self._summed(numbers, factor), numbers.nbytes, hear)
+        begun_seconds = time.perf_counter()  # a wait for the thread counts
 
-    def _summed(self, numbers: torch.Tensor, factor: float) -> None:
+        def run() -> None:
+            wait = self._sum(numbers, factor)
+            if hear is not None:
+                last, waited_seconds = (None, 0.0) if wait is None else wait
+                ended_seconds = time.perf_counter()
+                hear(Sum(numbers.nbytes, begun_seconds, ended_seconds, last, waited_seconds))
+
+        return run
+
+
+class ScatteredSums(_ThreadedSums):
+    """Reduce-scatter and all-gather: every rank sums one part, and gives it to all.
+
+    A ring of n ranks takes 2(n - 1) moves one after the other, so this is faster where a move takes
+    long and few bytes are moved. A part is summed in the order of ranks, so all have the same bits.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        super().__init__("bayplan-scattered-sums")
+        self._group = group
+
+    def _sum(self, numbers: torch.Tensor, factor: float) -> None:
         _multiply(numbers, factor)
         num_ranks = self._group.size()
         count = round_up(numbers.numel(), num_ranks)
@@ -280,7 +269,7 @@ def room_bytes(count: int, dtype: torch.dtype) -> int:
     return round_up(count * dtype.itemsize, LINE_BYTES)
 
 
-class SharedSums(Sums):
+class SharedSums(_ThreadedSums):
     """In memory that the ranks of a host share; between hosts through a group of one rank of each.
 
     Args:
@@ -307,17 +296,17 @@ class SharedSums(Sums):
         has_more_hosts: bool = False,
         between: BetweenHosts | None = None,
     ) -> None:
+        super().__init__("bayplan-sums")
         self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
         self._has_more_hosts, self._between = has_more_hosts, between
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
-        self._thread = CopyThread("bayplan-sums")
 
     def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         offset, size_bytes = self._used_bytes, room_bytes(count, dtype)
         is_full = offset + size_bytes > self._blocks.own.data_bytes
         if dtype not in SUMMABLE or device.type != "cpu" or is_full:
-            return self._sockets.room(count, dtype, device)
+            return super().room(count, dtype, device)
         self._used_bytes += size_bytes
         room = self._blocks.own.tensor(offset, count, dtype).zero_()
         self._offsets[room.data_ptr()] = offset
@@ -330,72 +319,61 @@ class SharedSums(Sums):
         self._offsets.clear()
         self._used_bytes = 0
 
+    # What no block has room for goes through the group, in the caller's thread: so it keeps its
+    # place among other sums of that group.
+
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
     ) -> Pending:
-        if numbers.data_ptr() not in self._offsets:
-            return self._sockets.begin(numbers, hear, factor=factor)
-        return job_of(self._thread.submit(self._job(numbers, hear, factor)))
+        if numbers.data_ptr() in self._offsets:
+            return super().begin(numbers, hear, factor=factor)
+        return self._sockets.begin(numbers, hear, factor=factor)
 
     def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
-        if numbers.data_ptr() not in self._offsets:
-            self._sockets.now(numbers, hear, factor=factor)
+        if numbers.data_ptr() in self._offsets:
+            super().now(numbers, hear, factor=factor)
         else:
-            self._job(numbers, hear, factor)()  # spares the way through the thread
-
-    def _job(self, numbers: torch.Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
-        offset = self._offsets[numbers.data_ptr()]
-        return _told(lambda: self._summed(numbers, offset, factor), numbers.nbytes, hear)
+            self._sockets.now(numbers, hear, factor=factor)
 
     @property
     def shared_bytes(self) -> int:
         return self._blocks.own.size_bytes
 
-    def _summed(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
+    def _sum(self, numbers: torch.Tensor, factor: float) -> Wait:
+        offset, blocks = self._offsets[numbers.data_ptr()], self._blocks
         if self._has_more_hosts:
-            return self._across(numbers, offset, factor)
-        blocks, turn = self._blocks, self._blocks.begin_turn()
-        count, itemsize = numbers.numel(), numbers.element_size()
-        wait = blocks.sum(turn, offset, count, itemsize, num_into=blocks.number, factor=factor)
-        return self._of_rank(wait)
-
-    def _across(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
-        size = numbers.element_size()
-        is_large = numbers.nbytes >= _LARGE_BYTES
-        strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
-        most, total = strip_bytes // size, numbers.numel()
-        strips = [(begin, min(begin + most, total)) for begin in range(0, total, most)] or [(0, 0)]
-        turns = [self._blocks.begin_turn() for _ in strips]
-        works: list[Pending] = []
-        waits: list[Wait] = []
-        for turn, (begin, end) in zip(turns, strips, strict=True):
-            here, count = offset + begin * size, end - begin
-            waits.append(self._blocks.sum(turn, here, count, size, num_into=1, factor=factor))
-            if self._between is not None:
-                works.append(
-                    self._between.begin(numbers[begin:end], self.wire_dtype, is_of_many=is_large)
-                )
-        for index, (turn, (begin, end)) in enumerate(zip(turns, strips, strict=True)):
-            if self._between is not None:
-                works[index].wait()
-            self._blocks.spread(turn, offset + begin * size, (end - begin) * size)
-        return self._of_rank(waits[0])
-
-    def _of_rank(self, wait: Wait) -> Wait:
+            wait = self._sum_across(numbers, offset, factor)
+        else:
+            count, itemsize = numbers.numel(), numbers.element_size()
+            turn, num_into = blocks.begin_turn(), blocks.number
+            wait = blocks.sum(turn, offset, count, itemsize, num_into=num_into, factor=factor)
         return wait._replace(last=self._ranks[wait.last])
 
+    def _sum_across(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
+        """NOTE [ Several hosts ]; returns the wait for the first strip."""
+        size, is_large = numbers.element_size(), numbers.nbytes >= _LARGE_BYTES
+        most = (self.strip_bytes if is_large else self.few_strips_bytes) // size
+        strips = numbers.split(most)  # one that is empty, if there are no numbers
+        turns = [self._blocks.begin_turn() for _ in strips]
+        offsets = [offset + index * most * size for index in range(len(strips))]
+        works: list[Pending] = []
+        waits: list[Wait] = []
+        for turn, start, strip in zip(turns, offsets, strips, strict=True):
+            count = strip.numel()
+            waits.append(self._blocks.sum(turn, start, count, size, num_into=1, factor=factor))
+            if self._between is not None:
+                works.append(self._between.begin(strip, self.wire_dtype, is_of_many=is_large))
+        for index, strip in enumerate(strips):
+            if self._between is not None:
+                works[index].wait()
+            self._blocks.spread(turns[index], offsets[index], strip.nbytes)
+        return waits[0]
 
-def _told(job: Callable[[], Wait | None], size_bytes: int, hear: Hear | None) -> Callable[[], None]:
-    """A call that makes a sum, which begins now, and tells of it."""
-    begun_seconds = time.perf_counter()
 
-    def run() -> None:
-        wait = job()
-        if hear is not None:
-            last, waited_seconds = (None, 0.0) if wait is None else wait
-            hear(Sum(size_bytes, begun_seconds, time.perf_counter(), last, waited_seconds))
-
-    return run
+def _all_reduce(numbers: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
+    work = distributed.all_reduce(numbers, group=group, async_op=True)
+    assert work is not None, "this rank is a member of the group"
+    return work
 
 
 def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pending:
@@ -414,12 +392,12 @@ def _multiply(numbers: torch.Tensor, factor: float) -> None:
 
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes that are tried
-_TRIES = 5
+_TRIES = 5  # of which the median counts
 
 
 @dataclass(frozen=True)
 class WayCosts:
-    """What sums take, in seconds, by the name of the way and by size.
+    """What sums take, in seconds, by the way they are made and by size.
 
     Example:
         >>> costs = WayCosts({"a": {100: 1.0, 200: 5.0}, "b": {100: 2.0, 200: 3.0}})
@@ -440,63 +418,42 @@ class WayCosts:
         return min(link.seconds(size_bytes) for link in self._links.values())
 
 
-def measure_ways(
-    ways: Mapping[str, Sums],
-    rooms: Mapping[int, torch.Tensor],
-    group: distributed.ProcessGroup,
-    *,
-    tries: int = _TRIES,
-) -> WayCosts:
-    """Try all ways at all sizes; the same answer on all ranks.
-
-    Args:
-        rooms: by size in bytes, numbers to sum up; they become zeros.
-        tries: of each, of which the median counts.
-    """
-    seconds = torch.zeros(len(ways), len(rooms), tries, dtype=torch.float64)
-    for size_index, room in enumerate(rooms.values()):
-        for try_index in range(-1, tries):  # the first one opens connections
+def measure_ways(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
+    """Try all ways at all sizes, over all ranks; the same answer on all of them."""
+    first = next(iter(ways.values()))
+    rooms = [first.room(size // 4, torch.float32, device) for size in SIZES]
+    seconds = torch.zeros(len(ways), len(rooms), _TRIES, dtype=torch.float64)
+    for size_index, room in enumerate(rooms):
+        for try_index in range(-1, _TRIES):  # the first one opens connections
             for way_index, sums in enumerate(ways.values()):
                 room.zero_()
-                distributed.barrier(group=group)
+                distributed.barrier()
                 start = time.perf_counter()
                 sums.begin(room).wait()
                 if try_index >= 0:
                     seconds[way_index, size_index, try_index] = time.perf_counter() - start
-        room.zero_()
-    distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
+    first.forget_rooms()
+    distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
     medians = [list(map(statistics.median, of_way)) for of_way in seconds.tolist()]
     return WayCosts(
-        {way: dict(zip(rooms, row, strict=True)) for way, row in zip(ways, medians, strict=True)}
+        {way: dict(zip(SIZES, row, strict=True)) for way, row in zip(ways, medians, strict=True)}
     )
 
 
-class _RoomsOf(Sums):
-    """Sums that leave their rooms to others."""
-
-    def __init__(self, inner: Sums) -> None:
-        self._inner = inner
-
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._inner.room(count, dtype, device)
-
-    def put(self, pieces: Sequence[Piece]) -> None:
-        self._inner.put(pieces)
-
-    def forget_rooms(self) -> None:
-        self._inner.forget_rooms()
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._inner.shared_bytes
-
-
-class CheapestSums(_RoomsOf):
+class CheapestSums(Sums):
     """Sums in the best of several ways; rooms are those of the first."""
 
     def __init__(self, ways: Mapping[str, Sums], costs: WayCosts) -> None:
-        super().__init__(next(iter(ways.values())))
-        self._ways, self.costs = ways, costs
+        self._ways, self._costs, self._rooms = ways, costs, next(iter(ways.values()))
+
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._rooms.room(count, dtype, device)
+
+    def put(self, pieces: Sequence[Piece]) -> None:
+        self._rooms.put(pieces)
+
+    def forget_rooms(self) -> None:
+        self._rooms.forget_rooms()
 
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
@@ -507,17 +464,17 @@ class CheapestSums(_RoomsOf):
         self._way(numbers).now(numbers, hear, factor=factor)
 
     def _way(self, numbers: torch.Tensor) -> Sums:
-        return self._ways[self.costs.best(numbers.nbytes)]
+        return self._ways[self._costs.best(numbers.nbytes)]
 
 
-class CycledSums(_RoomsOf):
+class CycledSums(CheapestSums):
     """Begins sums at fixed times; on a CPU, Horovod's next look waits for those before, too.
 
     There to be compared with: a bucket that is full gains nothing by waiting.
     """
 
-    def __init__(self, inner: Sums, cycle_seconds: float) -> None:
-        super().__init__(inner)
+    def __init__(self, ways: Mapping[str, Sums], costs: WayCosts, cycle_seconds: float) -> None:
+        super().__init__(ways, costs)
         self._cycle_seconds = cycle_seconds
         self._thread = CopyThread("bayplan-cycle")
 
@@ -528,19 +485,16 @@ class CycledSums(_RoomsOf):
 
         def run() -> None:
             time.sleep(self._cycle_seconds - time.perf_counter() % self._cycle_seconds)
-            self._inner.now(numbers, factor=factor)
+            self._way(numbers).now(numbers, factor=factor)
             if hear is not None:
                 hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
 
         return job_of(self._thread.submit(run))
 
+    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+        self.begin(numbers, hear, factor=factor).wait()
 
-_WAY_OF = {
-    Algorithm.RING: RING,
-    Algorithm.REDUCE_SCATTER: SCATTERED,
-    Algorithm.HIERARCHICAL: HIERARCHICAL,
-    Algorithm.SHARED: SHARED,
-}
+
 _WIRE_DTYPES = {
     Compression.NONE: None,
     Compression.FP16: torch.float16,
@@ -561,27 +515,27 @@ def sums_by(settings: ExchangeSettings, ways: Mapping[str, Sums], costs: WayCost
             sums.wire_dtype = _WIRE_DTYPES[settings.compression]
         if isinstance(sums, SharedSums):
             sums.strip_bytes = settings.strip_bytes
-    cheapest = CheapestSums(ways, costs_by(settings, costs))
+    allowed = costs_by(settings, costs)
     if settings.cycle_time_ms:
-        return CycledSums(cheapest, settings.cycle_time_ms / 1e3)
-    return cheapest
+        return CycledSums(ways, allowed, settings.cycle_time_ms / 1e3)
+    return CheapestSums(ways, allowed)
 
 
 def costs_by(settings: ExchangeSettings, costs: WayCosts) -> WayCosts:
     """The costs of those ways that settings allow; `UsageError` if there is no such way here."""
-    ways = costs.seconds_of
-    if settings.algorithm is not Algorithm.AUTO:
-        way = _WAY_OF[settings.algorithm]
-    elif settings.hierarchical_allreduce:
-        way = HIERARCHICAL
-    else:
-        is_flat = settings.hierarchical_allreduce is False
-        return WayCosts({n: ways[n] for n in ways if not (is_flat and n == HIERARCHICAL)})
-    if way == HIERARCHICAL and SHARED in ways:
-        way = SHARED  # with one host, inside it is all there is
-    if way not in ways:
+    ways, wanted = costs.seconds_of, settings.algorithm
+    if wanted is Algorithm.AUTO:
+        if settings.hierarchical_allreduce is None:
+            return costs
+        if not settings.hierarchical_allreduce:
+            flat = {way: own for way, own in ways.items() if way != Algorithm.HIERARCHICAL}
+            return WayCosts(flat)
+        wanted = Algorithm.HIERARCHICAL
+    if wanted is Algorithm.HIERARCHICAL and Algorithm.SHARED in ways:
+        wanted = Algorithm.SHARED  # with one host, inside it is all there is
+    if wanted not in ways:
         raise UsageError(
-            f"gradients cannot be summed by {way} here; there are {', '.join(ways)}. `shared` is"
+            f"gradients cannot be summed by {wanted} here; there are {', '.join(ways)}. `shared` is"
             " for one host, `hierarchical` for hosts with several ranks each"
         )
-    return WayCosts({way: ways[way]})
+    return WayCosts({wanted: ways[wanted]})

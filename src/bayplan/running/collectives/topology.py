@@ -13,14 +13,11 @@ import torch
 from torch import distributed
 
 from bayplan import torch_compat as torch_compat
+from bayplan.data.exchange import Algorithm
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
 from bayplan.running.collectives.blocks import Block, Blocks, host_identity, load
 from bayplan.running.collectives.sums import (
-    HIERARCHICAL,
-    RING,
-    SCATTERED,
-    SHARED,
     BetweenHosts,
     ScatteredSums,
     SharedSums,
@@ -137,9 +134,9 @@ class RankTopology:
             leaders = distributed.new_group([mates[0] for mates in of_host.values()])
         if not isinstance(group, distributed.ProcessGroup):
             return {}  # this rank is no member
-        sockets: dict[str, Sums] = {RING: SocketSums(group)}
+        sockets: dict[str, Sums] = {Algorithm.RING: SocketSums(group)}
         if isinstance(scattered, distributed.ProcessGroup):
-            sockets[SCATTERED] = ScatteredSums(scattered)
+            sockets[Algorithm.REDUCE_SCATTER] = ScatteredSums(scattered)
         if not is_shared:
             return sockets
         own = of_host[self.hosts[self.rank]]
@@ -153,10 +150,12 @@ class RankTopology:
             own.index(self.rank),
             patience_seconds=_PATIENCE_SECONDS,
         )
+        if leaders is None:
+            return {Algorithm.SHARED: SharedSums(blocks, own, group), **sockets}
         is_leader = isinstance(leaders, distributed.ProcessGroup)
-        between, has_more_hosts = BetweenHosts(leaders) if is_leader else None, leaders is not None
-        shared = SharedSums(blocks, own, group, has_more_hosts=has_more_hosts, between=between)
-        return {HIERARCHICAL if has_more_hosts else SHARED: shared, **sockets}
+        between = BetweenHosts(leaders) if is_leader else None
+        shared = SharedSums(blocks, own, group, has_more_hosts=True, between=between)
+        return {Algorithm.HIERARCHICAL: shared, **sockets}
 
     @property
     def mates(self) -> list[int]:

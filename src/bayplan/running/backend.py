@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from bayplan import torch_compat as torch_compat
+from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
@@ -24,9 +24,7 @@ from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.prepared_step import machine_key
-from bayplan.rewriting.updates import (
-    updates_in,
-)
+from bayplan.rewriting.updates import updates_in
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
 from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
@@ -36,7 +34,7 @@ from bayplan.simulating.swaps import Swapped, apply_order
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
-__all__ = ["PlannedBackend", "bayplan", "ordered_step", "steps_of"]
+__all__ = ["PlannedBackend", "bayplan", "halves_by", "ordered_step", "steps_of"]
 
 
 def _no_store(size_bytes: int) -> SwapStore:
@@ -72,8 +70,10 @@ class PlannedBackend:
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run, updates = compile_graph(module), self.context.updates
-        updated = [] if updates is None else updates_in(module.graph, updates.function)
-        return updates.checked(run, updated) if updates is not None and updated else run
+        if updates is None:
+            return run
+        updated = updates_in(module.graph, updates.function)
+        return updates.checked(run, updated) if updated else run
 
     def _partition(
         self,
@@ -87,37 +87,36 @@ class PlannedBackend:
         """Torch's question which part of a joint graph is forward and what it hands on."""
         traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
         order = self.decide(traced)
-        step, swapped = ordered_step(order, traced)
+        halves = halves_by(order, traced, lambda size_bytes: Swapper(self.open_store(size_bytes)))
         self.orders.append(order)
-        return cut(
-            step,
-            steps_of(swapped),
-            num_forward=swapped.program.first_backward,
-            owner=joint,
-            swapper=self._swapper(swapped),
-        )
-
-    def _swapper(self, swapped: Swapped) -> Swapper | None:
-        """Opened for the first plan that swaps, and large enough for all that are away at once."""
-        if not swapped.swap_ops:
-            return None
-        return Swapper(self.open_store(swapped.size_bytes))
+        return halves
 
 
-def ordered_step(
-    order: StepOrder, traced: TracedStep, *, is_here: bool = True
-) -> tuple[JointStep, Swapped]:
-    """The step as a plan wants it, and all its ops in order.
+def halves_by(
+    order: StepOrder, traced: TracedStep, open_swapper: Callable[[int], Swapper]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph that an order asks for.
 
     Args:
-        order: of the plan.
-        traced: the step.
-        is_here: see `TracedStep.for_order`.
+        open_swapper: opens the place for all bytes that are away at once, if the order swaps.
+
+    Raises:
+        ForeignPlan: as `ordered_step`.
+    """
+    step, swapped = ordered_step(order, traced)
+    swapper = open_swapper(swapped.size_bytes) if swapped.swap_ops else None
+    num_forward = swapped.program.first_backward
+    steps, owner = steps_of(swapped), traced.joint
+    return cut(step, steps, num_forward=num_forward, owner=owner, swapper=swapper)
+
+
+def ordered_step(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
+    """The step as a plan wants it, and all its ops in order.
 
     Raises:
         ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
     """
-    step = traced.for_order(order, is_here=is_here)
+    step = traced.for_order(order)
     return step, apply_order(order, step.program)
 
 
@@ -152,8 +151,6 @@ def bayplan(
     """Plan and compile one graph under a memory limit.
 
     Args:
-        module: the traced forward.
-        inputs: examples of its inputs.
         options: `memory`, a limit like `8GiB` or `40%`.
         **more: the same as keywords; unknown ones are refused, so that a misspelt one is not lost.
     """

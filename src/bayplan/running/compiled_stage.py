@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,9 +33,8 @@ from bayplan.data.plan import StepOrder
 from bayplan.planning.memory.orders import by_strategy
 from bayplan.planning.memory.strategies import keep
 from bayplan.rewriting.synchronised_norm import Replicas
-from bayplan.running.backend import ordered_step, steps_of
+from bayplan.running.backend import halves_by
 from bayplan.running.executor import compile_graph
-from bayplan.running.partition import cut
 from bayplan.running.swaps.swapping import Swapper
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
 from bayplan.tracing.stages.cutting import StageGraph
@@ -45,13 +44,8 @@ from bayplan.tracing.stages.synchronising import bind_replicas
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = [
-    "KEEP_ALL",
-    "CompiledStage",
-    "SplitBackward",
-    "TakeGradient",
-    "compile_stage",
-    "handing_over",
-    "split_backward",
+    *("KEEP_ALL", "CompiledStage", "SplitBackward", "TakeGradient"),
+    *("compile_stage", "handing_over", "split_backward"),
 ]
 
 TakeGradient = Callable[[int, torch.Tensor], None]
@@ -81,24 +75,15 @@ def _hand_over(take: TakeGradient, number: int, gradient: torch.Tensor) -> None:
     take(number, gradient)
 
 
-aten = torch.ops.aten
-
 # Shares its argument's memory, though its schema does not say so.
-_UNDECLARED_VIEW = aten._unsafe_view.default
+_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
 
 
-@dataclass(frozen=True)
-class SplitBackward:
-    """The two halves.
+class SplitBackward(NamedTuple):
+    """The two halves of a backward."""
 
-    Attributes:
-        input_half: from the inputs of backward to the gradients for other stages, and then what is
-            handed on.
-        weight_half: from what is handed on to the gradients of parameters.
-    """
-
-    input_half: fx.GraphModule
-    weight_half: fx.GraphModule
+    input_half: fx.GraphModule  # from its inputs to what is sent, and then what is handed on
+    weight_half: fx.GraphModule  # from what is handed on to the gradients of parameters
 
 
 def split_backward(module: fx.GraphModule, *, num_parameters: int) -> SplitBackward:
@@ -133,8 +118,7 @@ def _told_apart(
     swaps = [node for node in nodes if SWAPPER in node.meta]  # rule 5
     wanted_first = _needed_for([*sent, *swaps])
     wanted_later = _needed_for(of_parameters)
-    first: dict[fx.Node, None] = {}
-    later: dict[fx.Node, None] = {}
+    first, later = dict[fx.Node, None](), dict[fx.Node, None]()
     for node in nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
@@ -270,6 +254,10 @@ class CompiledStage:
         return compile_graph(handing_over(module, num_gradients=len(self.graph.parameters)))
 
 
+def _no_place(size_bytes: int) -> Swapper:
+    raise AssertionError("whoever decides on swaps has a place for them")
+
+
 def compile_stage(
     staged: StagedStep,
     stage: int,
@@ -277,7 +265,7 @@ def compile_stage(
     *,
     streams: Streams,
     decide: Decide = KEEP_ALL,
-    swapper: Callable[[int], Swapper] | None = None,
+    swapper: Callable[[int], Swapper] = _no_place,
     replicas: Replicas | None = None,
 ) -> CompiledStage:
     """One stage, ready to be called.
@@ -291,15 +279,7 @@ def compile_stage(
     graph = staged.graph(stage)
     traced = staged.traced(graph, context)
     order = decide(traced)
-    step, swapped = ordered_step(order, traced)
-    num_forward = swapped.program.first_backward
-    opened = None
-    if swapped.swap_ops:
-        assert swapper is not None, "whoever decides on swaps has a place for them"
-        opened = swapper(swapped.size_bytes)
-    halves = cut(
-        step, steps_of(swapped), num_forward=num_forward, owner=traced.joint, swapper=opened
-    )
+    halves = halves_by(order, traced, swapper)
     for half in halves:
         draw_for_pieces(half, streams)
         bind_replicas(half, replicas)

@@ -56,10 +56,10 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
-    calls, inputs, outputs, num_slots = _calls_of(module)
+    calls, inputs, outputs, constant_slots = _calls_of(module)
 
     def run(arguments: list[Any]) -> list[Any]:
-        slots: list[Any] = [None] * num_slots
+        slots = constant_slots.copy()
         for slot, argument in zip(inputs, arguments, strict=True):
             slots[slot] = argument
         argument = None
@@ -113,8 +113,10 @@ def _has_slot(thing: Any) -> bool:
     return isinstance(thing, _Slot)
 
 
-def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], int]:
+def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], list[Any]]:
+    """Calls, the slots of inputs, outputs, and all slots with the constants in theirs."""
     nodes = list(module.graph.nodes)
+    slots: list[Any] = [None] * len(nodes)
     slot_of = {node: index for index, node in enumerate(nodes)}
     released = _releases(nodes)
     inputs = [slot_of[node] for node in nodes if node.op == "placeholder"]
@@ -123,10 +125,7 @@ def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any]
         if node.op == "output":
             outputs = _with_slots(list(node.args[0]), slot_of)
         elif node.op == "get_attr":
-            constant = getattr(module, str(node.target))
-            gone = tuple(slot_of[other] for other in released[node])
-            get = partial(_identity, constant)
-            calls.append(_Call(get, [], (), (), {}, False, slot_of[node], None, gone))
+            slots[slot_of[node]] = getattr(module, str(node.target))
         elif node.op == "call_function" and node not in unpacked:
             takers = [user for user in node.users if user.target is operator.getitem]
             parts = None
@@ -136,7 +135,7 @@ def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any]
                 parts = tuple((user.args[1], slot_of[user]) for user in takers)
                 gone += [later for user in takers for later in released[user] if later is not node]
             calls.append(_call(node, parts, gone, slot_of))
-    return calls, inputs, outputs, len(nodes)
+    return calls, inputs, outputs, slots
 
 
 def _call(
@@ -165,10 +164,6 @@ def _call(
         parts=parts,
         released=tuple(slot_of[other] for other in gone),
     )
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

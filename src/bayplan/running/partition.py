@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bayplan import torch_compat as torch_compat
+from bayplan import torch_compat
 from bayplan.rewriting.repeats import partial_repeat, repeat_form
 from bayplan.running.swaps.swapping import (
     SwapKind,
@@ -181,23 +181,15 @@ class _Builder:
         self._latest[made] = copy
         # An output is the first copy of its buffer: later ones are for their readers only.
         for output in self._outputs:
-            if not isinstance(output, fx.Node) or output in self._given:
-                continue
-            if self._tokens.is_token(output):
-                continue
-            if not set(writes).isdisjoint(self._joint.buffers_of[output]):
+            is_wanted = isinstance(output, fx.Node) and output not in self._given
+            if is_wanted and not set(writes).isdisjoint(self._joint.buffers_of.get(output, ())):
                 self._give(output)
 
     def finish(self) -> None:
         for output in self._outputs:
             if isinstance(output, fx.Node) and output not in self._given:
                 self._give(output)
-        self.graph.output(
-            tuple(
-                self._given[output] if isinstance(output, fx.Node) else output
-                for output in self._outputs
-            )
-        )
+        self.graph.output(fx.node.map_arg(tuple(self._outputs), self._given.__getitem__))
         self.graph.eliminate_dead_code()
 
     def order_saved(self) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 import atexit
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -17,7 +17,7 @@ from bayplan.data.links import LinkCost
 from bayplan.planning.buckets.bucket_plan import BucketPlan, Gradient
 from bayplan.planning.buckets.bucketing import plan_buckets
 from bayplan.planning.buckets.timelines import filled, filled_timeline, horovod_timeline
-from bayplan.running.collectives.averaging import Averaging, BackwardTimes, FaultBoard, needed_bytes
+from bayplan.running.collectives.averaging import Averaging, BackwardTimes, needed_bytes
 from bayplan.running.collectives.sums import SIZES, Sums, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology
 from bayplan.running.ranks.starting import take_model, take_values
@@ -72,8 +72,13 @@ def data_parallel(
     with watch.telling():
         watch.doing = "data_parallel, before the first step"
         check_environment()
-        _check_model(model)
-        take_model(_own_tensors(model))
+        if _ATTRIBUTE in model.__dict__:
+            raise UsageError("data_parallel was called twice with this model; once is enough")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                "no parameter of the model is trained, so there is nothing to exchange"
+            )
+        take_model({**dict(model.named_parameters()), **dict(model.named_buffers())})
         state = DataParallel(model, watch, chosen, check_finite=check_finite)
     if broadcast_buffers and any(True for _ in model.buffers()):
         model.register_forward_pre_hook(lambda module, _: state.take_buffers())
@@ -95,17 +100,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on this rank alone; the next backward outside sends all of them."""
     with exchange_of(model).averaging.paused():
         yield
-
-
-def _check_model(model: nn.Module) -> None:
-    if _ATTRIBUTE in model.__dict__:
-        raise UsageError("data_parallel was called twice with this model; once is enough")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("no parameter of the model is trained, so there is nothing to exchange")
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 class DataParallel:
@@ -132,8 +126,9 @@ class DataParallel:
         device = next(iter(self._trained.values())).device
         self._topology = open_topology(device)
         self._num_backwards = self._num_plans = 0
+        # Bytes and seconds of the latest sums, the wait for other ranks left out:
         self._messages: deque[tuple[int, float]] = deque(maxlen=_MOST_MESSAGES)
-        self._waits: defaultdict[int, float] = defaultdict(float)
+        self._waits: defaultdict[int, float] = defaultdict(float)  # seconds so far, by rank
         num_ranks = distributed.get_world_size()
         needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
         self._ways = self._topology.ways(range(num_ranks), needed, is_scattered=True)
@@ -144,9 +139,9 @@ class DataParallel:
             sums_by(settings, self._ways, self.costs),
             num_ranks=num_ranks,
             buckets=[[gradient.name for gradient in group] for group in first],
-            board=FaultBoard(self._topology) if check_finite else None,
+            on_end=self._after_backward,
+            finite_on=self._topology if check_finite else None,
         )
-        self.averaging.on_end = self._after_backward
 
     def use(self, settings: ExchangeSettings) -> None:
         """Exchange in another way from the next backward on; to be called on all ranks at once.
@@ -167,16 +162,6 @@ class DataParallel:
     @property
     def times(self) -> BackwardTimes:
         return self.averaging.times
-
-    @property
-    def messages(self) -> Sequence[tuple[int, float]]:
-        """Bytes and seconds of the latest sums, the wait for other ranks left out."""
-        return tuple(self._messages)
-
-    @property
-    def waits(self) -> dict[int, float]:
-        """By rank, how many seconds this one has waited for it so far, where that is known."""
-        return dict(self._waits)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -34,7 +34,7 @@ from bayplan.data.links import LinkCost
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
-from bayplan.running.collectives.transports import Later, Pending, job_of
+from bayplan.running.collectives.transports import Later, Pending, begun
 
 __all__ = [
     *("SIZES", "BetweenHosts", "CheapestSums", "CycledSums", "Hear", "Piece", "ScatteredSums"),
@@ -47,13 +47,12 @@ __all__ = [
 _AHEAD = 4
 
 
-@dataclass
 class BetweenHosts:
     """Sums over one rank of each host; begun in the same order on all, and waited for in it."""
 
-    group: distributed.ProcessGroup
-    _open: deque["_Exchange"] = field(default_factory=deque)
-    _number: int = 0
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group, self._number = group, 0
+        self._open: deque[Callable[[], None]] = deque()  # calls that expect the other's strips
 
     def begin(
         self, strip: torch.Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
@@ -66,50 +65,37 @@ class BetweenHosts:
                 was faster for few.
         """
         sent = strip if wire_dtype is None else strip.to(wire_dtype)
-        if is_of_many and self.group.size() == 2:
-            pending: Pending = self._exchange(sent)
+        if is_of_many and self._group.size() == 2:
+            pending = self._exchange(sent)
         else:
-            pending = _all_reduce(sent, self.group)
+            pending = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         return pending if sent is strip else _widened(pending, sent, strip)
 
-    def _exchange(self, numbers: torch.Tensor) -> "_Exchange":
+    def _exchange(self, numbers: torch.Tensor) -> Pending:
+        """Send numbers to the other host, and add to them what comes from there."""
         self._number = (self._number + 1) % 2**30
-        made = _Exchange(self, numbers, self._number)
-        self._open.append(made)
+        tag, other = self._number, 1 - self._group.rank()
+        going = begun(distributed.isend(numbers, group=self._group, group_dst=other, tag=tag))
+        expected: list[tuple[torch.Tensor, Pending]] = []
+
+        def expect() -> None:
+            room = torch.empty_like(numbers)
+            coming = distributed.irecv(room, group=self._group, group_src=other, tag=tag)
+            expected.append((room, begun(coming)))
+
+        def wait() -> None:
+            room, coming = expected.pop()
+            coming.wait()
+            going.wait()  # until then the numbers are read
+            numbers.add_(room)  # of two, the order makes no difference to any bit
+            self._open.popleft()
+            if len(self._open) >= _AHEAD:
+                self._open[_AHEAD - 1]()
+
+        self._open.append(expect)
         if len(self._open) <= _AHEAD:
-            made.expect()
-        return made
-
-    def ended(self, exchange: "_Exchange") -> None:
-        self._open.remove(exchange)
-        if len(self._open) >= _AHEAD:
-            self._open[_AHEAD - 1].expect()
-
-
-class _Exchange:
-    """Numbers on their way to the other host, and its numbers on their way here."""
-
-    def __init__(self, owner: BetweenHosts, numbers: torch.Tensor, tag: int) -> None:
-        self._owner, self._numbers, self._tag = owner, numbers, tag
-        self._other = 1 - owner.group.rank()
-        self._going = distributed.isend(numbers, group=owner.group, group_dst=self._other, tag=tag)
-        self._coming: distributed.Work | None = None
-        self._room = numbers[:0]
-
-    def expect(self) -> None:
-        self._room = torch.empty_like(self._numbers)
-        self._coming = distributed.irecv(
-            self._room, group=self._owner.group, group_src=self._other, tag=self._tag
-        )
-
-    def wait(self) -> None:
-        assert self._coming is not None, "they are waited for in order"
-        assert self._going is not None, "this rank is a member of the group"
-        self._coming.wait()
-        self._going.wait()  # until then the numbers are read
-        self._numbers += self._room  # of two, the order makes no difference to any bit
-        self._room = self._numbers[:0]
-        self._owner.ended(self)
+            expect()
+        return Later(wait)
 
 
 @dataclass(frozen=True)
@@ -200,7 +186,7 @@ class SocketSums(Sums):
         begun_seconds = time.perf_counter()
         _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
-        work = _all_reduce(sent, self._group)
+        work = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         if hear is not None:
             work.get_future().add_done_callback(
                 lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
@@ -221,7 +207,7 @@ class _ThreadedSums(Sums):
     def begin(
         self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
     ) -> Pending:
-        return job_of(self._thread.submit(self._job(numbers, hear, factor)))
+        return Later(self._thread.submit(self._job(numbers, hear, factor)).result)
 
     def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self._job(numbers, hear, factor)()  # spares the way through the thread
@@ -370,12 +356,6 @@ class SharedSums(_ThreadedSums):
         return waits[0]
 
 
-def _all_reduce(numbers: torch.Tensor, group: distributed.ProcessGroup) -> distributed.Work:
-    work = distributed.all_reduce(numbers, group=group, async_op=True)
-    assert work is not None, "this rank is a member of the group"
-    return work
-
-
 def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pending:
     """A sum of rounded numbers, which are widened when it is there."""
 
@@ -489,7 +469,7 @@ class CycledSums(CheapestSums):
             if hear is not None:
                 hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
 
-        return job_of(self._thread.submit(run))
+        return Later(self._thread.submit(run).result)
 
     def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self.begin(numbers, hear, factor=factor).wait()

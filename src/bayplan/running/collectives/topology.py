@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import distributed
 
@@ -28,7 +27,6 @@ from bayplan.running.collectives.sums import (
 __all__ = ["RankTopology", "backend_of", "open_topology", "shares_memory"]
 
 _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
-_YES = "yes"
 
 
 def shares_memory(environment: Mapping[str, str]) -> bool:
@@ -67,12 +65,6 @@ def open_topology(device: torch.device | None = None) -> "RankTopology":
         is_willing=shares_memory(os.environ)
         and backend_of(device or torch.device("cpu")) == "gloo",
     )
-
-
-class _Opened(msgspec.Struct, frozen=True):
-    process: int
-    file: int
-    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -173,39 +165,29 @@ class RankTopology:
             name: the same for all, and for nothing else.
             what: they are for, in a warning.
         """
-        block: Block | None = None
-        answer, told, blocks = _YES, "", dict[int, Block]()
+        fault_text, place, blocks = "", "", dict[int, Block]()
         try:
-            block = Block.make(data_bytes)
-            told = msgspec.json.encode(_Opened(os.getpid(), block.file, block.size_bytes)).decode()
+            blocks[self.rank] = block = Block.make(data_bytes)
+            place = f"{os.getpid()} {block.file} {block.size_bytes}"
         except OSError as fault:
-            answer = f"rank {self.rank}: {fault}"
-        self.store.set(f"{name}/block{self.rank}", told)
+            fault_text = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/block{self.rank}", place)
         try:
             for rank in own:
-                opened = block if rank == self.rank else self._of_other(f"{name}/block{rank}")
-                blocks |= {} if opened is None else {rank: opened}
+                place = self.store.get(f"{name}/block{rank}").decode()
+                if place and rank != self.rank:  # a rank without a block says so itself
+                    blocks[rank] = Block.of_other(*map(int, place.split()))
         except OSError as fault:
-            answer = f"rank {self.rank}: {fault}"
-        self.store.set(f"{name}/opened{self.rank}", answer)
+            fault_text = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/opened{self.rank}", fault_text)
         answers = [self.store.get(f"{name}/opened{rank}").decode() for rank in ranks]
         for opened in blocks.values():
             opened.close_file()
-        faults = [answer for answer in answers if answer != _YES]
-        if faults:
-            if self.rank == ranks[0]:
-                warnings.warn(
-                    f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which"
-                    " is slower",
-                    stacklevel=2,
-                )
-            return None
-        return blocks
-
-    def _of_other(self, key: str) -> Block | None:
-        """The block of another rank; None if it has none, which it tells itself."""
-        told = self.store.get(key)
-        if not told:
-            return None
-        place = msgspec.json.decode(told, type=_Opened)
-        return Block.of_other(place.process, place.file, place.size_bytes)
+        faults = [answer for answer in answers if answer]
+        if faults and self.rank == ranks[0]:
+            warnings.warn(
+                f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which is"
+                " slower",
+                stacklevel=2,
+            )
+        return None if faults else blocks

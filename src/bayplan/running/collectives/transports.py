@@ -21,7 +21,6 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -39,16 +38,8 @@ if TYPE_CHECKING:  # it sums, and sums are `Pending`
     from bayplan.running.collectives.topology import RankTopology
 
 __all__ = [
-    "LARGE_BYTES",
-    "SOCKETS",
-    "Later",
-    "Mailboxes",
-    "PeerMemory",
-    "Pending",
-    "Transport",
-    "job_of",
-    "open_peer_memory",
-    "transport_of",
+    *("LARGE_BYTES", "SOCKETS", "Later", "Mailboxes", "PeerMemory", "Pending", "Transport"),
+    *("begun", "open_peer_memory", "transport_of"),
 ]
 
 
@@ -63,10 +54,6 @@ class Later:
     """What is still to be done or waited for, as a call."""
 
     wait: Callable[[], object]
-
-
-def job_of(future: Future[None]) -> Pending:
-    return Later(future.result)
 
 
 class Transport(Protocol):
@@ -90,14 +77,16 @@ class _Sockets:
         return True
 
     def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
-        work = distributed.isend(message, rank, tag=tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return begun(distributed.isend(message, rank, tag=tag))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
-        work = distributed.irecv(room, rank, tag=tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+        return begun(distributed.irecv(room, rank, tag=tag))
+
+
+def begun(work: distributed.Work | None) -> distributed.Work:
+    """What torch returns of a message or a sum that has begun."""
+    assert work is not None, "this rank is a member of the group"
+    return work
 
 
 SOCKETS: Transport = _Sockets()
@@ -339,7 +328,7 @@ class PeerMemory:
         note = torch.empty(2, dtype=torch.int64)
         told = SOCKETS.receive(note, rank, tag)
         copy = partial(self._copy, told, note, room, rank, tag)
-        return job_of(self._thread.submit(copy)) if self.is_ordered else Later(copy)
+        return Later(self._thread.submit(copy).result if self.is_ordered else copy)
 
     def _copy(
         self, told: Pending, note: torch.Tensor, room: torch.Tensor, rank: int, tag: int

@@ -45,22 +45,14 @@ def _no_store(size_bytes: int) -> SwapStore:
 
 @dataclass
 class PlannedBackend:
-    """The backend: give it to `torch.compile`, or to a module's own `compile`.
+    """The backend: give it to `torch.compile`, or to a module's own `compile`."""
 
-    Attributes:
-        decide: finds the plan of each graph that torch traces; a changed batch size is another.
-        context: what counts in memory beside the graph.
-        open_store: opens the place that swapped activations go to, of a size in bytes.
-        orders: what was decided for each graph so far.
-    """
-
-    decide: Decide
-    context: MemoryContext
-    open_store: Callable[[int], SwapStore] = _no_store
-    orders: list[StepOrder] = field(default_factory=list)
+    decide: Decide  # finds the plan of each graph that torch traces; a changed batch is another
+    context: MemoryContext  # what counts in memory beside the graph
+    open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
+    orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph, as torch asks a backend to."""
         return torch_compat.compile_joint(
             module,
             inputs,

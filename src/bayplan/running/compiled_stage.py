@@ -216,17 +216,12 @@ class CompiledStage:
     """One stage at one number of samples.
 
     All that can be called empties the list that it gets, so that memory is released in time.
-
-    Attributes:
-        forward: from its inputs to its outputs and what backward needs.
-        backward_module: the graph of backward, from that and the gradients that come in to all
-            gradients.
     """
 
     graph: StageGraph
     order: StepOrder
-    forward: Run
-    backward_module: fx.GraphModule
+    forward: Run  # from its inputs to its outputs and what backward needs
+    backward_module: fx.GraphModule  # from that, and the gradients that come in, to all gradients
 
     @cached_property
     def backward(self) -> Run:

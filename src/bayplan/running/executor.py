@@ -29,26 +29,17 @@ class _Slot:
 
 
 class _Call(NamedTuple):
-    """One call, laid out so that little is left to do at its turn: many kernels take microseconds.
-
-    Attributes:
-        constants: all arguments, with gaps where values go.
-        gaps: (position, slot) of each value.
-        nested: (position, argument) where values lie inside of lists.
-        result: the slot of a plain result.
-        parts: (position, slot) of each part to take out of a tuple; None for a plain result.
-        released: slots to empty afterwards.
-    """
+    """A call, laid out so that little is left to do at its turn: many kernels take microseconds."""
 
     function: Callable[..., Any]
-    constants: list[Any]
-    gaps: tuple[tuple[int, int], ...]
-    nested: tuple[tuple[int, Any], ...]
+    constants: list[Any]  # all arguments, with gaps where values go
+    gaps: tuple[tuple[int, int], ...]  # position and slot of each value
+    nested: tuple[tuple[int, Any], ...]  # position and argument where values lie inside of lists
     options: dict[str, Any]
-    has_values: bool
-    result: int
-    parts: tuple[tuple[int, int], ...] | None
-    released: tuple[int, ...]
+    has_values: bool  # among the options
+    result: int  # the slot of a plain result
+    parts: tuple[tuple[int, int], ...] | None  # position and slot of each part of a tuple
+    released: tuple[int, ...]  # slots to empty afterwards
 
 
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:

@@ -20,10 +20,7 @@ from bayplan.running.backend import PlannedBackend
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.fake import OptimizerSource
-from bayplan.tracing.joint_trace import (
-    compile_whole,
-    untraceable,
-)
+from bayplan.tracing.joint_trace import compile_whole, untraceable
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = ["bind", "fit"]
@@ -103,15 +100,12 @@ def bind(
     """Let a model run as decided from now on, and have it planned by one forward.
 
     Args:
-        step: the model, with a batch to plan for.
-        decide: finds the order of each graph.
-        context: what counts in memory beside it.
+        decide: finds the order of each graph; `context` is what counts in memory beside it.
         space: where swapped activations go.
     """
-    backend = PlannedBackend(decide, context)
+    backend, model = PlannedBackend(decide, context), step.model
     if space is not None:
         backend.open_store = space.open
-    model = step.model
     before = torch_compat.compiled_call(model)
     compile_whole(model, backend)
     try:

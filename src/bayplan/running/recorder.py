@@ -82,8 +82,7 @@ class Recorder:
             return self._record.peak_bytes
         if self._meter is None:
             return 0
-        now = self._start_bytes + self._meter.peak_bytes
-        return max([*self._step_peaks, now, self._earlier_peak_bytes])
+        return max([*self._step_peaks, self._running_peak_bytes(self._meter)])
 
     def step(self) -> None:
         """Mark the end of a step by hand; from then on optimizers are not listened to."""
@@ -120,7 +119,7 @@ class Recorder:
         if self._meter.method == "storages":
             self._not_counted += ("scratch memory of kernels",)
         curve = self._read_curve(self._meter)
-        rest = max(self._start_bytes + self._meter.peak_bytes, self._earlier_peak_bytes)
+        rest = self._running_peak_bytes(self._meter)
         self._stack.close()
         self._record = RunRecord(
             source=Source.MEASURED,
@@ -139,7 +138,14 @@ class Recorder:
             versions=describe_machine(),
         )
         if self._path is not None:
-            self._write(self._path, self._record, fault)
+            try:
+                files.write(self._path, self._record)
+            except FileFault as second:
+                if fault is None:
+                    raise
+                fault.add_note(
+                    f"bayplan.record: {second}"
+                )  # the loop's own error is the one to see
 
     def _resident_bytes(self) -> int:
         """What tensors take now; a recording around this one knows it without a search.
@@ -157,12 +163,15 @@ class Recorder:
         if optimizer is self._optimizer and not self._marked_by_hand:
             self._end_step()
 
+    def _running_peak_bytes(self, meter: MemoryMeter) -> int:
+        """Of the step that has not ended yet."""
+        return max(self._start_bytes + meter.peak_bytes, self._earlier_peak_bytes)
+
     def _end_step(self) -> None:
         assert self._meter is not None, "steps end while a meter runs"
         now = self._now()
-        peak_bytes = self._start_bytes + self._meter.peak_bytes
         self._step_seconds.append(now - self._step_started)
-        self._step_peaks.append(max(peak_bytes, self._earlier_peak_bytes))
+        self._step_peaks.append(self._running_peak_bytes(self._meter))
         self._meter.reset_peak()
         self._step_started = now
         self._earlier_peak_bytes = 0
@@ -185,12 +194,3 @@ class Recorder:
             seconds=tuple((moment - start) / 1e9 for moment in events.times_ns),
             total_bytes=tuple(self._start_bytes + live for live in events.live_bytes),
         )
-
-    @staticmethod
-    def _write(path: Path | str, record: RunRecord, fault: BaseException | None) -> None:
-        try:
-            files.write(path, record)
-        except FileFault as second:
-            if fault is None:
-                raise
-            fault.add_note(f"bayplan.record: {second}")  # the loop's own error is the one to see

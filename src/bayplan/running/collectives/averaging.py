@@ -38,21 +38,13 @@ class AveragingFault(RuntimeError):
 
 @dataclass
 class BackwardTimes:
-    """What happened in one backward, on the clock `time.perf_counter`.
+    """What happened in one backward, on the clock `time.perf_counter`."""
 
-    Attributes:
-        ready: by parameter, when its gradient was there.
-        begun_seconds: when the first one was.
-        ended_seconds: when backward had made all gradients.
-        cpu_seconds: processor time of this process in between.
-        done_seconds: when all sums were there.
-    """
-
-    ready: dict[str, float] = field(default_factory=dict)
-    begun_seconds: float = field(default_factory=time.perf_counter)
-    ended_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    done_seconds: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)  # by parameter, when its gradient was
+    begun_seconds: float = field(default_factory=time.perf_counter)  # when the first gradient was
+    ended_seconds: float = 0.0  # when backward had made all gradients
+    cpu_seconds: float = 0.0  # processor time of this process in between
+    done_seconds: float = 0.0  # when all sums were there
     sums: list[Sum] = field(default_factory=list)
 
     @property

@@ -22,15 +22,8 @@ from bayplan.devices.machine import available_memory_bytes
 from bayplan.native import load_library
 
 __all__ = [
-    "HEADER_BYTES",
-    "LINE_BYTES",
-    "SUMMABLE",
-    "Block",
-    "Blocks",
-    "RankLost",
-    "Wait",
-    "host_identity",
-    "load",
+    *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait"),
+    *("host_identity", "load"),
 ]
 
 SUMMABLE = (torch.float32, torch.float64)
@@ -206,18 +199,14 @@ class Blocks:
         Each number is multiplied by the factor before it is added.
         """
         last, waited_seconds = ctypes.c_int(), ctypes.c_double()
-        lost = self._library.shared_sum(
-            *self._place(offset),
-            count,
-            itemsize,
-            factor,
-            num_into,
-            turn,
-            self._patience_seconds,
-            ctypes.byref(last),
-            ctypes.byref(waited_seconds),
+        numbers, told = (
+            (count, itemsize, factor),
+            (ctypes.byref(last), ctypes.byref(waited_seconds)),
         )
-        self._check(lost)
+        when = (turn, self._patience_seconds)
+        self._check(
+            self._library.shared_sum(*self._place(offset), *numbers, num_into, *when, *told)
+        )
         return Wait(last.value, waited_seconds.value)
 
     def spread(self, turn: int, offset: int, size_bytes: int) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from bayplan.data.errors import UsageError
 from bayplan.data.exchange import Algorithm, Compression, ExchangeSettings
@@ -55,7 +55,7 @@ class BetweenHosts:
         self._open: deque[Callable[[], None]] = deque()  # calls that expect the other's strips
 
     def begin(
-        self, strip: torch.Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
+        self, strip: Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
     ) -> Pending:
         """Begin to replace numbers by their sum over all hosts.
 
@@ -71,12 +71,12 @@ class BetweenHosts:
             pending = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         return pending if sent is strip else _widened(pending, sent, strip)
 
-    def _exchange(self, numbers: torch.Tensor) -> Pending:
+    def _exchange(self, numbers: Tensor) -> Pending:
         """Send numbers to the other host, and add to them what comes from there."""
         self._number = (self._number + 1) % 2**30
         tag, other = self._number, 1 - self._group.rank()
         going = begun(distributed.isend(numbers, group=self._group, group_dst=other, tag=tag))
-        expected: list[tuple[torch.Tensor, Pending]] = []
+        expected: list[tuple[Tensor, Pending]] = []
 
         def expect() -> None:
             room = torch.empty_like(numbers)
@@ -100,20 +100,13 @@ class BetweenHosts:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum that was made, as its rank saw it.
-
-    Attributes:
-        begun_seconds: when this rank had its numbers ready, on the clock `time.perf_counter`.
-        ended_seconds: when it had all sums.
-        last_rank: which rank came last; None where nobody can tell.
-        waited_seconds: for it.
-    """
+    """An all-reduce that was made, as its rank saw it, on the clock `time.perf_counter`."""
 
     size_bytes: int
-    begun_seconds: float
-    ended_seconds: float
-    last_rank: int | None = None
-    waited_seconds: float = 0.0
+    begun_seconds: float  # when this rank had its numbers ready
+    ended_seconds: float  # when it had all sums
+    last_rank: int | None = None  # who came last; None where nobody can tell
+    waited_seconds: float = 0.0  # for that rank
 
     @property
     def own_seconds(self) -> float:
@@ -122,9 +115,7 @@ class Sum:
 
 
 Hear = Callable[[Sum], None]
-Piece = tuple[torch.Tensor, torch.Tensor]  # a part of a room, and the numbers to copy there
-
-
+Piece = tuple[Tensor, Tensor]  # a part of a room, and the numbers to copy there
 _LARGE_BYTES = 16 << 20  # from here on, two hosts exchange strips instead of summing in a ring
 
 
@@ -134,7 +125,7 @@ class Sums(ABC):
     What is summed lies in rooms; without a better place, in memory of their own.
     """
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
         return torch.zeros(count, dtype=dtype, device=device)
 
@@ -147,9 +138,7 @@ class Sums(ABC):
         """Use the memory of all rooms for others."""
 
     @abstractmethod
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         """Begin to replace numbers by their sum over all ranks.
 
         Args:
@@ -158,7 +147,7 @@ class Sums(ABC):
             factor: what each number is multiplied by before it is added.
         """
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """The same at once, where no other sum is on its way."""
         self.begin(numbers, hear, factor=factor).wait()
 
@@ -169,20 +158,14 @@ class Sums(ABC):
 
 
 class SocketSums(Sums):
-    """Through the process group; with gloo, in a ring.
+    """Through the process group; with gloo, in a ring."""
 
-    Attributes:
-        wire_dtype: what numbers are rounded to on their way; None for as they are.
-    """
-
-    wire_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None  # what numbers are rounded to on their way
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         begun_seconds = time.perf_counter()
         _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
@@ -201,18 +184,16 @@ class _ThreadedSums(Sums):
         self._thread = CopyThread(thread_name)
 
     @abstractmethod
-    def _sum(self, numbers: torch.Tensor, factor: float) -> Wait | None:
+    def _sum(self, numbers: Tensor, factor: float) -> Wait | None:
         """Make a sum; returns who came last, where that is known."""
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         return Later(self._thread.submit(self._job(numbers, hear, factor)).result)
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self._job(numbers, hear, factor)()  # spares the way through the thread
 
-    def _job(self, numbers: torch.Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
+    def _job(self, numbers: Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
         begun_seconds = time.perf_counter()  # a wait for the thread counts
 
         def run() -> None:
@@ -236,7 +217,7 @@ class ScatteredSums(_ThreadedSums):
         super().__init__("bayplan-scattered-sums")
         self._group = group
 
-    def _sum(self, numbers: torch.Tensor, factor: float) -> None:
+    def _sum(self, numbers: Tensor, factor: float) -> None:
         _multiply(numbers, factor)
         num_ranks = self._group.size()
         count = round_up(numbers.numel(), num_ranks)
@@ -262,16 +243,11 @@ class SharedSums(_ThreadedSums):
         ranks: of this host, in the order of blocks.
         group: of all ranks, for what no block has room for.
         between: sums over hosts, for the first rank of each; None for the others.
-
-    Attributes:
-        wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
-        strip_bytes: that are summed at a time where there are several hosts.
-        few_strips_bytes: the same of sums that are not large.
     """
 
-    wire_dtype: torch.dtype | None = None
-    strip_bytes: int = 1 << 19
-    few_strips_bytes: int = 1 << 20
+    wire_dtype: torch.dtype | None = None  # what numbers are rounded to on their way between hosts
+    strip_bytes: int = 1 << 19  # that are summed at a time where there are several hosts
+    few_strips_bytes: int = 1 << 20  # the same of sums that are not large
 
     def __init__(
         self,
@@ -288,7 +264,7 @@ class SharedSums(_ThreadedSums):
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         offset, size_bytes = self._used_bytes, room_bytes(count, dtype)
         is_full = offset + size_bytes > self._blocks.own.data_bytes
         if dtype not in SUMMABLE or device.type != "cpu" or is_full:
@@ -308,14 +284,12 @@ class SharedSums(_ThreadedSums):
     # What no block has room for goes through the group, in the caller's thread: so it keeps its
     # place among other sums of that group.
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         if numbers.data_ptr() in self._offsets:
             return super().begin(numbers, hear, factor=factor)
         return self._sockets.begin(numbers, hear, factor=factor)
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         if numbers.data_ptr() in self._offsets:
             super().now(numbers, hear, factor=factor)
         else:
@@ -325,7 +299,7 @@ class SharedSums(_ThreadedSums):
     def shared_bytes(self) -> int:
         return self._blocks.own.size_bytes
 
-    def _sum(self, numbers: torch.Tensor, factor: float) -> Wait:
+    def _sum(self, numbers: Tensor, factor: float) -> Wait:
         offset, blocks = self._offsets[numbers.data_ptr()], self._blocks
         if self._has_more_hosts:
             wait = self._sum_across(numbers, offset, factor)
@@ -335,7 +309,7 @@ class SharedSums(_ThreadedSums):
             wait = blocks.sum(turn, offset, count, itemsize, num_into=num_into, factor=factor)
         return wait._replace(last=self._ranks[wait.last])
 
-    def _sum_across(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
+    def _sum_across(self, numbers: Tensor, offset: int, factor: float) -> Wait:
         """NOTE [ Several hosts ]; returns the wait for the first strip."""
         size, is_large = numbers.element_size(), numbers.nbytes >= _LARGE_BYTES
         most = (self.strip_bytes if is_large else self.few_strips_bytes) // size
@@ -356,7 +330,7 @@ class SharedSums(_ThreadedSums):
         return waits[0]
 
 
-def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pending:
+def _widened(work: Pending, rounded: Tensor, into: Tensor) -> Pending:
     """A sum of rounded numbers, which are widened when it is there."""
 
     def wait() -> None:
@@ -366,7 +340,7 @@ def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pendin
     return Later(wait)
 
 
-def _multiply(numbers: torch.Tensor, factor: float) -> None:
+def _multiply(numbers: Tensor, factor: float) -> None:
     if factor != 1.0:
         numbers.mul_(factor)
 
@@ -426,7 +400,7 @@ class CheapestSums(Sums):
     def __init__(self, ways: Mapping[str, Sums], costs: WayCosts) -> None:
         self._ways, self._costs, self._rooms = ways, costs, next(iter(ways.values()))
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._rooms.room(count, dtype, device)
 
     def put(self, pieces: Sequence[Piece]) -> None:
@@ -435,15 +409,13 @@ class CheapestSums(Sums):
     def forget_rooms(self) -> None:
         self._rooms.forget_rooms()
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         return self._way(numbers).begin(numbers, hear, factor=factor)
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self._way(numbers).now(numbers, hear, factor=factor)
 
-    def _way(self, numbers: torch.Tensor) -> Sums:
+    def _way(self, numbers: Tensor) -> Sums:
         return self._ways[self._costs.best(numbers.nbytes)]
 
 
@@ -458,9 +430,7 @@ class CycledSums(CheapestSums):
         self._cycle_seconds = cycle_seconds
         self._thread = CopyThread("bayplan-cycle")
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         begun_seconds = time.perf_counter()  # the wait for a look is part of the sum
 
         def run() -> None:
@@ -471,7 +441,7 @@ class CycledSums(CheapestSums):
 
         return Later(self._thread.submit(run).result)
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self.begin(numbers, hear, factor=factor).wait()
 
 

@@ -69,19 +69,13 @@ def open_topology(device: torch.device | None = None) -> "RankTopology":
 
 @dataclass(frozen=True)
 class RankTopology:
-    """All ranks of a run; every rank makes the same calls in the same order.
+    """All ranks of a run; every rank makes the same calls in the same order."""
 
-    Attributes:
-        store: that no other topology uses.
-        cache: where the compiled sums are kept.
-        is_willing: whether this rank may share memory.
-    """
-
-    store: distributed.Store
+    store: distributed.Store  # that no other topology uses
     rank: int
     world_size: int
-    cache: Path
-    is_willing: bool = True
+    cache: Path  # where the compiled sums are kept
+    is_willing: bool = True  # whether this rank may share memory
     _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property

@@ -193,12 +193,6 @@ class Search:
         begin_with: a candidate, where nothing else is known; by default the best by prediction.
         surprise: how far predictions are known to be off, as a logarithm.
         floor_seconds: what a step takes without any exchange; 0 if that is not known.
-
-    Attributes:
-        predicted: by candidate, the seconds of a step.
-        best: so far.
-        num_steps: that were run for it, also those that do not count.
-        step_spread: of steps around the middle of their block, as a share.
     """
 
     def __init__(
@@ -214,14 +208,17 @@ class Search:
     ) -> None:
         self._options, self._floor_seconds = options, floor_seconds
         self._expected_error = max(options.expected_error, surprise)
-        self.predicted = {setting: predict(setting) for setting in candidates}
+        self.predicted = {setting: predict(setting) for setting in candidates}  # seconds of a step
+        if not self.predicted:
+            raise UsageError("there is no setting to choose from; give at least one")
         for setting, seconds in self.predicted.items():
             if not 0 < seconds < math.inf:
                 raise UsageError(
                     f"a step with {setting} is predicted to take {seconds} s, must be more than 0"
                 )
         self.best = begin_with or min(self.predicted, key=self.predicted.__getitem__)
-        self.num_steps, self.step_spread = 0, _LEAST_SPREAD
+        self.num_steps = 0  # those that do not count included
+        self.step_spread = _LEAST_SPREAD  # around the middle of their block, as a share
         self._known: list[Comparison] = []
         self._rounds: dict[tuple[ExchangeSettings, ExchangeSettings], list[Comparison]] = {}
         self._unsure: ExchangeSettings | None = None  # has won once only
@@ -255,8 +252,8 @@ class Search:
 
     @property
     def most_steps(self) -> int:
-        is_quiet = self.step_spread <= _QUIET_SPREAD
-        return self._options.most_steps or (_QUIET_STEPS if is_quiet else _LOUD_STEPS)
+        by_noise = _QUIET_STEPS if self.step_spread <= _QUIET_SPREAD else _LOUD_STEPS
+        return self._options.most_steps or by_noise
 
     @property
     def best_seconds(self) -> float:

@@ -72,15 +72,19 @@ class ChangeDetector:
     Scatter takes back what it gave, a change adds up. One step alone, however long, is no change.
     """
 
-    def __init__(self) -> None:
-        self._above = self._below = 0.0
+    _above = _below = 0.0
+
+    def has_changed(self, search: Search, seconds: Sequence[float]) -> bool:
+        """Whether steps with the best setting take another time than before."""
+        usual, spread, doubt = math.log(search.best_seconds), search.step_spread, search.doubt
+        logs = [math.log(step) - usual for step in seconds]
+        return any(self.hear(log, spread=spread, doubt=doubt) for log in logs)
 
     def hear(self, log_ratio: float, *, spread: float, doubt: float = 0.0) -> bool:
         """Whether something has changed, by a step's seconds over what they were.
 
-        Args:
-            spread: of single steps, as a share.
-            doubt: how far what they were may itself be off, as a share.
+        `spread` is that of single steps, and `doubt` how far what they were may itself be off; both
+        as shares.
         """
         unit = max(spread, _LEAST_CHANGE)
         off = max(-_MOST_SPREADS, min(log_ratio / unit, _MOST_SPREADS))
@@ -112,15 +116,12 @@ class Tuner:
         floor_seconds: float | None = None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        candidates = tuple(candidates)
-        if not candidates:
-            raise UsageError("there is no setting to choose from; give at least one")
         if floor_seconds is not None and not 0 < floor_seconds < math.inf:
             raise UsageError(f"floor_seconds is {floor_seconds}, must be more than 0")
         self._options = options = options or TuningOptions()
         self._predict, self._on_outcome = predict, on_outcome
         self._new_search = partial(
-            Search, candidates, predict, options, floor_seconds=floor_seconds or 0.0
+            Search, tuple(candidates), predict, options, floor_seconds=floor_seconds or 0.0
         )
         self.num_searches, self._numbers = 0, itertools.count()
         self.is_finished = False  # while watching, another search may begin
@@ -212,7 +213,7 @@ class Tuner:
             pair, blocks = [search.best, challenger], {}
             for setting in pair if is_best_first else pair[::-1]:
                 seconds = yield self._next(setting, Purpose.COMPARE, search.block_steps)
-                if setting == search.best and _has_changed(search, detector, seconds):
+                if setting == search.best and detector.has_changed(search, seconds):
                     return seconds
                 search.note(setting, seconds)
                 blocks[setting] = seconds
@@ -221,7 +222,7 @@ class Tuner:
         self.is_finished, self.verdict = True, search.verdict()
         while self._options.is_watching:
             seconds = yield self._next(search.best, Purpose.WATCH, self._options.watched_steps)
-            if _has_changed(search, detector, seconds):
+            if detector.has_changed(search, seconds):
                 return seconds
         yield self._next(search.best, Purpose.RESULT, None)
         raise AssertionError("a result is told nothing")
@@ -254,10 +255,3 @@ class Tuner:
                 is_best=setting == search.best,
             )
         )
-
-
-def _has_changed(search: Search, detector: ChangeDetector, seconds: Sequence[float]) -> bool:
-    """Whether steps with the best setting take another time than before."""
-    usual, spread, doubt = math.log(search.best_seconds), search.step_spread, search.doubt
-    logs = [math.log(step) - usual for step in seconds]
-    return any(detector.hear(log, spread=spread, doubt=doubt) for log in logs)

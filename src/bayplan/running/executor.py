@@ -159,18 +159,11 @@ def _call(
 
 def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    last_reader = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
     released: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    seen: set[fx.Node] = set()
-    for node in reversed(nodes):
-        sources = node.all_input_nodes
-        if node not in seen and node.op != "output":
-            released[node].append(node)
-            seen.add(node)
-        for source in sources:
-            if source not in seen:
-                seen.add(source)
-                if node.op != "output":
-                    released[node].append(source)
+    for value, node in last_reader.items():
+        if node.op != "output":
+            released[node].append(value)
     return released
 
 

@@ -8,7 +8,6 @@ a few nanoseconds per allocation.
 
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -56,9 +55,7 @@ class Recorder:
     ) -> None:
         self._path, self._cache, self._device = path, cache, device
         self._wants_curve, self._clock = curve, clock
-        self._now: Callable[[], float] = (
-            time.process_time if clock is Clock.CPU else time.perf_counter
-        )
+        self._now = time.process_time if clock is Clock.CPU else time.perf_counter
         self._stack = ExitStack()
         self._meter: MemoryMeter | None = None
         self._optimizer: torch.optim.Optimizer | None = None

@@ -40,7 +40,7 @@ def test_pairs_are_kept_apart():
     for challenger, seconds in ((SMALL, 1.5), (LARGE, 1.2), (SMALL, 1.5), (LARGE, 1.2)):
         for setting, block in ((PLANNED, [1.0] * 5), (challenger, [seconds] * 5)):
             search.note(setting, block)
-        search.compare(challenger, [seconds] * 5, [1.0] * 5)
+        search.compare(challenger)
     ratios = [math.exp(search.log_ratio(setting).mean) for setting in (PLANNED, SMALL, LARGE)]
     assert ratios == pytest.approx([1.0, 1.5, 1.2], rel=0.01)
     assert search.compared == [PLANNED, SMALL, LARGE]

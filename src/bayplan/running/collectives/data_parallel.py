@@ -3,8 +3,8 @@
 import atexit
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import msgspec
 import torch
@@ -95,19 +95,13 @@ def exchange_of(model: nn.Module) -> "DataParallel":
     return model.__dict__[_ATTRIBUTE]
 
 
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients on this rank alone; the next backward outside sends all of them."""
-    with exchange_of(model).averaging.paused():
-        yield
+    return exchange_of(model).averaging.paused()
 
 
 class DataParallel:
-    """The exchange of one model's gradients.
-
-    Attributes:
-        costs: what sums take here, by the way they are made.
-    """
+    """The exchange of one model's gradients; `costs` are what sums were measured to take."""
 
     def __init__(
         self,
@@ -222,9 +216,8 @@ class DataParallel:
     def _plan(self, settings: ExchangeSettings) -> BucketPlan:
         link = LinkCost(seconds=costs_by(settings, self.costs).seconds)
         threshold_bytes = settings.fusion_threshold_bytes
-        gradients = _gradients(
-            self._trained, self.times.ready, hides_sums=not self._cores_are_taken()
-        )
+        hides_sums = not self._cores_are_taken()
+        gradients = _gradients(self._trained, self.times.ready, hides_sums=hides_sums)
         if threshold_bytes is None:
             return plan_buckets(gradients, link)
         if settings.cycle_time_ms:

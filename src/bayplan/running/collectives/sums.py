@@ -34,7 +34,7 @@ from bayplan.data.links import LinkCost
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
-from bayplan.running.collectives.transports import Later, Pending, begun
+from bayplan.running.collectives.transports import DONE, Later, Pending, begun
 
 __all__ = [
     *("SIZES", "BetweenHosts", "CheapestSums", "CycledSums", "Hear", "Piece", "ScatteredSums"),
@@ -48,9 +48,12 @@ _AHEAD = 4
 
 
 class BetweenHosts:
-    """Sums over one rank of each host; begun in the same order on all, and waited for in it."""
+    """Sums over one rank of each host; begun in the same order on all, and waited for in it.
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    `group` has these ranks; all others have none, and nothing to do.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None) -> None:
         self._group, self._number = group, 0
         self._open: deque[Callable[[], None]] = deque()  # calls that expect the other's strips
 
@@ -64,23 +67,25 @@ class BetweenHosts:
             is_of_many: whether so many strips follow each other that a link is kept busy; a ring
                 was faster for few.
         """
+        if self._group is None:
+            return DONE
         sent = strip if wire_dtype is None else strip.to(wire_dtype)
         if is_of_many and self._group.size() == 2:
-            pending = self._exchange(sent)
+            pending = self._exchange(sent, self._group)
         else:
             pending = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         return pending if sent is strip else _widened(pending, sent, strip)
 
-    def _exchange(self, numbers: Tensor) -> Pending:
+    def _exchange(self, numbers: Tensor, group: distributed.ProcessGroup) -> Pending:
         """Send numbers to the other host, and add to them what comes from there."""
         self._number = (self._number + 1) % 2**30
-        tag, other = self._number, 1 - self._group.rank()
-        going = begun(distributed.isend(numbers, group=self._group, group_dst=other, tag=tag))
+        tag, other = self._number, 1 - group.rank()
+        going = begun(distributed.isend(numbers, group=group, group_dst=other, tag=tag))
         expected: list[tuple[Tensor, Pending]] = []
 
         def expect() -> None:
             room = torch.empty_like(numbers)
-            coming = distributed.irecv(room, group=self._group, group_src=other, tag=tag)
+            coming = distributed.irecv(room, group=group, group_src=other, tag=tag)
             expected.append((room, begun(coming)))
 
         def wait() -> None:
@@ -242,7 +247,7 @@ class SharedSums(_ThreadedSums):
     Args:
         ranks: of this host, in the order of blocks.
         group: of all ranks, for what no block has room for.
-        between: sums over hosts, for the first rank of each; None for the others.
+        between: sums over hosts; None if there is one.
     """
 
     wire_dtype: torch.dtype | None = None  # what numbers are rounded to on their way between hosts
@@ -254,13 +259,11 @@ class SharedSums(_ThreadedSums):
         blocks: Blocks,
         ranks: Sequence[int],
         group: distributed.ProcessGroup,
-        *,
-        has_more_hosts: bool = False,
         between: BetweenHosts | None = None,
     ) -> None:
         super().__init__("bayplan-sums")
-        self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
-        self._has_more_hosts, self._between = has_more_hosts, between
+        self._blocks, self._ranks, self._between = blocks, ranks, between
+        self._sockets = SocketSums(group)
         self._offsets: dict[int, int] = {}  # of rooms, by address
         self._used_bytes = 0
 
@@ -301,15 +304,17 @@ class SharedSums(_ThreadedSums):
 
     def _sum(self, numbers: Tensor, factor: float) -> Wait:
         offset, blocks = self._offsets[numbers.data_ptr()], self._blocks
-        if self._has_more_hosts:
-            wait = self._sum_across(numbers, offset, factor)
+        if self._between is not None:
+            wait = self._sum_across(self._between, numbers, offset, factor)
         else:
             count, itemsize = numbers.numel(), numbers.element_size()
             turn, num_into = blocks.begin_turn(), blocks.number
             wait = blocks.sum(turn, offset, count, itemsize, num_into=num_into, factor=factor)
         return wait._replace(last=self._ranks[wait.last])
 
-    def _sum_across(self, numbers: Tensor, offset: int, factor: float) -> Wait:
+    def _sum_across(
+        self, between: BetweenHosts, numbers: Tensor, offset: int, factor: float
+    ) -> Wait:
         """NOTE [ Several hosts ]; returns the wait for the first strip."""
         size, is_large = numbers.element_size(), numbers.nbytes >= _LARGE_BYTES
         most = (self.strip_bytes if is_large else self.few_strips_bytes) // size
@@ -321,12 +326,10 @@ class SharedSums(_ThreadedSums):
         for turn, start, strip in zip(turns, offsets, strips, strict=True):
             count = strip.numel()
             waits.append(self._blocks.sum(turn, start, count, size, num_into=1, factor=factor))
-            if self._between is not None:
-                works.append(self._between.begin(strip, self.wire_dtype, is_of_many=is_large))
-        for index, strip in enumerate(strips):
-            if self._between is not None:
-                works[index].wait()
-            self._blocks.spread(turns[index], offsets[index], strip.nbytes)
+            works.append(between.begin(strip, self.wire_dtype, is_of_many=is_large))
+        for turn, start, strip, work in zip(turns, offsets, strips, works, strict=True):
+            work.wait()
+            self._blocks.spread(turn, start, strip.nbytes)
         return waits[0]
 
 

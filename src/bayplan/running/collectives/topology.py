@@ -139,9 +139,8 @@ class RankTopology:
         if leaders is None:
             return {Algorithm.SHARED: SharedSums(blocks, own, group), **sockets}
         is_leader = isinstance(leaders, distributed.ProcessGroup)
-        between = BetweenHosts(leaders) if is_leader else None
-        shared = SharedSums(blocks, own, group, has_more_hosts=True, between=between)
-        return {Algorithm.HIERARCHICAL: shared, **sockets}
+        between = BetweenHosts(leaders if is_leader else None)
+        return {Algorithm.HIERARCHICAL: SharedSums(blocks, own, group, between), **sockets}
 
     @property
     def mates(self) -> list[int]:

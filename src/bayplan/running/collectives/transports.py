@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # it sums, and sums are `Pending`
     from bayplan.running.collectives.topology import RankTopology
 
 __all__ = [
-    *("LARGE_BYTES", "SOCKETS", "Later", "Mailboxes", "PeerMemory", "Pending", "Transport"),
+    *("DONE", "LARGE_BYTES", "SOCKETS", "Later", "Mailboxes", "PeerMemory", "Pending", "Transport"),
     *("begun", "open_peer_memory", "transport_of"),
 ]
 
@@ -53,6 +53,9 @@ class Later:
     """What is still to be done or waited for, as a call."""
 
     wait: Callable[[], object]
+
+
+DONE = Later(lambda: None)
 
 
 class Transport(Protocol):
@@ -103,7 +106,6 @@ _MESSAGES = 4  # of the largest size that a mailbox has room for
 _LOOK_MILLISECONDS = 500  # after which a receiver looks whether the sender still lives
 _TAKEN, _OTHER, _AWAY, _NOTHING = range(4)
 _Rings = dict[int, tuple[int, int]]  # by sender, where its mailbox begins and its capacity
-_SENT = Later(lambda: None)  # a message that lies in its box
 
 
 @dataclass
@@ -224,7 +226,7 @@ class Mailboxes:
 
     def send(self, message: Tensor, rank: int, tag: int) -> Pending:
         if self._outgoing[rank].put(message, tag):
-            return _SENT
+            return DONE
         return SOCKETS.send(message, rank, tag)
 
     def receive(self, room: Tensor, rank: int, tag: int) -> Pending:

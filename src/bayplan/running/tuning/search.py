@@ -223,6 +223,7 @@ class Search:
         self._rounds: dict[tuple[ExchangeSettings, ExchangeSettings], list[Comparison]] = {}
         self._unsure: ExchangeSettings | None = None  # has won once only
         self._seconds: dict[ExchangeSettings, list[float]] = {}  # of all steps
+        self._blocks: dict[ExchangeSettings, Sequence[float]] = {}  # of the last steps
         self._distances: list[float] = []  # of steps from the middle of their block, as logarithms
         self._best_blocks: list[float] = []  # middles of blocks of the best, as logarithms
         if known is not None and known.best in self.predicted:
@@ -292,6 +293,7 @@ class Search:
 
     def note(self, setting: ExchangeSettings, seconds: Sequence[float]) -> None:
         """Take in the steps of a block."""
+        self._blocks[setting] = seconds
         self._seconds.setdefault(setting, []).extend(seconds)
         middle = math.log(median(seconds))
         if setting == self.best:
@@ -301,15 +303,11 @@ class Search:
         self._distances += [abs(math.log(step) - middle) * shrunk for step in seconds]
         self.step_spread = max(_OF_NORMAL * median(self._distances), _LEAST_SPREAD)
 
-    def compare(
-        self,
-        challenger: ExchangeSettings,
-        its_seconds: Sequence[float],
-        best_seconds: Sequence[float],
-    ) -> None:
-        """Take in two blocks, noted already, that were run side by side."""
-        log_ratio = math.log(median(its_seconds) / median(best_seconds))
-        variance = sum(self.block_variance(len(block)) for block in (its_seconds, best_seconds))
+    def compare(self, challenger: ExchangeSettings) -> None:
+        """Take in that the last blocks of a challenger and of the best were run side by side."""
+        own, best = self._blocks[challenger], self._blocks[self.best]
+        log_ratio = math.log(median(own) / median(best))
+        variance = self.block_variance(len(own)) + self.block_variance(len(best))
         rounds = self._rounds.setdefault((challenger, self.best), [])
         rounds.append(Comparison(challenger, self.best, log_ratio, variance))
         self._believe()
@@ -339,10 +337,10 @@ class Search:
             error = f"(ratios taken to be off by {self._beliefs.error:.0%})"
             parts.append(f"{num_settings - num_compared} ruled out by prediction {error}")
         if still_open := self._open_gains():
-            most = max(-math.expm1(self.log_ratio(one).inv_cdf(_CHANCE)) for one in still_open)
+            gains = (-math.expm1(self.log_ratio(s).inv_cdf(_CHANCE)) for s in still_open)
             number = f"{len(still_open)} setting" + "s" * (len(still_open) > 1)
             reason = f"stopped at the most steps allowed: {number} could still be faster, by up to"
-            reason += f" {most:.1%}"
+            reason += f" {max(gains):.1%}"
         elif self._is_at_floor:
             reason = f"without any exchange a step is less than {self.margin:.1%} faster"
         else:

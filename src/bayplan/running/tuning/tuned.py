@@ -109,9 +109,9 @@ class Tuning:
     def step(self) -> Iterator[None]:
         """Train one step inside."""
         if len(self._seconds) < _WATCHED_STEPS:
-            begun = time.perf_counter()
+            begun_seconds = time.perf_counter()
             yield
-            self._seconds.append(time.perf_counter() - begun)
+            self._seconds.append(time.perf_counter() - begun_seconds)
             return
         if self._run is None:
             self._tuner = self._new_tuner() if self._is_first else None
@@ -185,8 +185,6 @@ class TunedRun:
         tuner: on rank 0; None on all others.
         apply: makes the next step run with a setting; called between steps, on every rank.
         device: of messages: cpu for gloo, this rank's GPU for NCCL.
-        clock: seconds from any moment on, when all that was begun is done; by default the process's
-            clock, on a GPU after waiting for it.
     """
 
     def __init__(
@@ -195,12 +193,10 @@ class TunedRun:
         apply: Callable[[ExchangeSettings], None],
         *,
         device: torch.device = _CPU,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         if not distributed.is_initialized():
             raise UsageError("tuning needs torch.distributed.init_process_group() first")
         self._tuner, self._apply, self._device = tuner, apply, device
-        self._clock = clock or self._waited_clock
         # Of its own, so that its messages never meet those of a step that is still on its way.
         group = distributed.new_group()
         assert isinstance(group, distributed.ProcessGroup), "every rank is a member"
@@ -235,9 +231,9 @@ class TunedRun:
         if trial.num_steps is None:
             yield trial.setting
             return
-        begun = self._clock()
+        begun_seconds = self._now()
         yield trial.setting
-        self._seconds.append(self._clock() - begun)
+        self._seconds.append(self._now() - begun_seconds)
         if len(self._seconds) == trial.num_steps:
             self._end()
 
@@ -272,7 +268,8 @@ class TunedRun:
             except Exception as fault:  # whatever it is, all ranks raise it before the next step
                 self._fault = fault
 
-    def _waited_clock(self) -> float:
+    def _now(self) -> float:
+        """On a GPU, when all that was begun is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()

@@ -210,14 +210,13 @@ class Tuner:
         while search.num_steps + 2 * (search.block_steps + switch_steps) <= search.most_steps:
             if (challenger := search.challenger()) is None:
                 break
-            pair, blocks = [search.best, challenger], {}
+            pair = search.best, challenger
             for setting in pair if is_best_first else pair[::-1]:
                 seconds = yield self._next(setting, Purpose.COMPARE, search.block_steps)
                 if setting == search.best and detector.has_changed(search, seconds):
                     return seconds
                 search.note(setting, seconds)
-                blocks[setting] = seconds
-            search.compare(challenger, blocks[challenger], blocks[search.best])
+            search.compare(challenger)
             is_best_first = not is_best_first
         self.is_finished, self.verdict = True, search.verdict()
         while self._options.is_watching:

@@ -8,7 +8,7 @@ swapped is handed on as a token; once it is here again, it is the latest copy of
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,24 +58,13 @@ def cut(
         swapper: where swaps go; needed if there are any.
     """
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in inputs if torch_compat.is_tangent(node)]
     tokens = _Tokens(joint, swapper)
     backward = _Builder(joint, joint.backward_outputs, tokens, is_forward=False)
-    for node in inputs:
-        if torch_compat.is_tangent(node):
-            backward.take(node)
-    for step in steps[num_forward:]:
-        backward.do(step)
-    backward.finish()
-    # Only now does it show what backward takes from forward.
-    saved = backward.order_saved()
-
+    backward.build(tangents, steps[num_forward:])
+    saved = backward.order_saved()  # only now does it show what backward takes from forward
     forward = _Builder(joint, [*joint.forward_outputs, *saved], tokens, is_forward=True)
-    for node in inputs:
-        if not torch_compat.is_tangent(node):
-            forward.take(node)
-    for step in steps[:num_forward]:
-        forward.do(step)
-    forward.finish()
+    forward.build([node for node in inputs if node not in tangents], steps[:num_forward])
     return fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph)
 
 
@@ -116,10 +105,8 @@ class _Builder:
         self, joint: JointStep, outputs: Sequence[Any], tokens: _Tokens, *, is_forward: bool
     ) -> None:
         self.graph = fx.Graph()
-        self._tokens = tokens
-        self._is_forward = is_forward
-        self._joint = joint
-        self._outputs = outputs
+        self._joint, self._outputs = joint, outputs
+        self._tokens, self._is_forward = tokens, is_forward
         self._given: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
         self._saved: dict[fx.Node, fx.Node] = {}
@@ -129,16 +116,21 @@ class _Builder:
             for buffer in buffers:
                 self._aliases[buffer].append(node)
 
-    def take(self, node: fx.Node) -> None:
-        self._latest[node] = self.graph.node_copy(node)
+    def build(self, inputs: Iterable[fx.Node], steps: Iterable[Step]) -> None:
+        for node in inputs:
+            self._latest[node] = self.graph.node_copy(node)
+        for step in steps:
+            if isinstance(step.what, SwapStep):
+                self._swap(step.what)
+            else:
+                self._run(step.what, step.taken_over)
+        for output in self._outputs:
+            if isinstance(output, fx.Node) and output not in self._given:
+                self._give(output)
+        self.graph.output(fx.node.map_arg(tuple(self._outputs), self._given.__getitem__))
+        self.graph.eliminate_dead_code()
 
-    def do(self, step: Step) -> None:
-        if isinstance(step.what, SwapStep):
-            self.swap(step.what)
-        else:
-            self.run(step.what, step.taken_over)
-
-    def swap(self, step: SwapStep) -> None:
+    def _swap(self, step: SwapStep) -> None:
         base, token = self._tokens.base(step.buffer), self._tokens.token(step.buffer)
         match step.kind:
             case SwapKind.OUT:
@@ -161,7 +153,7 @@ class _Builder:
         node.meta = {**like.meta, SWAPPER: self._tokens.swapper}
         return node
 
-    def run(self, index: int, taken_over: int | None) -> None:
+    def _run(self, index: int, taken_over: int | None) -> None:
         """Execute an operator; what was seen of its older copies is forgotten."""
         node = self._joint.op_nodes[index]
         if node is None:  # the loss or the update, which the caller runs after one of the graphs
@@ -184,13 +176,6 @@ class _Builder:
             is_wanted = isinstance(output, fx.Node) and output not in self._given
             if is_wanted and not set(writes).isdisjoint(self._joint.buffers_of.get(output, ())):
                 self._give(output)
-
-    def finish(self) -> None:
-        for output in self._outputs:
-            if isinstance(output, fx.Node) and output not in self._given:
-                self._give(output)
-        self.graph.output(fx.node.map_arg(tuple(self._outputs), self._given.__getitem__))
-        self.graph.eliminate_dead_code()
 
     def order_saved(self) -> list[fx.Node]:
         """Put what is taken from forward in front, in the order torch wants, and return it."""

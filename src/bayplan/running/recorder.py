@@ -85,9 +85,12 @@ class Recorder:
         """Mark the end of a step by hand; from then on optimizers are not listened to."""
         if self._meter is None or self._record is not None:
             raise UsageError("a step is marked inside the `with` block of its recording")
-        if not self._marked_by_hand:
+        if not self._marked_by_hand:  # what optimizers have ended so far is of the first step, too
             self._marked_by_hand = True
-            self._forget_steps()
+            self._earlier_peak_bytes = max(self._step_peaks, default=0)
+            self._step_started = self._started
+            self._step_seconds.clear()
+            self._step_peaks.clear()
         self._end_step()
 
     def __enter__(self) -> Self:
@@ -172,13 +175,6 @@ class Recorder:
         self._meter.reset_peak()
         self._step_started = now
         self._earlier_peak_bytes = 0
-
-    def _forget_steps(self) -> None:
-        """Count what optimizers have ended so far to the first step that is marked by hand."""
-        self._earlier_peak_bytes = max(self._step_peaks, default=0)
-        self._step_started = self._started
-        self._step_seconds.clear()
-        self._step_peaks.clear()
 
     def _read_curve(self, meter: MemoryMeter) -> MemoryCurve | None:
         events = meter.take_curve() if isinstance(meter, SharedMeter) else None

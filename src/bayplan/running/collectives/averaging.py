@@ -131,11 +131,7 @@ class Averaging:
         self._expected = dict.fromkeys((*self._parameters, _USED), 1)
 
     def lay_out(
-        self,
-        buckets: Sequence[Sequence[str]],
-        sums: Sums | None = None,
-        *,
-        copies_beside: bool = False,
+        self, buckets: Sequence[Sequence[str]], sums: Sums | None = None, *, copies_beside: bool
     ) -> None:
         """Other buckets from the next backward on; gradients that are there move over.
 

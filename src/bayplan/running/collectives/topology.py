@@ -30,12 +30,7 @@ _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat lon
 
 
 def shares_memory(environment: Mapping[str, str]) -> bool:
-    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0.
-
-    Example:
-        >>> shares_memory({}), shares_memory({"BAYPLAN_SHARED_MEMORY": "0"})
-        (True, False)
-    """
+    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0."""
     return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
 
 

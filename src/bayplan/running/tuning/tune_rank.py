@@ -19,7 +19,6 @@ from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
 from bayplan.running.ranks.failures import run_to_exit
 from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuned import tune
-from bayplan.step import call_model, loss_of, split_batch
 
 __all__ = ["main"]
 
@@ -47,13 +46,10 @@ def run(
         raise UsageError("tuning trains, so it needs an optimizer; leave out none")
     model = data_parallel(step.model)
     tuning = tune(model, log=log, is_fresh=fresh, options=TuningOptions(most_steps=most_steps))
-    inputs, targets = split_batch(step.batch, step.loss_fn)
     rank, number, told = distributed.get_rank(), 0, None
     while not tuning.is_finished:
         with tuning.step():
-            step.optimizer.zero_grad()
-            loss_of(call_model(model, inputs), step.loss_fn, targets).backward()
-            step.optimizer.step()
+            step()
         number += 1
         if rank == 0 and tuning.settings != told:
             told = tuning.settings

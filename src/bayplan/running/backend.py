@@ -54,10 +54,7 @@ class PlannedBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return torch_compat.compile_joint(
-            module,
-            inputs,
-            partition=partial(self._partition, inputs),
-            compile_graph=self._compile,
+            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
         )
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -85,7 +82,7 @@ class PlannedBackend:
 
 
 def halves_by(
-    order: StepOrder, traced: TracedStep, open_swapper: Callable[[int], Swapper]
+    order: StepOrder, traced: TracedStep, open_swapper: Callable[[int], Swapper] | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward graph that an order asks for.
 
@@ -96,10 +93,12 @@ def halves_by(
         ForeignPlan: as `ordered_step`.
     """
     step, swapped = ordered_step(order, traced)
-    swapper = open_swapper(swapped.size_bytes) if swapped.swap_ops else None
-    num_forward = swapped.program.first_backward
-    steps, owner = steps_of(swapped), traced.joint
-    return cut(step, steps, num_forward=num_forward, owner=owner, swapper=swapper)
+    swapper = None
+    if swapped.swap_ops:
+        assert open_swapper is not None, "whoever decides on swaps has a place for them"
+        swapper = open_swapper(swapped.size_bytes)
+    num_forward, steps = swapped.program.first_backward, steps_of(swapped)
+    return cut(step, steps, num_forward=num_forward, owner=traced.joint, swapper=swapper)
 
 
 def ordered_step(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
@@ -157,8 +156,7 @@ def bayplan(
     tensors = (value for value in inputs if hasattr(value, "device"))
     device_type = next((tensor.device.type for tensor in tensors), "cpu")
     context = MemoryContext(
-        prices=partial(measured_prices, cache=cache),
-        granularity_bytes=granularity_of(device_type),
+        prices=partial(measured_prices, cache=cache), granularity_bytes=granularity_of(device_type)
     )
     return PlannedBackend(
         FastestWithin(Limit.parse(memory), cache=cache, machine=machine_key()), context

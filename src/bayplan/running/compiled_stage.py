@@ -249,10 +249,6 @@ class CompiledStage:
         return compile_graph(handing_over(module, num_gradients=len(self.graph.parameters)))
 
 
-def _no_place(size_bytes: int) -> Swapper:
-    raise AssertionError("whoever decides on swaps has a place for them")
-
-
 def compile_stage(
     staged: StagedStep,
     stage: int,
@@ -260,7 +256,7 @@ def compile_stage(
     *,
     streams: Streams,
     decide: Decide = KEEP_ALL,
-    swapper: Callable[[int], Swapper] = _no_place,
+    swapper: Callable[[int], Swapper] | None = None,
     replicas: Replicas | None = None,
 ) -> CompiledStage:
     """One stage, ready to be called.

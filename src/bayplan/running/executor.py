@@ -37,7 +37,7 @@ class _Call(NamedTuple):
     nested: tuple[tuple[int, Any], ...]  # position and argument where values lie inside of lists
     options: dict[str, Any]
     has_values: bool  # among the options
-    result: int  # the slot of a plain result
+    target: int  # the slot of a plain result
     parts: tuple[tuple[int, int], ...] | None  # position and slot of each part of a tuple
     released: tuple[int, ...]  # slots to empty afterwards
 
@@ -62,7 +62,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             nested,
             options,
             has_values,
-            slot_index,
+            target,
             parts,
             released,
         ) in calls:
@@ -74,7 +74,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             result = function(*values, **(_filled(options, slots) if has_values else options))
             del values
             if parts is None:
-                slots[slot_index] = result
+                slots[target] = result
             else:
                 for position, slot in parts:
                     slots[slot] = result[position]
@@ -151,7 +151,7 @@ def _call(
         nested=tuple((index, value) for index, value in holding if not isinstance(value, _Slot)),
         options=options,
         has_values=_has_slot(options),
-        result=slot_of[node],
+        target=slot_of[node],
         parts=parts,
         released=tuple(slot_of[other] for other in gone),
     )

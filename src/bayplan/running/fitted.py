@@ -48,8 +48,7 @@ def fit(
 
     Args:
         model: will be changed in place, as by its own `compile`.
-        batch: as for `bayplan.capture`.
-        loss_fn: as for `bayplan.capture`.
+        batch, loss_fn: as for `bayplan.capture`.
         memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
         optimizer: the one you train with, so that its state is counted.
         autocast: dtype of mixed precision that you call the model under.

@@ -104,19 +104,10 @@ class DataParallel:
     """The exchange of one model's gradients; `costs` are what sums were measured to take."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        watch: Watch,
-        settings: ExchangeSettings,
-        *,
-        check_finite: bool = False,
+        self, model: nn.Module, watch: Watch, settings: ExchangeSettings, *, check_finite: bool
     ) -> None:
         self._model, self._watch, self.settings = model, watch, settings
-        self._trained = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self._trained.values())).device
         self._topology = open_topology(device)
         self._num_backwards = self._num_plans = 0

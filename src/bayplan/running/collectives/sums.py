@@ -264,7 +264,7 @@ class SharedSums(_ThreadedSums):
         super().__init__("bayplan-sums")
         self._blocks, self._ranks, self._between = blocks, ranks, between
         self._sockets = SocketSums(group)
-        self._offsets: dict[int, int] = {}  # of rooms, by address
+        self._rooms: set[int] = set()  # their addresses
         self._used_bytes = 0
 
     def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -274,26 +274,26 @@ class SharedSums(_ThreadedSums):
             return super().room(count, dtype, device)
         self._used_bytes += size_bytes
         room = self._blocks.own.tensor(offset, count, dtype).zero_()
-        self._offsets[room.data_ptr()] = offset
+        self._rooms.add(room.data_ptr())
         return room
 
     def put(self, pieces: Sequence[Piece]) -> None:
         self._blocks.put(pieces)
 
     def forget_rooms(self) -> None:
-        self._offsets.clear()
+        self._rooms.clear()
         self._used_bytes = 0
 
     # What no block has room for goes through the group, in the caller's thread: so it keeps its
     # place among other sums of that group.
 
     def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
-        if numbers.data_ptr() in self._offsets:
+        if numbers.data_ptr() in self._rooms:
             return super().begin(numbers, hear, factor=factor)
         return self._sockets.begin(numbers, hear, factor=factor)
 
     def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
-        if numbers.data_ptr() in self._offsets:
+        if numbers.data_ptr() in self._rooms:
             super().now(numbers, hear, factor=factor)
         else:
             self._sockets.now(numbers, hear, factor=factor)
@@ -303,33 +303,28 @@ class SharedSums(_ThreadedSums):
         return self._blocks.own.size_bytes
 
     def _sum(self, numbers: Tensor, factor: float) -> Wait:
-        offset, blocks = self._offsets[numbers.data_ptr()], self._blocks
+        blocks = self._blocks
         if self._between is not None:
-            wait = self._sum_across(self._between, numbers, offset, factor)
+            wait = self._sum_across(self._between, numbers, factor)
         else:
-            count, itemsize = numbers.numel(), numbers.element_size()
             turn, num_into = blocks.begin_turn(), blocks.number
-            wait = blocks.sum(turn, offset, count, itemsize, num_into=num_into, factor=factor)
+            wait = blocks.sum(turn, numbers, num_into=num_into, factor=factor)
         return wait._replace(last=self._ranks[wait.last])
 
-    def _sum_across(
-        self, between: BetweenHosts, numbers: Tensor, offset: int, factor: float
-    ) -> Wait:
+    def _sum_across(self, between: BetweenHosts, numbers: Tensor, factor: float) -> Wait:
         """NOTE [ Several hosts ]; returns the wait for the first strip."""
-        size, is_large = numbers.element_size(), numbers.nbytes >= _LARGE_BYTES
-        most = (self.strip_bytes if is_large else self.few_strips_bytes) // size
-        strips = numbers.split(most)  # one that is empty, if there are no numbers
+        is_large = numbers.nbytes >= _LARGE_BYTES
+        strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
+        strips = numbers.split(strip_bytes // numbers.itemsize)  # an empty one of no numbers
         turns = [self._blocks.begin_turn() for _ in strips]
-        offsets = [offset + index * most * size for index in range(len(strips))]
         works: list[Pending] = []
         waits: list[Wait] = []
-        for turn, start, strip in zip(turns, offsets, strips, strict=True):
-            count = strip.numel()
-            waits.append(self._blocks.sum(turn, start, count, size, num_into=1, factor=factor))
+        for turn, strip in zip(turns, strips, strict=True):
+            waits.append(self._blocks.sum(turn, strip, num_into=1, factor=factor))
             works.append(between.begin(strip, self.wire_dtype, is_of_many=is_large))
-        for turn, start, strip, work in zip(turns, offsets, strips, works, strict=True):
+        for turn, strip, work in zip(turns, strips, works, strict=True):
             work.wait()
-            self._blocks.spread(turn, start, strip.nbytes)
+            self._blocks.spread(turn, strip)
         return waits[0]
 
 

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 Predict = Callable[[ExchangeSettings], float]
+_Array = NDArray[np.float64]
 
 _ERROR_SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # times the expected one
 _SIZE_DOUBT = 0.7  # how far the size may be from the expected one, as a logarithm
@@ -169,9 +170,7 @@ class Beliefs:
         return NormalDist(mean, math.sqrt(max(variance, 1e-18)))
 
 
-def _error_scales(
-    units: NDArray[np.float64], surprises: NDArray[np.float64], noise: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _error_scales(units: _Array, surprises: _Array, noise: _Array) -> _Array:
     """How many times the expected variance that of each error is: rule 2 of the first NOTE."""
     sizes = np.array(list(product(_ERROR_SIZES, repeat=2)))
     logs = []

@@ -73,23 +73,19 @@ class _Tokens:
 
     def __init__(self, joint: JointStep, swapper: Swapper | None) -> None:
         self.swapper = swapper
-        self._joint = joint
         self._graph = fx.Graph()  # of nodes that are in no other; they only name things
         self._nodes: dict[int, fx.Node] = {}
-        self._bases = {
+        # By buffer, the node of the joint graph that stands for the whole of it.
+        self.bases = {
             joint.buffers_of[node][0]: node
             for node in joint.bases
             if len(joint.buffers_of[node]) == 1
         }
 
-    def base(self, buffer: int) -> fx.Node:
-        """The node of the joint graph that stands for a whole buffer."""
-        return self._bases[buffer]
-
     def token(self, buffer: int) -> fx.Node:
         if buffer not in self._nodes:
             node = self._graph.placeholder(f"token_{buffer}")
-            with torch_compat.fake_mode_of([self.base(buffer).meta["val"]]):
+            with torch_compat.fake_mode_of([self.bases[buffer].meta["val"]]):
                 node.meta = {"val": torch.empty(1, dtype=torch.int64)}
             self._nodes[buffer] = node
         return self._nodes[buffer]
@@ -131,7 +127,7 @@ class _Builder:
         self.graph.eliminate_dead_code()
 
     def _swap(self, step: SwapStep) -> None:
-        base, token = self._tokens.base(step.buffer), self._tokens.token(step.buffer)
+        base, token = self._tokens.bases[step.buffer], self._tokens.token(step.buffer)
         match step.kind:
             case SwapKind.OUT:
                 self._reach(base)
@@ -159,7 +155,7 @@ class _Builder:
         if node is None:  # the loss or the update, which the caller runs after one of the graphs
             return
         program = self._joint.program
-        if self._is_plain(index):
+        if self._is_forward == (index < program.first_backward):  # it runs where it belongs
             made, copy, writes = node, self._copy(node), program.ops[index].writes
         else:
             made, copy = self._repeat(node, is_partial=program.ops[index].repeat_writes is not None)
@@ -206,10 +202,6 @@ class _Builder:
         else:
             self._latest[node] = self._copy(node)
 
-    def _is_plain(self, index: int) -> bool:
-        """Whether an operator runs in the part of the step where it belongs."""
-        return self._is_forward == (index < self._joint.program.first_backward)
-
     def _copy(self, node: fx.Node) -> fx.Node:
         for source in node.all_input_nodes:
             self._reach(source)
@@ -234,7 +226,7 @@ class _Builder:
         for position in positions_to_overwrite(node):
             source = node.args[position]
             if isinstance(source, fx.Node) and self._joint.buffers_of[source] == (buffer,):
-                base = self._tokens.base(buffer)  # the argument may be a view of it
+                base = self._tokens.bases[buffer]  # the argument may be a view of it
                 is_saved = base in self._saved and self._latest.get(base) is self._saved[base]
                 return None if is_saved else position
         return None

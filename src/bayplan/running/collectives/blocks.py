@@ -202,8 +202,7 @@ class Blocks:
         self._check(self._library.shared_spread(*place, numbers.nbytes, *when))
 
     def _place(self, numbers: torch.Tensor) -> tuple[Any, int, int, int]:
-        # Numbers that are none have no address.
-        offset = numbers.data_ptr() - self.own.address if numbers.numel() else HEADER_BYTES
+        offset = numbers.data_ptr() - self.own.address
         return self._addresses, len(self._blocks), self._own, offset
 
     def put(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

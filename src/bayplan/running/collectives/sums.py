@@ -315,7 +315,7 @@ class SharedSums(_ThreadedSums):
         """NOTE [ Several hosts ]; returns the wait for the first strip."""
         is_large = numbers.nbytes >= _LARGE_BYTES
         strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
-        strips = numbers.split(strip_bytes // numbers.itemsize)  # an empty one of no numbers
+        strips = numbers.split(strip_bytes // numbers.itemsize)
         turns = [self._blocks.begin_turn() for _ in strips]
         works: list[Pending] = []
         waits: list[Wait] = []

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -80,14 +81,11 @@ class RankTopology:
         return tuple(self.store.get(f"host{rank}").decode() for rank in range(self.world_size))
 
     def _own_host(self) -> str:
-        alone = f"alone{self.rank}"
-        if not self.is_willing or not hasattr(os, "memfd_create"):
-            return alone
-        try:
-            load(self.cache)
-            return host_identity()
-        except (CompileFailed, OSError):
-            return alone
+        if self.is_willing and hasattr(os, "memfd_create"):
+            with suppress(CompileFailed, OSError):
+                load(self.cache)
+                return host_identity()
+        return f"alone{self.rank}"
 
     def sums(self, ranks: Sequence[int], data_bytes: int) -> Sums | None:
         """Sums over some ranks, in shared memory where that is possible; None on all others."""

@@ -75,8 +75,10 @@ def _hand_over(take: TakeGradient, number: int, gradient: torch.Tensor) -> None:
     take(number, gradient)
 
 
+aten = torch.ops.aten
+
 # Shares its argument's memory, though its schema does not say so.
-_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
+_UNDECLARED_VIEW = aten._unsafe_view.default
 
 
 class SplitBackward(NamedTuple):

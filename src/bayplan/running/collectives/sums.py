@@ -417,30 +417,20 @@ class CheapestSums(Sums):
         return self._ways[self._costs.best(numbers.nbytes)]
 
 
-class CycledSums(CheapestSums):
+class CycledSums(_ThreadedSums, CheapestSums):
     """Begins sums at fixed times; on a CPU, Horovod's next look waits for those before, too.
 
     There to be compared with: a bucket that is full gains nothing by waiting.
     """
 
     def __init__(self, ways: Mapping[str, Sums], costs: WayCosts, cycle_seconds: float) -> None:
-        super().__init__(ways, costs)
+        _ThreadedSums.__init__(self, "bayplan-cycle")
+        CheapestSums.__init__(self, ways, costs)
         self._cycle_seconds = cycle_seconds
-        self._thread = CopyThread("bayplan-cycle")
 
-    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
-        begun_seconds = time.perf_counter()  # the wait for a look is part of the sum
-
-        def run() -> None:
-            time.sleep(self._cycle_seconds - time.perf_counter() % self._cycle_seconds)
-            self._way(numbers).now(numbers, factor=factor)
-            if hear is not None:
-                hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
-
-        return Later(self._thread.submit(run).result)
-
-    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
-        self.begin(numbers, hear, factor=factor).wait()
+    def _sum(self, numbers: Tensor, factor: float) -> None:
+        time.sleep(self._cycle_seconds - time.perf_counter() % self._cycle_seconds)
+        self._way(numbers).now(numbers, factor=factor)
 
 
 _WIRE_DTYPES = {

@@ -66,13 +66,9 @@ def handing_over(module: fx.GraphModule, *, num_gradients: int) -> fx.GraphModul
     for number, gradient in enumerate(outputs[:num_gradients]):
         assert isinstance(gradient, fx.Node), "every parameter of a stage has a gradient"
         with graph.inserting_after(taker if gradient.op == "placeholder" else gradient):
-            graph.call_function(_hand_over, (taker, number, gradient))
+            graph.call_function(operator.call, (taker, number, gradient))
     graph.output(tuple(outputs[num_gradients:]))
     return fx.GraphModule(module, graph)
-
-
-def _hand_over(take: TakeGradient, number: int, gradient: torch.Tensor) -> None:
-    take(number, gradient)
 
 
 aten = torch.ops.aten

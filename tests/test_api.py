@@ -192,6 +192,21 @@ class Deep(nn.Module):
         return inputs.square().mean()
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_check_and_plan_leave_a_module_as_it_is(own_planner_cache, is_built):
+    """The module itself was once trained where the step is measured here."""
+    model, batch, loss_fn = make()
+    model.append(nn.BatchNorm1d(10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if is_built else "sgd"
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"optimizer": optimizer, "use_cache": False}
+    assert bayplan.check(model, batch, loss_fn, memory="1GiB", **options).fits
+    bayplan.plan(model, batch, loss_fn, memory="100%", time_limit_seconds=0.5, **options)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not is_built or not optimizer.state
+
+
 def test_each_command_is_a_function_of_the_same_name(own_planner_cache):
     model, batch = Deep(), torch.randn(2048, 64)
     verdict = bayplan.check(model, batch, memory="1GiB", device="t4")

@@ -197,6 +197,18 @@ def test_readme_shows_code_and_a_command():
     assert languages == {"python", "console"}
 
 
+def test_source_files_that_documents_name_exist():
+    folders = ("src", "tests", "benchmarks", "examples")
+    sources = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = [
+        f"{document.name}: {name}"
+        for document in [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for name in re.findall(r"`([\w/]+\.(?:py|c))`", document.read_text())
+        if not any(source.endswith(f"/{name}") for source in sources)
+    ]
+    assert not missing
+
+
 SAMPLE = """\
 Words.
 

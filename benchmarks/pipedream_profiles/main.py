@@ -27,7 +27,7 @@ from pipedream_profiles.published import (
 )
 
 from bayplan.data.chain import Chain
-from bayplan.data.cluster import Cluster
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.planner import Candidate, memory_of, plan_on
 from bayplan.planning.clusters.refining import passings
@@ -56,7 +56,6 @@ TRAINING = Training(state_per_parameter=1.0)
 UNPUBLISHED = ("resnet101", "gnmt")
 QUICK = ("alexnet", (8,), (1.4e9,))
 MOST_PLANNING_SECONDS = 5.0
-MOST_SIMULATED = 32  # micro-batches, as in the planner; the time of more follows from these
 AS_FAST = 1.0
 
 
@@ -79,7 +78,11 @@ def _questions(arguments: Any) -> list[Question]:
         return further_questions(arguments.profiles, CLUSTERS)
     questions = published_questions()
     if arguments.quick:
-        return [one for one in questions if (one.profile, one.machines, one.bandwidths) == QUICK]
+        return [
+            question
+            for question in questions
+            if (question.profile, question.machines, question.bandwidths) == QUICK
+        ]
     paths = [FOLDER / "profiles" / f"{name}.graph.txt" for name in UNPUBLISHED]
     return questions + further_questions(paths, CLUSTERS)
 
@@ -87,11 +90,11 @@ def _questions(arguments: Any) -> list[Question]:
 def _row(question: Question) -> dict[str, Any]:
     say(question.profile, name_of(question.machines, question.bandwidths), question.asked)
     began = time.process_time()
-    found = question.optimum()
+    optimum = question.optimum()
     optimizer_seconds = time.process_time() - began
     states, machines = question.states, question.levels
     assert states.layers is not None, "states of a graph know their layers"
-    ends = [stage.end - 1 for stage in found.levels[-1]]
+    ends = [stage.end - 1 for stage in optimum.levels[-1]]
     chain = profiled_chain(
         question.graph,
         name=question.profile,
@@ -99,7 +102,7 @@ def _row(question: Question) -> dict[str, Any]:
         device="v100",
     )
     split = pipedream_split(
-        found,
+        optimum,
         machines,
         cuts=cut_layers(states.layers),
         num_samples=chain.num_samples * len(machines.devices),
@@ -111,10 +114,10 @@ def _row(question: Question) -> dict[str, Any]:
         "profile": question.profile,
         "cluster": name_of(question.machines, question.bandwidths),
         "asked": question.asked,
-        "golden_equal": question.is_equal(found),
-        "num_ties": found.num_ties,
+        "golden_equal": question.is_equal(optimum),
+        "num_ties": optimum.num_ties,
         "source": "simulated",
-        "pipedream_own_per_second": chain.num_samples / found.stage_seconds,
+        "pipedream_own_per_second": chain.num_samples / optimum.stage_seconds,
         "pipedream_stages": _shown(split),
         "pipedream_fits": their.is_possible,
         "pipedream_per_second": _rate(their),
@@ -153,6 +156,9 @@ def _verdict(
     same memory.
     """
     cluster = cluster_of(machines, bandwidths)
+    costs = ClusterCosts.of(
+        chain, ClusterNetwork(cluster), memory=memory_of(cluster), training=TRAINING
+    )
     staleness = len(split.stages) - 1
     batches = {
         split.num_samples,
@@ -165,7 +171,7 @@ def _verdict(
     planning_seconds = 0.0
     for num_samples in sorted(batches):
         given = replace(split, num_samples=num_samples)
-        theirs += (_judged(chain, way, cluster) for way in passings(given, staleness=staleness))
+        theirs += (_judged(costs, way) for way in passings(given, staleness=staleness))
         began = time.process_time()
         plan = plan_on(chain, cluster, num_samples, training=TRAINING, staleness=staleness)
         planning_seconds = max(planning_seconds, time.process_time() - began)
@@ -181,23 +187,13 @@ def _verdict(
     )
 
 
-def _judged(chain: Chain, split: Split, cluster: Cluster) -> Candidate:
-    judgement = judge(
-        chain,
-        split,
-        ClusterNetwork(cluster),
-        memory=memory_of(cluster),
-        training=TRAINING,
-        has_interval=False,
-        most_micro_batches=MOST_SIMULATED,
-    )
-    refusal = "" if judgement.fits else "does not fit"
-    return Candidate(name=split.partitioner, split=split, judgement=judgement, refusal=refusal)
+def _judged(costs: ClusterCosts, split: Split) -> Candidate:
+    judgement = judge(costs, split)
+    return Candidate(name=split.partitioner, split=split, judgement=judgement)
 
 
-def _rate(one: Candidate) -> float:
-    """Samples per second."""
-    return one.split.num_samples / one.judgement.seconds
+def _rate(candidate: Candidate) -> float:
+    return candidate.judgement.samples_per_second
 
 
 def _shown(split: Split) -> str:
@@ -214,8 +210,8 @@ def _passing(split: Split) -> str:
     return f"{size}, {split.schedule}{stale}"
 
 
-def _most_gb(one: Candidate) -> float:
-    return max(stage.memory.total_bytes for stage in one.judgement.stages) / 1e9
+def _most_gb(candidate: Candidate) -> float:
+    return max(stage.memory.total_bytes for stage in candidate.judgement.stages) / 1e9
 
 
 def _claims(rows: list[dict[str, Any]]) -> dict[str, Any]:

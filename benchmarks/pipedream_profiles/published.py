@@ -48,12 +48,10 @@ class Question:
 
     @property
     def profile(self) -> str:
-        """Its name."""
         return self.path.name.removesuffix(".graph.txt").removesuffix(".txt")
 
     @property
     def graph(self) -> LayerGraph:
-        """As it was read."""
         return _profile(self.path)[0]
 
     @property
@@ -84,15 +82,15 @@ class Question:
             self.states, self.levels.levels, self.options, preferred=self._published_levels
         )
 
-    def is_equal(self, found: Optimum) -> bool | None:
+    def is_equal(self, optimum: Optimum) -> bool | None:
         """Whether it is the published answer; None where there is none."""
         if not self.answer:
             return None
         return (
-            found.levels == self._published_levels
-            and isclose(found.stage_seconds, self.answer["stage_seconds"], rel_tol=_SAME)
+            optimum.levels == self._published_levels
+            and isclose(optimum.stage_seconds, self.answer["stage_seconds"], rel_tol=_SAME)
             and isclose(
-                found.data_parallel_seconds,
+                optimum.data_parallel_seconds,
                 self.answer["data_parallel_seconds"],
                 rel_tol=_SAME,
             )

@@ -153,7 +153,7 @@ def capture_stage(
         own = halves[0] if node in forward else halves[1]
         own += _parts(node, device)
         made[node] = len(halves[1])
-    values = staged.values
+    values = staged.whole.values
     gradients = sorted(
         (
             Gradient(

@@ -16,8 +16,7 @@ from bayplan.data.cluster import Cluster, LinkKind
 from bayplan.data.device import Figure, OpClass
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Stage
-from bayplan.planning.buckets.bucket_plan import Gradient
-from bayplan.planning.buckets.timelines import filled
+from bayplan.planning.buckets.bucket_plan import Gradient, filled
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.simulating.clock import Loading, StepCosts, StepTimes, step_times
 from bayplan.simulating.cluster_network import ClusterNetwork

@@ -25,9 +25,13 @@ from report_004.fitting import FittedLink, fitted_link
 from report_004.report import NUM_RANKS, RUNS, ReportedRun
 
 from bayplan.data.histogram import histogram, histogram_text
-from bayplan.planning.buckets.bucket_plan import BucketPlan, least_end_seconds
+from bayplan.planning.buckets.bucket_plan import (
+    BucketPlan,
+    ddp_timeline,
+    horovod_timeline,
+    least_end_seconds,
+)
 from bayplan.planning.buckets.bucketing import Order, plan_buckets
-from bayplan.planning.buckets.timelines import ddp_timeline, horovod_timeline
 
 COLUMNS = (
     "run",

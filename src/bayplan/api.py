@@ -1,7 +1,7 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bayplan.data.judgement import Why
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.profile import Clock, Profile
-from bayplan.data.record import Difference, RunRecord
+from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import Verdict
 from bayplan.devices.machine import cache_directory
@@ -30,8 +30,6 @@ from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
 from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
-from bayplan.planning.memory import largest_batch
-from bayplan.planning.memory.largest_batch import LargestBatch
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.prepared_stages import PreparedStages
@@ -44,7 +42,7 @@ from bayplan.prepared_step import (
     scale_workspaces,
     step_of_plan,
 )
-from bayplan.reporting.differences import difference_of
+from bayplan.reporting.differences import compare
 from bayplan.reporting.plans import explanation_text
 from bayplan.reporting.ranks import whole_pipeline_text
 from bayplan.reporting.text import comparison_text, record_text
@@ -63,11 +61,10 @@ from bayplan.tracing.fake import OptimizerSource
 __all__ = [
     "capture",
     "check",
+    "check_rank_run",
     "compare",
     "explain",
-    "largest_batches",
     "plan",
-    "plan_for_cluster",
     "plan_for_ranks",
     "planner_of",
     "profile",
@@ -117,7 +114,6 @@ def check(
             `time_limit_seconds`.
 
     Example:
-        >>> import torch
         >>> model, batch = torch.nn.Linear(256, 256), torch.ones(64, 256)
         >>> check(model, batch, lambda y: y.sum(), memory="1GiB", device="h100").fits
         True
@@ -133,10 +129,10 @@ def check(
         on_progress=on_progress,
         **options,
     )
-    limit = None if memory is None else Limit.parse(memory)
-    memory_bytes = None if limit is None else limit.size_bytes
-    if limit is not None and memory_bytes is None:
-        memory_bytes = limit.of(planner.step.plain_peak_bytes)
+    memory_bytes = None
+    if memory is not None:
+        limit = Limit.parse(memory)
+        memory_bytes = limit.size_bytes or limit.of(planner.step.plain_peak_bytes)
     assert isinstance(planner.step, PreparedStep), "made above"
     return verdicts.check(
         planner.step,
@@ -145,30 +141,6 @@ def check(
         planner=planner if may_plan else None,
         on_progress=on_progress,
     )
-
-
-def largest_batches(
-    model: nn.Module | str,
-    batch: Batch = None,
-    loss_fn: LossFunction = None,
-    *,
-    memory: str | int,
-    **options: Any,
-) -> Iterator[LargestBatch]:
-    """The largest batch that fits, for each strategy, row by row as it is found.
-
-    Args:
-        model: as for `check`.
-        batch: as for `check`; its size does not matter.
-        loss_fn: as for `check`.
-        memory: the limit, in bytes.
-        **options: as for `check`.
-    """
-    limit = Limit.parse(memory)
-    if limit.size_bytes is None:
-        raise UsageError("the largest batch needs the limit in bytes; say it like 8GiB")
-    planner = planner_of(model, batch, loss_fn, **options)
-    return largest_batch.largest_batches(planner, limit.size_bytes)
 
 
 def plan(
@@ -185,9 +157,7 @@ def plan(
     """Plan a training step: for one device within a limit, for ranks, or for a cluster.
 
     Args:
-        model: as for `check`.
-        batch: as for `check`.
-        loss_fn: as for `check`.
+        model, batch, loss_fn: as for `check`.
         memory: of one device, the limit: `8GiB`, bytes, or a share of the plain peak, `40%`.
         strategy: for one device: `auto` (ours), `keep`, `checkpoint`, `checkpoint-speed`, `swap` or
             `ome`.
@@ -195,31 +165,17 @@ def plan(
             the cluster.
         cluster: devices that need not be here, by name or file; without a placement, the fastest
             split that fits is searched for.
-        **options: `optimizer`, `autocast` as for `check`. For one device `device`, `pack` (whether
-            activations may be packed, without loss), `swap` (a directory for activations that pay
-            to be swapped), `swap_size`, `update_in_backward`, `time_limit_seconds`. For ranks the
-            fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
+        **options: `optimizer`, `autocast` as for `check`; `pack` (whether activations may be
+            packed, without loss), `swap` (a directory for activations that pay to be swapped),
+            `swap_size`, `time_limit_seconds`. For one device also `device`, `update_in_backward`;
+            for ranks the fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if placement is not None or cluster is not None:
-        names = {each.name for each in fields(RankPlanOptions)}
-        of_ranks: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-        of_step = {name: value for name, value in options.items() if name not in names}
-        on_progress = of_step.pop("on_progress", no_progress)
-        step = prepare(model, batch, loss_fn, on_progress=on_progress, **of_step)
-        of_ranks.setdefault("state_per_parameter", state_per_parameter(step.optimizer_name))
-        if cluster is None:
-            assert placement is not None, "one of the two is given"
-            ranks = RankPlanOptions(placement=Placement.parse(placement), **of_ranks)
-            return plan_for_ranks(step, ranks, on_progress=on_progress)
-        described = read_cluster(cluster) if isinstance(cluster, str) else cluster
-        given = Placement.parse(placement) if placement else data_parallel_placement(described)
-        ranks = RankPlanOptions(placement=given, **of_ranks)
-        return plan_for_cluster(
-            step, described, ranks, is_placed=placement is not None, on_progress=on_progress
-        )[0]
+        ranks: dict[str, Any] = {"placement": placement, "cluster": cluster, **options}
+        return plan_for_ranks(model, batch, loss_fn, **ranks)[0]
     if memory is None and strategy == "auto":
         raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
     limit = None if memory is None else Limit.parse(memory)
@@ -228,49 +184,66 @@ def plan(
 
 
 def plan_for_ranks(
-    step: PreparedStep, options: RankPlanOptions, *, on_progress: Progress = no_progress
-) -> RankPlan:
-    """Plan a step for ranks of this machine; links are measured where all are on one node."""
-
-    def network() -> Network | None:
-        is_one_node = len(options.placement.devices_per_node) == 1
-        links = local_link_speeds() if is_one_node else None
-        return None if links is None else SpeedsNetwork(links)
-
-    stages = PreparedStages.of(step)
-    return place(stages, options, network=network, on_progress=on_progress)
-
-
-def plan_for_cluster(
-    step: PreparedStep,
-    cluster: Cluster,
-    options: RankPlanOptions,
+    model: nn.Module | str,
+    batch: Batch = None,
+    loss_fn: LossFunction = None,
     *,
-    is_placed: bool = False,
-    micro_batches: Sequence[int] = (),
+    placement: str | Placement | None,
+    cluster: str | Cluster | None = None,
     partitioner: str = "auto",
+    pack: bool = True,
+    swap: Path | str | None = None,
+    swap_size: str | int | None = None,
     on_progress: Progress = no_progress,
-) -> tuple[RankPlan, Why]:
-    """Plan a step for a cluster that need not be here, and say why the plan is as it is.
+    **options: Any,
+) -> tuple[RankPlan, Why | None]:
+    """Plan for ranks of this machine, or for a cluster and say why the plan is as it is.
 
-    Args:
-        step: on no device of its own.
-        cluster: whose devices may be used.
-        options: what is given; the placement counts only if `is_placed`.
-        is_placed: whether stages are placed by the options, and not searched for.
-        micro_batches: numbers of them that may be chosen; empty for any.
-        partitioner: who splits the model; `auto` is ours.
-        on_progress: hears what is being done.
+    Arguments are those of `plan`. The partitioner, `auto` for ours, splits a model over a cluster
+    where no placement is given. Links are measured where all ranks are on one node of this machine.
     """
-    question = ClusterQuestion(PreparedStages.of(step), cluster, on_progress)
-    if is_placed:
-        made = question.placed(options)
+    names = {field.name for field in fields(RankPlanOptions)} & {*options}
+    given: dict[str, Any] = {name: options.pop(name) for name in names}
+    step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
+    described = read_cluster(cluster) if isinstance(cluster, str) else cluster
+    if described is not None and not placement:
+        devices = data_parallel_placement(described)
     else:
+        devices = (
+            placement if isinstance(placement, Placement) else Placement.parse(placement or "")
+        )
+    if described is not None and swap is not None:
+        raise UsageError(
+            "--swap-dir is a folder of this machine, which plans for a cluster cannot use; leave it"
+            " out"
+        )
+    space = swap_space(swap, swap_size) if described is None else None
+    own: dict[str, Any] = {
+        "placement": devices,
+        "may_pack": pack,
+        "tier": None if space is None else space.tier,
+        "max_swap_bytes": None if swap_size is None else parse_bytes(swap_size),
+        "state_per_parameter": state_per_parameter(step.optimizer_name),
+    }
+    rank_options = RankPlanOptions(**{**own, **given})
+    stages = PreparedStages.of(step)
+    if described is None:
+
+        def network() -> Network | None:
+            links = local_link_speeds() if len(devices.devices_per_node) == 1 else None
+            return None if links is None else SpeedsNetwork(links)
+
+        return place(stages, rank_options, network=network, on_progress=on_progress), None
+    question = ClusterQuestion(stages, described, on_progress)
+    if placement is not None:
+        made = question.placed(rank_options)
+    else:
+        count = rank_options.num_micro_batches
         made = question.planned(
-            staleness=options.staleness,
-            micro_batches=micro_batches,
+            staleness=rank_options.staleness,
+            micro_batches=() if count == 1 else (count,),
             partitioner=partitioner,
-            options=options,
+            options=rank_options,
         )
     return made.plan, question.why(made)
 
@@ -296,10 +269,7 @@ def run(
         plan: for one device, or for ranks of this machine, each of which is a process.
         model: the module that a plan for one device was made for; or, for a plan that names a
             function of your own, that target. Reference models are built by name.
-        batch: of that module.
-        loss_fn: of that module.
-        optimizer: of that module, as when it was planned.
-        autocast: of that module.
+        batch, loss_fn, optimizer, autocast: of that module, as when it was planned.
         num_steps: after one to warm up.
         swap: a directory for what the plan swaps.
         swap_size: the largest swap file.
@@ -318,11 +288,9 @@ def run(
                 "a plan for ranks is run by processes that build their model themselves; name it as"
                 " module:function, or use bayplan.bind under torchrun"
             )
-        check_rank_plan(plan)
-        step_of_plan(plan, target=target)
         max_bytes = None if swap_size is None else parse_bytes(swap_size)
         folder = None if swap is None else Path(swap)
-        check_room(plan, folder, swap_bytes=max_bytes)
+        check_rank_run(plan, target, swap=folder, swap_bytes=max_bytes)
         lines: list[str] = []
         done = run_on_ranks(
             plan,
@@ -355,13 +323,22 @@ def run(
     return done.measured
 
 
+def check_rank_run(
+    plan: RankPlan, target: str | None, *, swap: Path | None, swap_bytes: int | None
+) -> None:
+    """Refuse, before a process is started, what every rank would refuse."""
+    check_rank_plan(plan)
+    step_of_plan(plan, target=target)
+    check_room(plan, swap, swap_bytes=swap_bytes)
+
+
 def planner_of(
     model: nn.Module | str,
     batch: Batch = None,
     loss_fn: LossFunction = None,
     *,
     pack: bool = True,
-    swap: Path | str | SwapSpace | None = None,
+    swap: Path | str | None = None,
     swap_size: str | int | None = None,
     time_limit_seconds: float = 10.0,
     on_progress: Progress = no_progress,
@@ -369,7 +346,7 @@ def planner_of(
 ) -> Planner:
     """A planner of one step, for any number of plans; arguments as for `plan`."""
     step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
-    space = swap if isinstance(swap, SwapSpace) else swap_space(swap, swap_size)
+    space = swap_space(swap, swap_size)
     return Planner(
         step,
         cache=cache_directory(),
@@ -415,12 +392,6 @@ def capture(
             (`torch.optim.AdamW`); None leaves the update out.
         autocast: dtype of mixed precision for the forward.
         name: what to call the model; its class by default.
-
-    Example:
-        >>> import torch
-        >>> graph = capture(torch.nn.Linear(3, 2), torch.ones(4, 3), lambda y: y.sum())
-        >>> graph.num_parameters
-        8
     """
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
     return capture_step(step, optimizer=optimizer, name=name)
@@ -445,13 +416,9 @@ def profile(
     before of the same step on the same machine is taken from the cache (`BAYPLAN_CACHE`). What
     `torch.compile` made runs as it was written, as it does in a capture.
 
+    The model is on the device to measure; other arguments that are not listed are as for `capture`.
+
     Args:
-        model: as for `capture`, on the device to measure.
-        batch: as for `capture`.
-        loss_fn: as for `capture`.
-        optimizer: as for `capture`.
-        autocast: as for `capture`.
-        name: as for `capture`.
         repeats: steps to time, plain and watched, each.
         clock: `wall`, or `cpu` for the processor time of one thread, which ignores neighbours.
         use_cache: False measures anew, and replaces what the cache has of this step.
@@ -476,12 +443,7 @@ def profile(
         model=model, batch=batch, loss_fn=loss_fn, optimizer=built, autocast=autocast
     )
     return profile_step(
-        step,
-        graph,
-        repeats=repeats,
-        clock=clock,
-        use_cache=use_cache,
-        on_progress=on_progress,
+        step, graph, repeats=repeats, clock=clock, use_cache=use_cache, on_progress=on_progress
     )
 
 
@@ -528,12 +490,6 @@ def simulate(
         cluster: of a plan: where it would run, by name, file or as a `Cluster`.
         target: needed where a plan names a function of your own.
         on_progress: hears what is being done.
-
-    Example:
-        >>> import torch
-        >>> graph = capture(torch.nn.Linear(256, 256), torch.ones(64, 256), lambda y: y.sum())
-        >>> simulate(graph, device="h100").peak_bytes > 256 * 256 * 4
-        True
     """
     if not isinstance(step, StepGraph):
         if cluster is None:
@@ -552,16 +508,6 @@ def simulate(
             raise UsageError("simulate needs a profile, or a device to derive one for, like 'h100'")
         profile = derive_profile(step, kind)
     return replay(step, profile, kind)
-
-
-def compare(
-    first: RunRecord, second: RunRecord, *, names: tuple[str, str] = ("first", "second")
-) -> Difference:
-    """Say where the difference of two records comes from, by part of the step, stage and device.
-
-    Records may be simulated or measured, in any mix.
-    """
-    return difference_of(first, second, names=names)
 
 
 def report(
@@ -613,7 +559,6 @@ def record(
         clock: of the step times; `cpu` is the processor time of the whole process.
 
     Example:
-        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(1000))
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
         >>> with record() as recording:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,13 +32,18 @@ from bayplan.data.device import DeviceKind
 from bayplan.data.plan import Request
 from bayplan.data.program import Program
 from bayplan.devices.machine import cache_directory, device_name, granularity_of
-from bayplan.planning.pipelines.step_source import SharesBy, StageValues, TracedStage
+from bayplan.planning.pipelines.step_source import (
+    OneDeviceStep,
+    SharesBy,
+    StageValues,
+    TracedStage,
+)
 from bayplan.prepared_step import PreparedStep
 from bayplan.simulating.network import compute_spread
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource
-from bayplan.tracing.joint import JointStep, analyse_joint
+from bayplan.tracing.joint import JointStep
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.assigning import (
     operator_counts,
@@ -56,40 +61,11 @@ from bayplan.tracing.stages.whole_trace import (
     num_samples_of,
     trace_whole,
 )
-from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
+from bayplan.tracing.traced_step import MemoryContext, Price
 
-__all__ = ["CutStages", "KindCosts", "LocalCosts", "PreparedStages"]
+__all__ = ["PreparedStages"]
 
 StageContext = Callable[[int, int], MemoryContext]  # of a stage and a number of samples
-
-
-class CostSource(Protocol):
-    """Where the seconds and scratch bytes of operators come from."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def num_cores(self) -> float: ...
-
-    def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
-        """What stages are traced with.
-
-        Args:
-            staged: the step, by number of samples.
-            num_samples: of the whole batch.
-        """
-        ...
-
-    def num_priced(self, whole: WholeStep) -> int:
-        """The number of samples to price a whole step at."""
-        ...
-
-    def prices(self) -> AbstractContextManager[RankPrices]: ...
-
-    def update(
-        self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource
-    ) -> UpdateCost: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +73,6 @@ class LocalCosts:
     """Measured here, as ranks of this machine find them: one thread each, or one device each."""
 
     device: torch.device
-    cache: Path = field(default_factory=cache_directory)
 
     @property
     def where(self) -> str:
@@ -108,18 +83,20 @@ class LocalCosts:
         return len(os.sched_getaffinity(0)) if self.device.type == "cpu" else math.inf
 
     def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
+        """What stages of a step, by its number of samples, are traced with in a whole batch."""
         return StagePrices(
             staged=staged,
             num_samples=num_samples,
-            cache=self.cache,
+            cache=cache_directory(),
             granularity_bytes=granularity_of(self.device.type),
         ).context
 
     def num_priced(self, whole: WholeStep) -> int:
+        """The number of samples to price a whole step at."""
         return samples_to_price(whole.nodes, whole.num_samples)
 
     def prices(self) -> AbstractContextManager[RankPrices]:
-        return one_thread_prices(self.device, cache=self.cache)
+        return one_thread_prices(self.device, cache=cache_directory())
 
     def update(self, parameters: Sequence[torch.Tensor], optimizer: OptimizerSource) -> UpdateCost:
         return update_cost(
@@ -146,15 +123,14 @@ class KindCosts:
 
     def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
         def context(stage: int, piece_samples: int) -> MemoryContext:
-            prices: Callable[[torch.device], AbstractContextManager[Price]] = free_prices
-            granularity_bytes = 1
-            if self.kinds:
-                kind = self.kinds[stage]
-                granularity_bytes = kind.allocation_granularity_bytes
-                prices = partial(_prices_of, kind)
+            kind = self.kinds[stage] if self.kinds else None
+
+            def prices(device: torch.device) -> AbstractContextManager[Price]:
+                return free_prices(device) if kind is None else derived_prices(kind)
+
             return MemoryContext(
                 prices=partial(with_whole_masks, prices, num_samples / piece_samples),
-                granularity_bytes=granularity_bytes,
+                granularity_bytes=1 if kind is None else kind.allocation_granularity_bytes,
             )
 
         return context
@@ -171,8 +147,7 @@ class KindCosts:
         return derived_update_cost(parameters, optimizer, kind=self.kinds[0])
 
 
-def _prices_of(kind: DeviceKind, _: torch.device) -> AbstractContextManager[RankPrices]:
-    return derived_prices(kind)
+CostSource = LocalCosts | KindCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +156,7 @@ class PreparedStages:
 
     Attributes:
         step: the model, a batch of the size to train with, and the loss; may take no memory.
-        optimizer: makes one of parameters, for what the update takes; None leaves that out.
+        optimizer: makes one of parameters, to price its update; None leaves that out.
         name: of the model; its class by default.
         costs: where prices come from; by default they are measured here.
         question: how the step was asked for; None for a step that cannot be built again.
@@ -245,7 +220,7 @@ class PreparedStages:
 
     @property
     def batch_bytes(self) -> int:
-        return sum(map(_bytes_of, batch_tensors(self.step.batch)))
+        return sum(tensor.nbytes for tensor in batch_tensors(self.step.batch))
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -283,7 +258,7 @@ class PreparedStages:
             return parameter_bytes(staged.whole, staged.step)
         whole = self.whole(self._costs.num_priced(staged.whole))
         with explained(), self._costs.prices() as price:
-            return seconds_with_backward(_analysed(whole, price))
+            return seconds_with_backward(whole.analysed(price))
 
     def sent_bytes(self, num_samples: int) -> list[int]:
         return sent_bytes(self.program(num_samples))
@@ -297,25 +272,24 @@ class PreparedStages:
     def chain(
         self, kind: DeviceKind, sizes: tuple[int, int], *, name: str, also: Sequence[int] = ()
     ) -> tuple[Chain, tuple[int, ...]]:
-        large, small = (
+        (large, firsts), (small, small_firsts) = (
             chained(
                 self.whole(size),
                 self._priced_on(kind, name, size),
                 name=self.name,
                 device=name,
-                source="derived from the device's figures",
                 spread=compute_spread([kind]),
                 also=also,
             )
             for size in sizes
         )
-        both = with_fixed_parts(large, small)
-        return both.chain, both.firsts
+        assert firsts == small_firsts, "a step is cut at the same places at any size"
+        return with_fixed_parts(large, small), firsts
 
     def _priced_on(self, kind: DeviceKind, name: str, num_samples: int) -> JointStep:
         key = (num_samples, name)
         if key not in self._priced:
-            self._priced[key] = _analysed(self.whole(num_samples), DerivedCosts(kind))
+            self._priced[key] = self.whole(num_samples).analysed(DerivedCosts(kind))
         return self._priced[key]
 
     # The same step, priced otherwise.
@@ -329,9 +303,17 @@ class PreparedStages:
     def unpriced(self) -> "PreparedStages":
         return replace(self, costs=KindCosts())
 
-    def alone(self, kind: DeviceKind) -> "OneDeviceStages":
+    def alone(self, kind: DeviceKind) -> OneDeviceStep:
         assert self.question is not None, "a plan says what it was made for"
-        return OneDeviceStages(self.question.changed(device=kind), self.question)
+        here, there = self.question, self.question.changed(device=kind)
+        unrounded = replace(there.context, granularity_bytes=1, prices=free_prices)
+        return OneDeviceStep(
+            num_samples=here.samples,
+            fingerprints=(there.graph.fingerprint, here.graph.fingerprint),
+            traced=there.traced,
+            unrounded=trace_step(there.step, unrounded),
+            outside_seconds=there.outside_seconds,
+        )
 
     def cut(
         self, firsts: Sequence[int], *, synchronised: frozenset[str] = frozenset()
@@ -369,16 +351,12 @@ class CutStages:
 
     @cached_property
     def _context(self) -> StageContext:
-        return self._costs.contexts(self.staged, self.prepared.num_samples)
-
-    @property
-    def _costs(self) -> CostSource:
-        return self.prepared._costs
+        return self.prepared._costs.contexts(self.staged, self.prepared.num_samples)
 
     def update(self, parameters: Sequence[str]) -> UpdateCost:
         tensors = [self.prepared.tensors[name] for name in parameters]
         with explained():
-            return self._costs.update(tensors, self.prepared.optimizer)
+            return self.prepared._costs.update(tensors, self.prepared.optimizer)
 
     def add_seconds(self, parameters: Sequence[str]) -> float:
         return self._call_seconds(torch.ops.aten.add_.Tensor, parameters)
@@ -389,47 +367,14 @@ class CutStages:
     def _call_seconds(self, operator: Callable[..., Any], parameters: Sequence[str]) -> float:
         if not parameters:
             return 0.0
-        with self._costs.prices() as price:
+        with self.prepared._costs.prices() as price:
             tensors = (self.prepared.tensors[name].detach() for name in parameters)
             return sum(price.price(operator, (tensor, tensor), {})[0] for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class OneDeviceStages:
-    """A step that is not cut, on one kind of device; see `OneDeviceStep`."""
-
-    there: PreparedStep
-    here: PreparedStep
-
-    @property
-    def num_samples(self) -> int | None:
-        return self.here.samples
-
-    @property
-    def fingerprints(self) -> tuple[str, str]:
-        return self.there.graph.fingerprint, self.here.graph.fingerprint
-
-    @property
-    def traced(self) -> TracedStep:
-        return self.there.traced
-
-    @property
-    def unrounded(self) -> TracedStep:
-        context = replace(self.there.context, granularity_bytes=1, prices=free_prices)
-        return trace_step(self.there.step, context)
-
-    @property
-    def outside_seconds(self) -> float:
-        return self.there.outside_seconds
-
-
-def _analysed(whole: WholeStep, price: Price) -> JointStep:
-    return analyse_joint(whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price)
-
-
 def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageValues:
     gradients = {name: node.meta["val"] for name, node in staged.whole.gradients().items()}
-    sizes = {name: _bytes_of(value) for name, value in staged.values.items()}
+    sizes = {name: value.nbytes for name, value in staged.whole.values.items()}
     state = (InputKind.PARAMETER, InputKind.BUFFER)
     return StageValues(
         num_samples=staged.whole.num_samples,
@@ -447,11 +392,7 @@ def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageVal
             pair: tuple(map(sizes.__getitem__, names))
             for pair, names in staged.carried.backward.items()
         },
-        tensor_bytes={name: _bytes_of(tensor) for name, tensor in tensors.items()},
+        tensor_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
         gradient_bytes={name: value.nbytes for name, value in gradients.items()},
         gradient_kinds={name: f"{value.dtype} {value.device}" for name, value in gradients.items()},
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

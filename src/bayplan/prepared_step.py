@@ -6,9 +6,10 @@ precision, optimizer or device share what they have in common. Planners see what
 through protocols, so that they know nothing of torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,11 +18,18 @@ import torch
 from torch import nn
 
 from bayplan import torch_compat
-from bayplan.costing.cache import cached_profile
+from bayplan.costing.cache import Prices, cached_profile
 from bayplan.costing.catalogue import device_names, load_device
 from bayplan.costing.measure import measure_profile
 from bayplan.costing.operators import WorkspaceWatch, nodes_that_may_set_the_peak
-from bayplan.costing.pricing import OutsideWatch, derived_prices, measured_prices, scaled_prices
+from bayplan.costing.pricing import (
+    DerivedCosts,
+    OutsideWatch,
+    measured_prices,
+    prices_by_name,
+    scaled_prices,
+    smaller_batches,
+)
 from bayplan.costing.probe import probe_cpu
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import same_operators, scale_profile
@@ -55,7 +63,6 @@ from bayplan.step import Batch, LossFunction, TrainingStep
 from bayplan.tracing.capture import capture_step, follow_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, build_without_memory, without_memory
-from bayplan.tracing.joint import name_of_repeat
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
@@ -90,11 +97,6 @@ _NOT_COUNTED_ON_CPU = ("Python, torch and their libraries", "memory the allocato
 _MEASURED_FLOPS = 1.5e11
 _MEASURED_REPEATS = 2
 _ROOM_TO_MEASURE = 1.5  # times its peak; a step that needs more is derived and not run
-# A step of more arithmetic than this is priced at two smaller batch sizes, and scaled.
-_PRICED_FLOPS = 3e11
-_FEWEST_PRICED = 2  # samples; one may take other kernels than many
-
-_Costs = dict[str, tuple[float, int]]  # seconds and workspace bytes, by operator
 
 
 def prepare(
@@ -275,7 +277,7 @@ class PreparedStep:
 
     def changed(self, **changes: Any) -> "PreparedStep":
         """The same step with another batch size, precision, optimizer or device."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)} | changes
+        values = {part.name: getattr(self, part.name) for part in fields(self)} | changes
         variant = PreparedStep(**values)
         return self.shared.steps.setdefault(variant._key, variant)
 
@@ -486,8 +488,12 @@ class PreparedStep:
             torch.set_num_threads(1)  # that clock sees no other
         try:
             with explained():  # values that no capture looks at may be wrong, like a class too high
+                step = self.build()
+                if self.target.is_given:  # a module of the user's stays as it is
+                    model, optimizer = copy.deepcopy((step.model, step.optimizer))
+                    step = replace(step, model=model, optimizer=optimizer)
                 return profile_step(
-                    self.build(),
+                    step,
                     self.graph,
                     repeats=repeats,
                     clock=clock,
@@ -559,34 +565,32 @@ class PreparedStep:
         return trace_step(self.step, self.context)
 
     def _prices(self, device: torch.device) -> AbstractContextManager[Price]:
-        if self.device is not None:
-            return derived_prices(self.device)
+        if self._derived is not None:
+            return nullcontext(self._derived)
         here = measured_prices(device, cache=cache_directory(), clock=self.clock)
         return here if self._smaller is None else scaled_prices(*self._smaller, otherwise=here)
 
     @cached_property
-    def _smaller(self) -> tuple[Mapping[str, Any], Mapping[str, Any], float] | None:
-        """Prices at two small batch sizes, for a step that is too long to be priced as it is."""
-        flops = sum(node.flops for node in self.graph.nodes)
-        if self.samples is None or flops <= _PRICED_FLOPS or not self.takes_batch_size:
-            return None
-        large = max(2 * _FEWEST_PRICED, int(self.samples * _PRICED_FLOPS / flops))
-        small = max(_FEWEST_PRICED, large // 2)
-        if large >= self.samples:
-            return None
-        share = (self.samples - small) / (large - small)
-        return self.at(small)._operator_costs, self.at(large)._operator_costs, share
+    def _derived(self) -> DerivedCosts | None:
+        """Prices for a device elsewhere, shared by all variants of the step."""
+        return None if self.device is None else DerivedCosts(self.device)
 
     @cached_property
-    def _operator_costs(self) -> _Costs:
-        every = tuple(pack.name for pack in self.traced.packs)
-        ops = (
-            *self.traced.with_packs().program.ops,
-            *self.traced.with_packs(every).program.ops,
-        )
-        costs = {op.name: (op.seconds, op.workspace_bytes) for op in ops}
-        repeats = ((name_of_repeat(op.name), op.again()) for op in ops)
-        return costs | {name: (op.seconds, op.workspace_bytes) for name, op in repeats}
+    def _smaller(self) -> tuple[Prices, Prices, float] | None:
+        """Prices at two small batch sizes, for a step that takes too long to price as it is."""
+        if self.samples is None or not self.takes_batch_size:
+            return None
+        batches = smaller_batches(sum(node.flops for node in self.graph.nodes), self.samples)
+        if batches is None:
+            return None
+        small, large = batches
+        share = (self.samples - small) / (large - small)
+        return self.at(small)._operator_prices, self.at(large)._operator_prices, share
+
+    @cached_property
+    def _operator_prices(self) -> Prices:
+        packed = self.traced.with_packs(tuple(pack.name for pack in self.traced.packs))
+        return prices_by_name((*self.traced.with_packs().program.ops, *packed.program.ops))
 
     @cached_property
     def outside_seconds(self) -> float:

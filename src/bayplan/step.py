@@ -148,11 +148,11 @@ def _named(loss_fn: Any) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _describe(thing: Any) -> str:
-    if thing is None:
+def _describe(value: Any) -> str:
+    if value is None:
         return "none"
-    if isinstance(thing, torch.Tensor):
-        return f"a tensor of shape {tuple(thing.shape)}"
-    if isinstance(thing, tuple | list):
-        return f"a {type(thing).__name__} of {len(thing)}"
-    return f"a {type(thing).__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bayplan.planning.buckets.bucket_plan import least_end_seconds
+from bayplan.planning.buckets.bucket_plan import horovod_timeline, least_end_seconds
 from bayplan.planning.buckets.bucketing import plan_buckets
-from bayplan.planning.buckets.timelines import horovod_timeline
 
 MIB = 2**20
 

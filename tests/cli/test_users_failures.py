@@ -119,7 +119,7 @@ def test_module_missing_inside_the_users_module_is_theirs(bayplan, project):
     assert "cannot find module" not in outcome.err
     (project / "tra.py").write_text("import tr\n")
     outcome = bayplan("check", "tra:build")
-    assert "importing 'tra' fails: No module named 'tr'" in outcome.err
+    assert "importing 'tra' fails: ModuleNotFoundError: No module named 'tr'" in outcome.err
 
 
 def test_syntax_error_is_named_with_its_line(bayplan, project, check_refusal):

@@ -140,12 +140,6 @@ def test_readers_are_nodes_in_order_each_once(graph):
     assert graph.readers == ((0, 2), (0,), (1, 2), (), ())
 
 
-def test_storages_of_values_are_each_named_once(graph):
-    doubled = with_value(graph, 4, storage=2)
-    assert doubled.storages_of((4, 1, 2, 4)) == (2, 1)
-    assert graph.storages_of(()) == ()
-
-
 def test_parameters_are_counted(graph):
     assert graph.num_parameters == 12
 

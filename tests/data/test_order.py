@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from bayplan.data.errors import ForeignPlan
-from bayplan.data.plan import StepOrder, SwapOrder
+from bayplan.data.plan import StepOrder, Swap
 from bayplan.data.program import Op, Program
 
 PROGRAM = Program(
@@ -29,7 +29,7 @@ def order(**changes) -> StepOrder:
 
 
 def test_order_survives_a_file():
-    swap = SwapOrder(buffer=1, away_before=1, backs_before=(2, 4))
+    swap = Swap(buffer=1, away_before=1, backs_before=(2, 4))
     before = order(swaps=(swap,), packs=("relu",), gap=0.1)
     assert msgspec.json.decode(msgspec.json.encode(before), type=StepOrder) == before
 
@@ -58,7 +58,7 @@ def test_nonsense_is_refused(changes, complaint):
 def test_impossible_swap_is_refused(numbers):
     buffer, away_before, backs_before = numbers
     with pytest.raises(ValueError, match=r"must be 0 or more|a swapped activation must come back"):
-        SwapOrder(buffer=buffer, away_before=away_before, backs_before=backs_before)
+        Swap(buffer=buffer, away_before=away_before, backs_before=backs_before)
 
 
 def test_unknown_fields_are_refused():

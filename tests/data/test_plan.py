@@ -73,7 +73,7 @@ def test_an_impossible_order_of_a_stage_is_refused(fields, message):
 
 def test_an_order_of_a_stage_that_is_not_there_is_refused(plan):
     order = StageOrder(stage=2, num_samples=4, order=ORDER)
-    with pytest.raises(ValueError, match=r"stage_orders\[0\] names stage 2, but there are only 2"):
+    with pytest.raises(ValueError, match=r"stage_orders\[0\]\.stage is 2, must be from 0 to 1"):
         replace(plan, stage_orders=(order,))
 
 

@@ -128,3 +128,12 @@ def test_survives_json():
     again = msgspec.json.decode(msgspec.json.encode(chain), type=Program)
     assert again == chain
     assert structs.replace(again, resident_bytes=7).always_bytes == chain.always_bytes + 7
+
+
+def test_an_op_that_is_renamed_repeats_under_the_new_numbers():
+    op = Op(
+        name="f", reads=(0,), writes=(1, 2), seconds=1.0, repeat_reads=(0, 2), repeat_writes=(1,)
+    )
+    new = op.renamed({0: 7}, {2: 9})
+    assert (new.reads, new.writes) == ((7,), (1, 9))
+    assert (new.repeat_reads, new.repeat_writes) == ((7, 9), (1,))

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data import files
-from bayplan.data.record import Event, Lane, MemoryCurve, Prediction, RunRecord, Source
+from bayplan.data.record import (
+    Event,
+    Lane,
+    MemoryCurve,
+    Prediction,
+    RunRecord,
+    Source,
+    message_classes,
+)
 
 replace = msgspec.structs.replace
 
@@ -162,3 +170,9 @@ def test_what_was_promised_is_of_all_devices(record, fields, words):
 def test_a_promise_below_zero_is_refused(fields):
     with pytest.raises(ValueError, match="must be 0 or more"):
         Prediction(**{"step_seconds": 1.0, "peak_bytes": (1,), **fields})
+
+
+def test_messages_are_summed_up_by_class():
+    (small,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
+    assert (small.upper_bytes, small.count) == (2**20, 2)
+    assert (small.total_bytes, small.seconds) == (3 * 2**19, 2.0)

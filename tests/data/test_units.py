@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.errors import UsageError
-from bayplan.data.units import format_bytes, format_count, format_seconds, parse_bytes
+from bayplan.data.units import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +134,14 @@ def test_printed_seconds_are_within_the_rounding(seconds):
 )
 def test_counts_are_printed(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(3.53e9, "3.53 GB/s"), (125e6, "125 MB/s"), (1e3, "1 kB/s"), (12, "12 B/s")]
+)
+def test_rates_are_printed_in_thousands(rate, text):
+    assert format_rate(rate) == text
+
+
+def test_an_allocator_rounds_up():
+    assert [round_up(size_bytes, 512) for size_bytes in (0, 1, 512, 1000)] == [0, 512, 512, 1024]

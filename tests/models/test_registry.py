@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from bayplan.models import UnknownModel, load, reference_models
+from bayplan.data.errors import UsageError
+from bayplan.models import load, reference_models
 from bayplan.models.building import BuiltModel
 
 # As published; for alexnet-oneflow no exact number is, so it is summed by hand in test_alexnet.
@@ -60,5 +61,5 @@ def test_default_sample_shape(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownModel, match="no reference model 'bert'; known: alexnet, "):
+    with pytest.raises(UsageError, match="no reference model 'bert'; known: alexnet, "):
         load("bert")

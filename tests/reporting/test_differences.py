@@ -3,7 +3,7 @@
 import pytest
 
 from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
-from bayplan.reporting.differences import difference_of, difference_text, step_parts
+from bayplan.reporting.differences import compare, difference_text, step_parts
 
 
 def event(lane, name, start, seconds):
@@ -58,7 +58,7 @@ def test_waits_for_samples_are_told_from_swaps():
 def test_the_change_of_the_parts_is_the_change_of_the_step():
     first = record(device(0), device(1))
     second = record(device(0, receive=1.5), device(1, compute=2.0), seconds=3.0)
-    found = difference_of(first, second)
+    found = compare(first, second)
     before, after = found.parts
     assert after.seconds - before.seconds == pytest.approx(1.0)
     assert [row.name for row in found.stages] == ["stage 0", "stage 1"]
@@ -75,9 +75,9 @@ def test_two_predictions_within_each_other_are_a_tie(spreads, is_tie):
         record(device(0), seconds=seconds, step_spread_seconds=spread)
         for seconds, spread in zip((2.0, 2.5), spreads, strict=True)
     )
-    found = difference_of(first, second)
+    found = compare(first, second)
     assert found.is_tie is is_tie
-    assert difference_of(second, first).is_tie is is_tie
+    assert compare(second, first).is_tie is is_tie
     assert ("a tie" in difference_text(found)) is is_tie
 
 
@@ -85,11 +85,11 @@ def test_a_measurement_is_judged_by_the_interval_of_the_prediction():
     predicted = record(device(0), step_spread_seconds=0.6)
     measured = record(device(0), seconds=2.5, source=Source.MEASURED)
     for pair in ((predicted, measured), (measured, predicted)):
-        found = difference_of(*pair)
+        found = compare(*pair)
         assert not found.is_tie
         assert "within the predicted interval" in difference_text(found)
     far = record(device(0), seconds=3.0, source=Source.MEASURED)
-    assert "outside the predicted interval" in difference_text(difference_of(predicted, far))
+    assert "outside the predicted interval" in difference_text(compare(predicted, far))
 
 
 def test_records_of_other_shapes_are_compared_as_far_as_they_go():
@@ -99,7 +99,7 @@ def test_records_of_other_shapes_are_compared_as_far_as_they_go():
         step_seconds=(1.0, 3.0, 3.0, 3.2, 2.8),
         devices=(DeviceRecord(device="cpu", peak_bytes=2**20),),
     )
-    found = difference_of(alone, record(device(0), device(1)))
+    found = compare(alone, record(device(0), device(1)))
     assert found.parts[0] is None
     assert (found.stages, found.devices) == ((), ())
     text = difference_text(found)
@@ -111,11 +111,11 @@ def test_memory_is_compared_by_kind_where_both_know_it():
     kinds = {"parameter": 2**20, "activation": 2**19}
     first = record(device(0, peak_by_kind=kinds))
     second = record(device(0, peak=3 * 2**20, peak_by_kind={"parameter": 3 * 2**20}))
-    found = difference_of(first, second)
+    found = compare(first, second)
     assert found.peak_by_kind == {"parameter": (2**20, 3 * 2**20), "activation": (2**19, 0)}
     assert "(+200.0 %)" in difference_text(found)
 
 
 def test_an_empty_record_is_no_bug():
     empty = RunRecord(source=Source.MEASURED, method="malloc", step_seconds=(), devices=())
-    assert "peak  first 0 B" in difference_text(difference_of(empty, empty))
+    assert "peak  first 0 B" in difference_text(compare(empty, empty))

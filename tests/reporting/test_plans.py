@@ -7,7 +7,6 @@ from bayplan.data.plan import Choice, Decision, DevicePlan, LiveValue, PeakMomen
 from bayplan.reporting.plans import (
     curve_text,
     explanation_text,
-    order_line,
     plan_line,
     table_text,
 )
@@ -63,7 +62,6 @@ def plan() -> DevicePlan:
 
 def test_price_of_a_plan_is_one_line(plan):
     line = "peak 400.0 MiB (40% of plain), step 112 ms (1.120 x plain)"
-    assert order_line(make_order()) == line
     assert plan_line(plan) == f"{line}; 1 packed, 2 recomputed"
     assert plan_line(structs.replace(plan, decisions=())).endswith("; everything kept")
 

@@ -10,7 +10,7 @@ from torch import nn
 from bayplan import torch_compat as torch_compat
 from bayplan.costing.pricing import free_prices, measured_prices
 from bayplan.data.errors import ForeignPlan, UsageError
-from bayplan.data.plan import StepOrder, SwapOrder
+from bayplan.data.plan import StepOrder, Swap
 from bayplan.planning.memory.orders import as_planned, by_strategy
 from bayplan.planning.memory.strategies import keep, swap
 from bayplan.running.backend import steps_of
@@ -65,10 +65,10 @@ EDITS = {
     "an op that does not exist": lambda order: {"schedule": (*order.schedule, 999)},
     "a loss that runs twice": lambda order: {"schedule": (*order.schedule, 3)},
     "a swap of nothing": lambda order: {
-        "swaps": (SwapOrder(buffer=999, away_before=1, backs_before=(5,)),)
+        "swaps": (Swap(buffer=999, away_before=1, backs_before=(5,)),)
     },
     "a swap of an input": lambda order: {
-        "swaps": (SwapOrder(buffer=0, away_before=1, backs_before=(5,)),)
+        "swaps": (Swap(buffer=0, away_before=1, backs_before=(5,)),)
     },
     "an unknown pack": lambda order: {"packs": ("no_such_value",)},
 }

@@ -1,12 +1,9 @@
-"""The application: its help, and how errors become words and exit codes."""
+"""The application: its commands, its help, and how errors become words and exit codes."""
 
 import os
 import sys
-import traceback
 
 from cyclopts import App, CycloptsError
-
-from bayplan.data.errors import BayplanError, CaptureError, ExitCode
 
 __all__ = ["TARGET_HELP", "app", "main"]
 
@@ -41,9 +38,43 @@ Start with:
     suppress_keyboard_interrupt=False,  # `_run` says what Ctrl-C left behind
 )
 
+# In the order of work. Each is the `app` of the module of its name, which is imported when the
+# command is called; the help of `bayplan` itself needs no more than these lines.
+COMMANDS = {
+    "check": "Say whether a training step fits, why, how fast it will be, and which plan makes it"
+    " fit.",
+    "profile": "Measure seconds and workspace of every operator by running the step.",
+    "capture": "Write the graph of one training step, without allocating the model.",
+    "simulate": "Replay a plan on a cluster, or a captured graph with a profile or on a device.",
+    "plan": "Plan a training step within a memory limit, for many ranks or for a cluster.",
+    "run": "Train as a plan says, and show predicted next to measured.",
+    "tune": "Find the fastest way to sum a model's gradients over ranks.",
+    "report": "Print a record; with --against another one, predicted next to measured.",
+    "compare": "Say where the difference of two records comes from, by part of the step, stage and"
+    " device.",
+    "explain": "Say what sets a plan's peak, what each of its choices costs, and what would help."
+    "\n\nOf a plan for many ranks: where each is, what it needs, and all it does.",
+    "cluster": "List the clusters that are known, show one, or make one from this machine or a"
+    " topology.",
+    "doctor": "Check this machine: versions, devices, exact memory counting, cache, what is known.",
+}
+for place, (name, text) in enumerate(COMMANDS.items()):
+    app.command(f"bayplan.cli.{name}:app", name=name, help=text, sort_key=place)
+
+
+@app.command(show=False)
+def fit(*words: str) -> None:
+    """Tell whoever types the old name of `check`."""
+    from bayplan.data.errors import UsageError
+
+    raise UsageError(
+        "`bayplan fit` is called `bayplan check` now, with the same options; in Python, bayplan.fit"
+        " changes a module"
+    )
+
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and end the process with the exit code of the design."""
+    """Run a command and end the process with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without ± shows ?, and no error
             stream.reconfigure(errors="replace")
@@ -60,34 +91,37 @@ def _run(arguments: list[str]) -> int:
         )
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
-    except CycloptsError as fault:
-        command = " ".join(("bayplan", *(fault.command_chain or ())))
-        _complain(f"{fault}\nSee `{command} --help`.")
-        return ExitCode.USAGE
-    except BayplanError as fault:
-        if isinstance(fault, CaptureError):
-            _show_users_traceback(fault)
-        _complain(str(fault))
-        return fault.exit_code
     except KeyboardInterrupt as stop:  # a command that leaves files behind says which
         _complain(f"interrupted; {stop}" if str(stop) else "interrupted; no file was changed")
         return 130
     except BrokenPipeError:  # `bayplan … | head` has read enough; nothing more may be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
-    except Exception:
-        traceback.print_exc()
-        _complain("this is a bug of bayplan; please report it with the lines above")
-        return ExitCode.BUG
+        return 0
+    except Exception as fault:
+        return _explain(fault)
+
+
+def _explain(fault: Exception) -> int:
+    """Print what went wrong, and return its exit code."""
+    from bayplan.data.errors import BayplanError, CaptureError, ExitCode
+
+    if isinstance(fault, CycloptsError):
+        command = " ".join(("bayplan", *(fault.command_chain or ())))
+        _complain(f"{fault}\nSee `{command} --help`.")
+        return ExitCode.USAGE
+    if isinstance(fault, BayplanError):
+        if isinstance(fault, CaptureError) and fault.__cause__ is not None:
+            from bayplan.tracing.explain import users_traceback
+
+            print(users_traceback(fault.__cause__), end="", file=sys.stderr)
+        _complain(str(fault))
+        return fault.exit_code
+    import traceback
+
+    traceback.print_exception(fault)
+    _complain("this is a bug of bayplan; please report it with the lines above")
+    return ExitCode.BUG
 
 
 def _complain(message: str) -> None:
     print(f"bayplan: {message}", file=sys.stderr)
-
-
-def _show_users_traceback(fault: CaptureError) -> None:
-    """Where the user's own code failed, their frames come first and ours not at all."""
-    if fault.__cause__ is not None:
-        from bayplan.tracing.explain import users_traceback
-
-        print(users_traceback(fault.__cause__), end="", file=sys.stderr)

@@ -3,18 +3,15 @@
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from bayplan.cli.app import TARGET_HELP, app
-from bayplan.cli.options import Autocast, Batch, Optimizer, Target, check_output, device_kind
-from bayplan.data import files
-from bayplan.data.errors import ExitCode
+from bayplan.cli import options
+from bayplan.cli.app import TARGET_HELP
 
-__all__ = ["capture"]
+__all__ = ["app", "capture"]
 
-
-@app.command(
-    sort_key=3,
+app = App(
+    name="capture",
     help_epilogue=f"""\
 Examples:
   bayplan capture resnet50 --batch 32 --device h100 -o resnet50.graph.json
@@ -22,24 +19,30 @@ Examples:
 
 {TARGET_HELP}""",
 )
+
+
+@app.default
 def capture(
-    target: Target,
+    target: options.Target,
     /,
     *,
-    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Write the graph here.")],
-    batch: Batch = None,
-    device: Annotated[
-        str | None, Parameter(help="As this device would run it, like h100. Default: this machine.")
-    ] = None,
-    optimizer: Optimizer = "adamw",
-    autocast: Autocast = "none",
-) -> int:
-    """Write the graph of one training step, without allocating the model."""
-    from bayplan.reporting.progress import ProgressBar
+    output: Annotated[Path, Parameter(name=["--output", "-o"])],
+    batch: options.Batch = None,
+    device: str | None = None,
+    optimizer: options.Optimizer = "adamw",
+    autocast: options.Autocast = "none",
+) -> None:
+    """Prepare the step as for a plan, but only write its graph.
 
-    kind = device_kind(device)
-    check_output(output)
+    Args:
+        output: Write the graph here.
+        device: As this device would run it, like h100. Default: this machine.
+    """
+    kind = options.device_kind(device)
+    options.check_output(output)
+    from bayplan.data import files
     from bayplan.prepared_step import prepare
+    from bayplan.reporting.progress import ProgressBar
 
     with ProgressBar() as bar:
         graph = prepare(
@@ -47,4 +50,3 @@ def capture(
         ).graph
     files.write(output, graph)
     print(f"{graph.model}: {len(graph.nodes)} nodes, fingerprint {graph.fingerprint} -> {output}")
-    return ExitCode.DONE

@@ -2,40 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
+from cyclopts import App
 
-from bayplan.cli.app import TARGET_HELP, app
-from bayplan.cli.options import (
-    Autocast,
-    Batch,
-    Cache,
-    Device,
-    Json,
-    Memory,
-    Optimizer,
-    Pack,
-    SwapDir,
-    SwapSize,
-    Target,
-    TimeLimit,
-    UpdateInBackward,
-    as_json,
-    device_kind,
-)
-from bayplan.data import files
+from bayplan.cli import options
+from bayplan.cli.app import TARGET_HELP
 from bayplan.data.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from bayplan.planning.memory.largest_batch import LargestBatch
     from bayplan.reporting.progress import ProgressBar
 
-__all__ = ["check"]
+__all__ = ["app", "check"]
 
-
-@app.command(
-    sort_key=1,
+app = App(
+    name="check",
     help_epilogue=f"""\
 Examples:
   bayplan check resnet50 --batch 32 --memory 8GiB
@@ -47,99 +29,87 @@ Examples:
 
 Exit code 0 if it fits, plainly or with a plan, 3 if it does not.""",
 )
+
+
+@app.default
 def check(
-    target: Target,
+    target: options.Target,
     /,
     *,
-    batch: Batch = None,
-    memory: Memory = None,
-    max_batch: Annotated[
-        bool,
-        Parameter(negative="", help="Print the largest batch that fits, for each strategy."),
-    ] = False,
-    plan: Annotated[
-        bool,
-        Parameter(help="Where the plain step does not fit, look for a plan that does."),
-    ] = True,
-    pack: Pack = True,
-    update_in_backward: UpdateInBackward = False,
-    swap_dir: SwapDir = None,
-    swap_size: SwapSize = None,
-    device: Device = None,
-    cluster: Annotated[
-        str | None,
-        Parameter(
-            help="A cluster, like titanv-8, or a file; its device with the least memory is asked."
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        Parameter(help="A profile of this very step by `bayplan profile`. Default: make one."),
-    ] = None,
-    optimizer: Optimizer = "adamw",
-    autocast: Autocast = "none",
-    cache: Cache = True,
-    time_limit: TimeLimit = 10.0,
-    json: Json = False,
+    batch: options.Batch = None,
+    memory: options.Memory = None,
+    max_batch: options.Flag = False,
+    plan: bool = True,
+    pack: options.Pack = True,
+    update_in_backward: options.UpdateInBackward = False,
+    swap_dir: options.SwapDir = None,
+    swap_size: options.SwapSize = None,
+    device: options.Device = None,
+    cluster: str | None = None,
+    profile: Path | None = None,
+    optimizer: options.Optimizer = "adamw",
+    autocast: options.Autocast = "none",
+    cache: options.Cache = True,
+    time_limit: options.TimeLimit = 10.0,
+    json: options.Json = False,
 ) -> int:
-    """Say whether a training step fits, why, how fast it will be, and which plan makes it fit."""
+    """Ask for a verdict, or for the largest batch of each strategy.
+
+    Args:
+        memory: The limit, like 8GiB or 40% (of the plain peak). Default: what the device can give.
+        max_batch: Print the largest batch that fits, for each strategy.
+        plan: Where the plain step does not fit, look for a plan that does.
+        cluster: A cluster, like titanv-8, or a file; its device with the least memory is asked.
+        profile: A profile of this very step by `bayplan profile`. Default: make one.
+    """
+    from bayplan.data import files
     from bayplan.data.profile import Profile
     from bayplan.data.units import Limit
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import verdict_text
 
     limit = None if memory is None else Limit.parse(memory)
+    limit_bytes = limit.size_bytes if limit is not None and max_batch else None
+    if max_batch and limit_bytes is None:
+        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
     given = None if profile is None else files.read(profile, Profile)
-    kind = device_kind(device, cluster)
+    kind = options.device_kind(device, cluster)
     from bayplan import api  # here: a mistake is told before torch is imported
+    from bayplan.planning.memory.largest_batch import largest_batches
 
     with ProgressBar() as bar:
-        options = {
+        asked: dict[str, Any] = {
             "batch": batch,
             "device": kind,
             "optimizer": optimizer,
             "autocast": autocast,
             "pack": pack,
-            "swap": api.swap_space(swap_dir, swap_size),
+            "swap": swap_dir,
+            "swap_size": swap_size,
             "update_in_backward": update_in_backward,
             "time_limit_seconds": time_limit,
             "use_cache": cache,
             "on_progress": bar,
         }
-        if max_batch:
-            if limit is None or limit.size_bytes is None:
-                raise UsageError(
-                    "--max-batch needs the limit in bytes; say it with --memory, like 8GiB"
-                )
-            rows = api.largest_batches(target, memory=limit.size_bytes, **options)
-            return _print_largest(rows, bar, json=json)
-        verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **options)
-    print(as_json(verdict) if json else verdict_text(verdict))
+        if limit_bytes is not None:
+            rows = largest_batches(api.planner_of(target, **asked), limit_bytes)
+            return _show_largest(rows, bar, json=json)
+        verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **asked)
+    options.show(verdict, verdict_text(verdict), json=json)
     return ExitCode.DONE if verdict.fits or verdict.planned else ExitCode.DOES_NOT_FIT
 
 
-@app.command(show=False)
-def fit(*words: str) -> int:
-    """Tell whoever types the old name of `check`."""
-    raise UsageError(
-        "`bayplan fit` is called `bayplan check` now, with the same options; in Python, bayplan.fit"
-        " changes a module"
-    )
-
-
-def _print_largest(found: "Iterator[LargestBatch]", bar: "ProgressBar", *, json: bool) -> int:
+def _show_largest(largest: "Iterator[LargestBatch]", bar: "ProgressBar", *, json: bool) -> int:
     from bayplan.reporting.plans import table_text
 
     rows: list[LargestBatch] = []
     try:
-        rows.extend(found)
-    finally:  # also what was found before a Ctrl-C
+        rows.extend(largest)
+    finally:  # also the rows that were there before a Ctrl-C
         bar.close()
-        if rows and json:
-            print(as_json(rows))
-        elif rows:
+        if rows:
             columns = ("strategy", "batch", "peak", "time / plain", "samples/s")
-            print(table_text(columns, [_cells(row) for row in rows]))
+            options.show(rows, table_text(columns, [_cells(row) for row in rows]), json=json)
     return ExitCode.DONE if any(row.batch for row in rows) else ExitCode.DOES_NOT_FIT
 
 

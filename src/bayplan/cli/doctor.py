@@ -1,14 +1,15 @@
 """`bayplan doctor`: check this machine."""
 
-from bayplan.cli.app import app
-from bayplan.data.errors import ExitCode
+from cyclopts import App
 
-__all__ = ["doctor"]
+__all__ = ["app", "doctor"]
+
+app = App(name="doctor", help_epilogue="Exit code 0 if all is well, 2 if something is BAD.")
 
 
-@app.command(sort_key=9, help_epilogue="Exit code 0 if all is well, 2 if something is BAD.")
+@app.default
 def doctor() -> int:
-    """Check this machine: versions, devices, exact memory counting, cache, what is known."""
+    from bayplan.data.errors import ExitCode
     from bayplan.reporting.text import findings_text
     from bayplan.running.doctor import examine
 

@@ -1,9 +1,12 @@
-"""Options that several commands share, and what they make of them."""
+"""Options that several commands share, and what commands make of them.
+
+An option's help is here where commands share it, else in the docstring of its command. A text that
+is longer than a line is an annotation: help keeps the line breaks of a docstring.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
@@ -13,8 +16,8 @@ __all__ = [
     "Autocast",
     "Batch",
     "Cache",
-    "ClusterName",
     "Device",
+    "Flag",
     "Json",
     "Memory",
     "Optimizer",
@@ -25,10 +28,16 @@ __all__ = [
     "Target",
     "TimeLimit",
     "UpdateInBackward",
-    "as_json",
     "check_output",
     "device_kind",
+    "show",
 ]
+
+Flag = Annotated[bool, Parameter(negative="")]
+Memory = Annotated[
+    str | None, Parameter(allow_leading_hyphen=True)
+]  # to say what is wrong in -1GiB
+Output = Annotated[Path | None, Parameter(name=["--output", "-o"])]
 
 Target = Annotated[str, Parameter(help="A reference model, or module:function of your own.")]
 Batch = Annotated[
@@ -47,33 +56,13 @@ Device = Annotated[
 Cache = Annotated[
     bool, Parameter(help="Take a kept profile; --no-cache measures anew and replaces it.")
 ]
-Json = Annotated[
-    bool,
-    Parameter(name="--json", negative="", show_default=False, help="Print JSON for machines."),
-]
-Output = Annotated[
-    Path | None, Parameter(name=["--output", "-o"], help="Also write the result to this file.")
-]
-ClusterName = Annotated[
-    str | None,
-    Parameter(
-        help="A cluster: titanv-8, 4xdgx-a100, …, or a file (YAML); `bayplan cluster` lists them."
-    ),
-]
-Memory = Annotated[
-    str | None,
-    Parameter(
-        allow_leading_hyphen=True,  # so that -1GiB is told what is wrong with it
-        help="The limit, like 8GiB or 40% (of the plain peak). Default: what the device can give.",
-    ),
-]
+Json = Annotated[Flag, Parameter(show_default=False, help="Print JSON for machines.")]
 Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]
 UpdateInBackward = Annotated[
-    bool,
+    Flag,
     Parameter(
-        negative="",
         help="Update each parameter as soon as its gradient is complete, and release the gradient."
-        " Not with gradient clipping or accumulation.",
+        " Not with gradient clipping or accumulation."
     ),
 ]
 SwapDir = Annotated[
@@ -83,9 +72,7 @@ SwapDir = Annotated[
 SwapSize = Annotated[
     str | None, Parameter(help="The largest swap file, like 4GiB. Default: what the plan needs.")
 ]
-TimeLimit = Annotated[
-    float, Parameter(name="--time-limit", help="Seconds for the search of one plan.")
-]
+TimeLimit = Annotated[float, Parameter(help="Seconds for the search of one plan.")]
 
 
 def check_output(path: Path | None) -> None:
@@ -96,21 +83,27 @@ def check_output(path: Path | None) -> None:
         check_writable(path)
 
 
-def as_json(result: object) -> str:
-    """A noun, or rows of a table, for machines."""
-    return msgspec.json.encode(result).decode()
+def show(result: object, text: str, *, json: bool, output: Path | None = None) -> None:
+    """Print a result as text, or as JSON for machines; write it to a file where one is named."""
+    import msgspec
+
+    from bayplan.data import files
+
+    if output is not None:
+        assert isinstance(result, msgspec.Struct), "only nouns are written to files"
+        files.write(output, result)
+    print(msgspec.json.encode(result).decode() if json else text)
 
 
 def device_kind(device: str | None, cluster: str | None = None) -> "DeviceKind | None":
     """The device that a command asks about; of a cluster, the one with the least memory."""
-    from bayplan.data.errors import UsageError
-
-    if device is not None and cluster is not None:
-        raise UsageError("--device and --cluster both name the device; give one of them")
     from bayplan.costing.catalogue import load_device, read_cluster
+    from bayplan.data.errors import UsageError
 
     if cluster is None:
         return None if device is None else load_device(device)
+    if device is not None:
+        raise UsageError("--device and --cluster both name the device; give one of them")
     described = read_cluster(cluster)
     kinds = [described.kinds[device.kind] for device in described.devices]
     return min(kinds, key=lambda kind: kind.memory_bytes.value)

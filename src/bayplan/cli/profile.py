@@ -1,31 +1,14 @@
 """`bayplan profile`: measure what every operator of a step costs."""
 
-from typing import Annotated
+from cyclopts import App
 
-from cyclopts import Parameter
+from bayplan.cli import options
+from bayplan.cli.app import TARGET_HELP
 
-from bayplan.cli.app import TARGET_HELP, app
-from bayplan.cli.options import (
-    Autocast,
-    Batch,
-    Cache,
-    Device,
-    Json,
-    Optimizer,
-    Output,
-    Target,
-    as_json,
-    check_output,
-    device_kind,
-)
-from bayplan.data import files
-from bayplan.data.errors import ExitCode
+__all__ = ["app", "profile"]
 
-__all__ = ["profile"]
-
-
-@app.command(
-    sort_key=2,
+app = App(
+    name="profile",
     help_epilogue=f"""\
 Examples:
   bayplan profile resnet50 --batch 8 -o resnet50.profile.json
@@ -33,37 +16,41 @@ Examples:
 
 {TARGET_HELP}""",
 )
+
+
+@app.default
 def profile(
-    target: Target,
+    target: options.Target,
     /,
     *,
-    batch: Batch = None,
-    output: Output = None,
-    device: Device = None,
-    optimizer: Optimizer = "adamw",
-    autocast: Autocast = "none",
-    repeats: Annotated[
-        int, Parameter(help="Steps timed as a whole, and as many timed operator by operator.")
-    ] = 5,
-    clock: Annotated[
-        str,
-        Parameter(help="wall, or cpu: processor time of one thread, which ignores neighbours."),
-    ] = "wall",
-    cache: Cache = True,
-    json: Json = False,
-) -> int:
-    """Measure seconds and workspace of every operator by running the step."""
+    batch: options.Batch = None,
+    output: options.Output = None,
+    device: options.Device = None,
+    optimizer: options.Optimizer = "adamw",
+    autocast: options.Autocast = "none",
+    repeats: int = 5,
+    clock: str = "wall",
+    cache: options.Cache = True,
+    json: options.Json = False,
+) -> None:
+    """Run the step here, or derive its costs for another device.
+
+    Args:
+        output: Also write the result to this file.
+        repeats: Steps timed as a whole, and as many timed operator by operator.
+        clock: wall, or cpu: processor time of one thread, which ignores neighbours.
+    """
     from bayplan.data.errors import UsageError
     from bayplan.data.profile import Clock
-    from bayplan.reporting.progress import ProgressBar
-    from bayplan.reporting.text import profile_text
 
     chosen_clock = Clock.parse(clock)
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
-    kind = device_kind(device)
-    check_output(output)
+    kind = options.device_kind(device)
+    options.check_output(output)
     from bayplan.prepared_step import prepare
+    from bayplan.reporting.progress import ProgressBar
+    from bayplan.reporting.text import profile_text
 
     with ProgressBar() as bar:
         step = prepare(
@@ -76,7 +63,4 @@ def profile(
             on_progress=bar,
         )
         measured = step.measured_profile(repeats=repeats, clock=chosen_clock)
-    if output is not None:
-        files.write(output, measured)
-    print(as_json(measured) if json else profile_text(step.graph, measured))
-    return ExitCode.DONE
+    options.show(measured, profile_text(step.graph, measured), json=json, output=output)

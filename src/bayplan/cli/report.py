@@ -1,19 +1,13 @@
 """`bayplan report`: a record as text, and its timeline."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App
 
-from bayplan.cli.app import app
-from bayplan.data import files
-from bayplan.data.errors import ExitCode
+__all__ = ["app", "report"]
 
-__all__ = ["report"]
-
-
-@app.command(
-    sort_key=7,
+app = App(
+    name="report",
     help_epilogue="""\
 Examples:
   bayplan report run.json
@@ -25,23 +19,22 @@ https://ui.perfetto.dev draw it.
 
 A record comes from `bayplan simulate -o`, or from `with bayplan.record("run.json"):` in a loop.""",
 )
-def report(
-    record: Annotated[Path, Parameter(help="A record, simulated or measured.")],
-    /,
-    *,
-    against: Annotated[
-        Path | None, Parameter(help="Another record, to print both and how far they differ.")
-    ] = None,
-    trace: Annotated[
-        Path | None, Parameter(help="A file for the timeline, to be drawn by a browser.")
-    ] = None,
-) -> int:
-    """Print a record; with --against another one, predicted next to measured."""
+
+
+@app.default
+def report(record: Path, /, *, against: Path | None = None, trace: Path | None = None) -> None:
+    """Print one record, or two with how far they differ.
+
+    Args:
+        record: A record, simulated or measured.
+        against: Another record, to print both and how far they differ.
+        trace: A file for the timeline, to be drawn by a browser.
+    """
+    from bayplan.data import files
     from bayplan.data.record import RunRecord
 
     first = files.read(record, RunRecord)
     second = None if against is None else files.read(against, RunRecord)
-    from bayplan import api
+    from bayplan import api  # here: a mistake is told before torch is imported
 
     print(api.report(first, against=second, trace=trace))
-    return ExitCode.DONE

@@ -1,39 +1,23 @@
 """`bayplan run`: train as a plan says, and show predicted next to measured."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
-from bayplan.cli.app import app
-from bayplan.cli.options import (
-    Autocast,
-    Batch,
-    Json,
-    Optimizer,
-    SwapDir,
-    SwapSize,
-    as_json,
-    check_output,
-)
-from bayplan.cli.rank_options import (
-    IMAGENET_SAMPLES,
-    RANKS_HELP,
-    RankOptions,
-    check_local_run,
-    plan_for_ranks,
-    run_plan_on_ranks,
-)
-from bayplan.data import files
-from bayplan.data.errors import ExitCode, UsageError
+from bayplan.cli import options
+from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions, check_is_local
+from bayplan.data.errors import UsageError
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from bayplan.data.plan import RankPlan
 
-NO_RANKS = RankOptions()
+__all__ = ["app", "run"]
 
+_IMAGENET_SAMPLES = 1_281_167  # what an epoch is in most published tables
 
-@app.command(
-    sort_key=6,
+app = App(
+    name="run",
     help_epilogue=f"""\
 Examples:
   bayplan run plans/0.40.json --steps 20
@@ -50,45 +34,48 @@ A plan for a function of your own names code, and a file is not trusted to do th
 
 Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step.""",
 )
+
+
+@app.default
 def run(
-    plan: Annotated[
-        str, Parameter(help="A plan file by `bayplan plan`; with --placement, a target.")
-    ],
+    plan: str,
     /,
     *,
-    batch: Batch = None,
-    optimizer: Optimizer = "adamw",
-    autocast: Autocast = "none",
-    many: Annotated[RankOptions, Parameter(name="*", group="Many ranks")] = NO_RANKS,
-    logs: Annotated[Path, Parameter(help="The folder for the log of each rank.")] = Path("logs"),
-    seed: Annotated[int, Parameter(help="Of the model and of dropout, on many ranks.")] = 0,
+    batch: options.Batch = None,
+    optimizer: options.Optimizer = "adamw",
+    autocast: options.Autocast = "none",
+    many: RankOptions = NO_RANKS,
+    logs: Path = Path("logs"),
+    seed: int = 0,
     epoch_samples: Annotated[
         int | None,
         Parameter(
             help="On many ranks, samples of an epoch, whose time is extrapolated from the median"
-            f" step. Default: ImageNet's {IMAGENET_SAMPLES:,}."
+            f" step. Default: ImageNet's {_IMAGENET_SAMPLES:,}."
         ),
     ] = None,
-    steps: Annotated[int, Parameter(help="Steps to train and measure.")] = 5,
-    target: Annotated[
-        str | None, Parameter(help="What to train, where the plan names code of your own.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        Parameter(name=["--output", "-o"], help="Also write the measured record to this file."),
-    ] = None,
-    swap_dir: SwapDir = None,
-    swap_size: SwapSize = None,
-    histogram: Annotated[
-        bool,
-        Parameter(negative="", help="Show sums of gradients by message size, of each rank."),
-    ] = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="Check that the plan belongs to the step; run nothing.")
-    ] = False,
-    json: Json = False,
+    steps: int = 5,
+    target: str | None = None,
+    output: options.Output = None,
+    swap_dir: options.SwapDir = None,
+    swap_size: options.SwapSize = None,
+    histogram: options.Flag = False,
+    dry_run: options.Flag = False,
+    json: options.Json = False,
 ) -> int:
-    """Train as a plan says, and show predicted next to measured."""
+    """Read the plan, or make one for ranks; then run it on one device or on ranks.
+
+    Args:
+        plan: A plan file by `bayplan plan`; with --placement, a target.
+        logs: The folder for the log of each rank.
+        seed: Of the model and of dropout, on many ranks.
+        steps: Steps to train and measure.
+        target: What to train, where the plan names code of your own.
+        output: Also write the measured record to this file.
+        histogram: Show sums of gradients by message size, of each rank.
+        dry_run: Check that the plan belongs to the step; run nothing.
+    """
+    from bayplan.data import files
     from bayplan.data.plan import Plan, RankPlan
     from bayplan.reporting.plans import plan_line
     from bayplan.reporting.progress import ProgressBar
@@ -98,31 +85,32 @@ def run(
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
     if epoch_samples is not None and epoch_samples < 1:
         raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
-    check_output(output)
+    options.check_output(output)
     if many.is_given:
-        given = plan_for_ranks(
-            plan,
-            many,
-            batch=batch,
-            optimizer=optimizer,
-            autocast=autocast,
-            swap_dir=swap_dir,
-            swap_size=swap_size,
-            is_local=True,
-        )
+        many.check_limit(swaps=swap_dir is not None or swap_size is not None)
+        placement = many.devices()
+        check_is_local(placement)
+        from bayplan import api
+
+        with ProgressBar() as bar:
+            given, _ = api.plan_for_ranks(
+                plan,
+                batch,
+                placement=placement,
+                optimizer=optimizer,
+                autocast=autocast,
+                swap=swap_dir,
+                swap_size=swap_size,
+                on_progress=bar,
+                **many.plan_fields(),
+            )
         target = plan if target is None and ":" in plan else target
     elif batch is not None:
         raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")
     else:
         given = files.read(Path(plan), Plan)
     if isinstance(given, RankPlan):
-        check_local_run(given, target, swap_dir=swap_dir, swap_size=swap_size)
-        if dry_run:
-            from bayplan.reporting.ranks import pipeline_text
-
-            print(f"would run {steps} steps: {pipeline_text(given)}")
-            return ExitCode.DONE
-        return run_plan_on_ranks(
+        return _run_on_ranks(
             given,
             steps=steps,
             target=target,
@@ -131,8 +119,9 @@ def run(
             seed=seed,
             swap_dir=swap_dir,
             swap_size=swap_size,
-            epoch_samples=epoch_samples or IMAGENET_SAMPLES,
+            epoch_samples=epoch_samples or _IMAGENET_SAMPLES,
             histogram=histogram,
+            dry_run=dry_run,
             json=json,
         )
     if epoch_samples is not None:
@@ -143,25 +132,86 @@ def run(
     from bayplan.prepared_step import step_of_plan
     from bayplan.running.runner import check_run, run_plan
 
-    question = step_of_plan(given, target=target)
+    step = step_of_plan(given, target=target)
     if dry_run:
-        check_run(given, question)
+        check_run(given, step)
         print(f"would run {steps} steps: {plan_line(given)}")
-        return ExitCode.DONE
+        return 0
     with ProgressBar() as bar:
         done = run_plan(
             given,
-            question,
+            step,
             num_steps=steps,
             space=api.swap_space(swap_dir, swap_size),
             path=output,
             on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
         )
-    if json:
-        print(as_json(done.measured))
-    else:
-        losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
-        print(f"{plan_line(given)}\nlosses {losses}")
-        print(comparison_text(done.predicted, done.measured))
+    losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
+    comparison = comparison_text(done.predicted, done.measured)
+    options.show(done.measured, f"{plan_line(given)}\nlosses {losses}\n{comparison}", json=json)
     done.check(given)
-    return ExitCode.DONE
+    return 0
+
+
+def _run_on_ranks(
+    plan: "RankPlan",
+    *,
+    steps: int,
+    target: str | None,
+    output: Path | None,
+    logs: Path,
+    seed: int,
+    swap_dir: Path | None,
+    swap_size: str | None,
+    epoch_samples: int,
+    histogram: bool,
+    dry_run: bool,
+    json: bool,
+) -> int:
+    """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
+    from bayplan import api
+    from bayplan.data.placement import Placement
+    from bayplan.data.units import parse_bytes
+    from bayplan.reporting.progress import ProgressBar
+    from bayplan.reporting.ranks import exchange_text, pipeline_text, ranks_text
+    from bayplan.running.ranks.local_run import INTERRUPTED, run_on_ranks
+
+    if plan.placement:
+        check_is_local(Placement.parse(plan.placement))
+    swap_bytes = None if swap_size is None else parse_bytes(swap_size)
+    api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes)
+    if dry_run:
+        print(f"would run {steps} steps: {pipeline_text(plan)}")
+        return 0
+    with ProgressBar() as bar:
+        for line in pipeline_text(plan).splitlines():
+            bar.say(line)
+        bar.say(f"starting {len(plan.actions)} processes, which trace and compile their stages")
+        done = run_on_ranks(
+            plan,
+            num_steps=steps,
+            log_folder=logs,
+            target=target,
+            seed=seed,
+            swap=swap_dir,
+            swap_bytes=swap_bytes,
+            epoch_samples=epoch_samples,
+            on_line=bar.say,
+            on_step=lambda step: bar.tell(str(step), step.done, step.total),
+        )
+    is_interrupted = done.exit_code == INTERRUPTED
+    if done.measured is None:
+        if is_interrupted:
+            raise KeyboardInterrupt(f"logs of all ranks are in {logs}")
+        return done.exit_code
+    parts = [
+        f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}",
+        ranks_text(done.measured),
+        *([exchange_text(done.measured)] if histogram else []),
+        f"logs of all ranks are in {logs}",
+    ]
+    options.show(done.measured, "\n".join(parts), json=json, output=output)
+    if is_interrupted:
+        num_steps = len(done.measured.step_seconds)
+        raise KeyboardInterrupt(f"the figures are those of {num_steps} of {steps} steps")
+    return done.exit_code

@@ -1,17 +1,15 @@
-"""The command that tunes the exchange of gradients."""
+"""`bayplan tune`: find the fastest exchange of gradients."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App
 
-from bayplan.cli.app import TARGET_HELP, app
-from bayplan.cli.options import Batch, Json, as_json, check_output
-from bayplan.data import files
-from bayplan.data.errors import ExitCode, UsageError
+from bayplan.cli import options
+from bayplan.cli.app import TARGET_HELP
+from bayplan.data.errors import UsageError
 from bayplan.data.exchange import EXCHANGE_HELP
 
-__all__ = ["tune"]
+__all__ = ["app", "tune"]
 
 # One line per paragraph: the terminal's width decides where to break it.
 _ABOUT = (
@@ -24,9 +22,8 @@ _SETTINGS_HELP = "\n".join(
     for name, text in EXCHANGE_HELP.items()
 )
 
-
-@app.command(
-    sort_key=6.5,
+app = App(
+    name="tune",
     help_epilogue=f"""\
 Examples:
   bayplan tune resnet50 --batch 64 --ranks 4 --log tune.csv -o tuned.json
@@ -39,32 +36,38 @@ Settings, with Horovod's names where it has one:
 
 {TARGET_HELP}""",
 )
+
+
+@app.default
 def tune(
-    target: Annotated[str, Parameter(help="What to train.")],
+    target: str,
     /,
     *,
-    batch: Batch = None,
-    ranks: Annotated[int, Parameter(help="Processes of this machine that share the batch.")] = 2,
-    optimizer: Annotated[str, Parameter(help="sgd, adam or adamw.")] = "sgd",
-    most_steps: Annotated[
-        int | None, Parameter(help="Stop after so many steps at the latest. Default: by itself.")
-    ] = None,
-    log: Annotated[
-        Path | None, Parameter(help="A CSV file with a line for each trial, written at once.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        Parameter(name=["--output", "-o"], help="Write the buckets that were found to this file."),
-    ] = None,
-    logs: Annotated[Path, Parameter(help="The folder for the log of each rank.")] = Path("logs"),
-    fresh: Annotated[
-        bool, Parameter(negative="", help="Forget what earlier calls have found.")
-    ] = False,
-    json: Json = False,
+    batch: options.Batch = None,
+    ranks: int = 2,
+    optimizer: str = "sgd",
+    most_steps: int | None = None,
+    log: Path | None = None,
+    output: options.Output = None,
+    logs: Path = Path("logs"),
+    fresh: options.Flag = False,
+    json: options.Json = False,
 ) -> int:
-    """Find the fastest way to sum a model's gradients over ranks."""
+    """Start a process for each rank, which train and tune, and show what they found.
+
+    Args:
+        target: What to train.
+        ranks: Processes of this machine that share the batch.
+        optimizer: sgd, adam or adamw.
+        most_steps: Stop after so many steps at the latest. Default: by itself.
+        log: A CSV file with a line for each trial, written at once.
+        output: Write the buckets that were found to this file.
+        logs: The folder for the log of each rank.
+        fresh: Forget what earlier calls have found.
+    """
     import tempfile
 
+    from bayplan.data import files
     from bayplan.data.exchange import BucketFile
     from bayplan.reporting.progress import ProgressBar
     from bayplan.running.ranks.failures import INTERRUPTED
@@ -74,7 +77,7 @@ def tune(
         raise UsageError(f"--ranks is {ranks}; gradients are exchanged between 2 or more")
     if batch is not None and batch < ranks:
         raise UsageError(f"--batch is {batch}, fewer samples than the {ranks} ranks; give each one")
-    check_output(output)
+    options.check_output(output)
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder, ProgressBar() as bar:
         result = Path(folder) / "buckets.json"
         arguments = ["-m", "bayplan.running.tuning.tune_rank", target, "--result", str(result)]
@@ -86,22 +89,13 @@ def tune(
         }
         for name, value in given.items():
             arguments += [] if value is None else [name, str(value)]
-        code = launch(
-            [*arguments, *(["--fresh"] if fresh else [])],
-            num_ranks=ranks,
-            log_folder=logs,
-            on_line=bar.say,
-        )
+        arguments += ["--fresh"] if fresh else []
+        code = launch(arguments, num_ranks=ranks, log_folder=logs, on_line=bar.say)
         if code == INTERRUPTED:
             raise KeyboardInterrupt(f"trials so far are in {log}" if log else "nothing was kept")
         if code:
             return code
-        found = files.read(result, BucketFile)
-    if output is not None:
-        files.write(output, found)
-    if json:
-        print(as_json(found))
-    else:
-        print(f"best: {found.settings}, {len(found.buckets)} buckets")
-        print(found.verdict)
-    return ExitCode.DONE
+        tuned = files.read(result, BucketFile)
+    text = f"best: {tuned.settings}, {len(tuned.buckets)} buckets\n{tuned.verdict}"
+    options.show(tuned, text, json=json, output=output)
+    return 0

@@ -1,8 +1,7 @@
 """`Action`: one entry of a device's list, written short.
 
-The text is that of torch.distributed.pipelining where it has the same action, so a list reads the
-same in both: `2F0` is stage 2, forward, micro-batch 0, and `1SEND_F3` sends what that stage made of
-micro-batch 3.
+The text is that of torch.distributed.pipelining where it has the same action: `2F0` is stage 2,
+forward, micro-batch 0, and `1SEND_F3` sends what stage 1 made of micro-batch 3.
 """
 
 import re
@@ -10,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Action", "ActionKind"]
+__all__ = ["BACKWARDS", "COMPUTES", "RECEIVES", "SENDS", "Action", "ActionKind"]
 
 
 class ActionKind(StrEnum):
@@ -35,17 +34,17 @@ class ActionKind(StrEnum):
     SWAP_IN = "IN"
 
 
+SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+COMPUTES = (ActionKind.FORWARD, *BACKWARDS)
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _ACTION = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce.
-
-    Example:
-        >>> str(Action.parse("1SEND_F3"))
-        '1SEND_F3'
-    """
+    """One step of a device's list; `index` is the micro-batch, or the bucket of a reduce."""
 
     stage: int
     kind: ActionKind
@@ -53,7 +52,6 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read an action from its short form."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action; write stage, kind, index, like 2F0")

@@ -1,8 +1,8 @@
-"""`Chain`: a model as layers in a row, with what each costs, for planners of whole clusters.
+"""`Chain`: a model as layers in a row, with what each costs.
 
-A planner that looks for cuts needs no operators: it needs to know, for every place where the model
-can be cut, what lies before it and what would be sent. Published profiles say no more, and
-a captured step is boiled down to it.
+A planner for clusters needs no operators: it needs to know what lies before each place where the
+model can be cut, and what a cut there sends. Published profiles say no more, and a captured step is
+reduced to the same.
 """
 
 from functools import cached_property
@@ -10,12 +10,12 @@ from itertools import accumulate
 
 import msgspec
 
-from bayplan.data.errors import check_not_negative
+from bayplan.data.errors import CheckedStruct, check_at_least_1, check_not_negative
 
 __all__ = ["Chain", "Layer"]
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Layer(CheckedStruct, frozen=True, kw_only=True):
     """What lies between two places to cut; seconds and bytes are of the chain's samples.
 
     Attributes:
@@ -24,8 +24,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         parameter_bytes: of weights that are trained.
         held_bytes: what is kept from forward to backward if nothing is recomputed.
         passing_bytes: more than that, at the highest moment inside it.
-        sent_bytes: what a cut behind it sends on, and gets back as gradients: skip connections that
-            pass there included.
+        sent_bytes: what a cut behind it sends and gets back as gradients, with skip connections.
     """
 
     name: str
@@ -39,11 +38,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sent_bytes: int = 0
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            **{name: getattr(self, name) for name in self.__struct_fields__ if name != "name"}
-        )
-        for phase in ("forward", "backward"):
-            fixed, whole = (getattr(self, f"{of}{phase}_seconds") for of in ("fixed_", ""))
+        super().__post_init__()
+        for phase, fixed, whole in (
+            ("forward", self.fixed_forward_seconds, self.forward_seconds),
+            ("backward", self.fixed_backward_seconds, self.backward_seconds),
+        ):
             if fixed > whole:
                 raise ValueError(f"fixed_{phase}_seconds is {fixed}, more than all of it: {whole}")
 
@@ -52,10 +51,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Layers in a row, as they are on one kind of device.
 
     Attributes:
-        num_samples: that all figures are of.
-        device: the kind they are of, by name; empty if unknown.
+        num_samples: the batch that all figures hold for.
+        device: the kind of device that they hold for, by name; empty if unknown.
         source: where they come from, in words.
-        spread: by what part the seconds may be off, either way.
+        spread: the share by which the seconds may be off, either way.
     """
 
     schema: str = "bayplan/chain"
@@ -70,58 +69,40 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers is empty; a chain has at least one")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples is {self.num_samples}, must be at least 1")
+        check_at_least_1(num_samples=self.num_samples)
         check_not_negative(spread=self.spread)
 
     def seconds(self, first: int, last: int, num_samples: float) -> tuple[float, float]:
-        """Forward and backward of some layers, the last included, for so many samples.
+        """Forward and backward seconds of layers `first` to `last`, inclusive."""
 
-        Example:
-            >>> layer = Layer(name="fc", forward_seconds=3.0, backward_seconds=5.0,
-            ...     fixed_forward_seconds=1.0)
-            >>> Chain(name="one", num_samples=2, layers=(layer,), source="guess").seconds(0, 0, 1)
-            (2.0, 2.5)
-        """
-        share = num_samples / self.num_samples
-        forward, fixed_forward, backward, fixed_backward = (
-            column[last + 1] - column[first] for column in self._seconds_before
-        )
-        return (
-            fixed_forward + (forward - fixed_forward) * share,
-            fixed_backward + (backward - fixed_backward) * share,
-        )
+        def scaled(field: str) -> float:
+            fixed = self._total(f"fixed_{field}", first, last)
+            whole = self._total(field, first, last)
+            return fixed + (whole - fixed) * (num_samples / self.num_samples)
+
+        return scaled("forward_seconds"), scaled("backward_seconds")
 
     def parameter_bytes(self, first: int, last: int) -> int:
-        """Of the weights of some layers, the last included."""
-        return self._parameters_before[last + 1] - self._parameters_before[first]
+        """Bytes of the weights of layers `first` to `last`, inclusive."""
+        return int(self._total("parameter_bytes", first, last))
 
     def held_bytes(self, first: int, last: int, num_samples: float) -> float:
-        """What some layers, the last included, keep for backward, for so many samples."""
-        whole = self._held_before[last + 1] - self._held_before[first]
-        return whole * num_samples / self.num_samples
+        """Bytes that layers `first` to `last`, inclusive, keep for backward."""
+        return self._total("held_bytes", first, last) * num_samples / self.num_samples
 
     def sent_bytes(self, last: int, num_samples: float) -> float:
-        """What a cut behind a layer sends, for so many samples."""
+        """Bytes that a cut behind a layer sends."""
         return self.layers[last].sent_bytes * num_samples / self.num_samples
 
-    @cached_property
-    def _seconds_before(self) -> tuple[tuple[float, ...], ...]:
-        names = (
-            "forward_seconds",
-            "fixed_forward_seconds",
-            "backward_seconds",
-            "fixed_backward_seconds",
-        )
-        return tuple(
-            tuple(accumulate((getattr(one, name) for one in self.layers), initial=0.0))
-            for name in names
-        )
+    def _total(self, field: str, first: int, last: int) -> float:
+        before = self._before[field]
+        return before[last + 1] - before[first]
 
     @cached_property
-    def _parameters_before(self) -> tuple[int, ...]:
-        return tuple(accumulate((one.parameter_bytes for one in self.layers), initial=0))
-
-    @cached_property
-    def _held_before(self) -> tuple[int, ...]:
-        return tuple(accumulate((one.held_bytes for one in self.layers), initial=0))
+    def _before(self) -> dict[str, tuple[float, ...]]:
+        """By field of a layer, its sum over all layers before each layer."""
+        return {
+            field: tuple(accumulate((getattr(layer, field) for layer in self.layers), initial=0))
+            for field in Layer.__struct_fields__
+            if field != "name"
+        }

@@ -25,8 +25,8 @@ from itertools import chain
 import msgspec
 
 from bayplan.data.device import DeviceKind, Figure
-from bayplan.data.errors import UsageError
-from bayplan.data.placement import Placement
+from bayplan.data.errors import UsageError, check_index
+from bayplan.data.placement import MOST_DEVICES, Placement, numbers_text
 
 __all__ = [
     "MOST_DEVICES",
@@ -46,38 +46,30 @@ __all__ = [
 
 
 class Union:
-    """Groups of the numbers from 0; at first each is alone.
-
-    Example:
-        >>> groups = Union(4)
-        >>> groups.unite((2, 0)), groups.unite((0, 2))
-        (True, False)
-        >>> groups.groups()
-        ((0, 2), (1,), (3,))
-    """
+    """A union-find over the numbers from 0; at first each number is a group of its own."""
 
     def __init__(self, size: int) -> None:
-        self._above = list(range(size))
+        self._parents = list(range(size))
 
     def find(self, number: int) -> int:
         """The smallest number of a number's group."""
-        above = self._above
-        while above[number] != number:
-            above[number] = above[above[number]]  # halves the path for the next search
-            number = above[number]
+        parents = self._parents
+        while parents[number] != number:
+            parents[number] = parents[parents[number]]  # halves the path for the next search
+            number = parents[number]
         return number
 
     def unite(self, numbers: Iterable[int]) -> bool:
-        """Put the groups of some numbers together, and say whether they were not."""
+        """Merge the groups of some numbers; returns whether they were apart before."""
         roots = {self.find(number) for number in numbers}
         for root in roots:
-            self._above[root] = min(roots)
+            self._parents[root] = min(roots)
         return len(roots) > 1
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups, sorted."""
         members: dict[int, list[int]] = {}
-        for number in range(len(self._above)):
+        for number in range(len(self._parents)):
             members.setdefault(self.find(number), []).append(number)
         return tuple(map(tuple, members.values()))
 
@@ -109,7 +101,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def check(self, name: str, num_devices: int) -> None:
         for position, end in enumerate(self.ends):
-            _check_device(f"{name}.ends[{position}]", end, num_devices)
+            check_index(f"{name}.ends[{position}]", end, num_devices)
         if self.ends[0] == self.ends[1]:
             raise ValueError(f"{name} joins device {self.ends[0]} to itself")
         _check_figures(name, self)
@@ -124,8 +116,7 @@ class Joint(
         joins: its places; each has sides, and each side devices. What is on different sides is
             joined, and what is on one side shares that side's wire.
         bandwidth_bytes_per_s: of one wire, in each direction.
-        reduce_bandwidth_bytes_per_s: the same for a sum in a ring, where it was measured; by
-            default as for messages.
+        reduce_bandwidth_bytes_per_s: the same for a ring all-reduce; by default as for messages.
         reduce_latency_seconds: of one of the n - 1 steps of a ring of n; by default two messages.
         is_duplex: whether both directions go on at once at full bandwidth.
     """
@@ -138,6 +129,12 @@ class Joint(
     reduce_bandwidth_bytes_per_s: Figure | None = None
     is_duplex: bool = True
 
+    @property
+    def step_seconds(self) -> float:
+        """Of a ring: a step sends a part twice, when it is summed up and when all get the sum."""
+        measured = self.reduce_latency_seconds
+        return 2 * self.latency_seconds.value if measured is None else measured.value
+
     def check(self, name: str, num_devices: int) -> None:
         if not self.joins:
             raise ValueError(f"{name}.joins is empty; say which devices it joins, like '0|1'")
@@ -149,7 +146,7 @@ class Joint(
                 raise ValueError(f"{place} has a side without devices")
             seen: set[int] = set()
             for device in chain.from_iterable(sides):
-                _check_device(place, device, num_devices)
+                check_index(place, device, num_devices)
                 if device in seen:
                     raise ValueError(f"{place} names device {device} twice")
                 seen.add(device)
@@ -163,11 +160,6 @@ def given_figures(struct: msgspec.Struct) -> Iterator[tuple[str, Figure]]:
             yield name, value
 
 
-def _check_device(name: str, device: int, num_devices: int) -> None:
-    if not 0 <= device < num_devices:
-        raise ValueError(f"{name} is {device}, must be from 0 to {num_devices - 1}")
-
-
 def _check_figures(name: str, struct: Link | Joint) -> None:
     for field, figure in given_figures(struct):
         if not figure.value < math.inf:
@@ -179,19 +171,10 @@ def _check_figures(name: str, struct: Link | Joint) -> None:
 
 
 _RUN = re.compile(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?")
-_EXAMPLE = "write sides of devices like '0|1' or '0-3|4-7'"
 
 
 def parse_join(text: str, num_devices: int) -> Join:
-    """Read a join among so many devices.
-
-    Raises:
-        ValueError: with what is wrong; the caller knows where the text stands.
-
-    Example:
-        >>> parse_join("0,1 | 2-3", 4)
-        ((0, 1), (2, 3))
-    """
+    """Read a join like `0,1|2-3`; the caller puts the place of the text before a fault."""
     return tuple(tuple(_devices(side, text, num_devices)) for side in text.split("|"))
 
 
@@ -199,7 +182,10 @@ def _devices(side: str, text: str, num_devices: int) -> Iterator[int]:
     for run in side.split(","):
         match = _RUN.fullmatch(run)
         if match is None:
-            raise ValueError(f"is {text!r}, of which {run.strip()!r} is no device; {_EXAMPLE}")
+            raise ValueError(
+                f"is {text!r}, of which {run.strip()!r} is no device; write sides of devices like"
+                " '0|1' or '0-3|4-7'"
+            )
         first = int(match[1])
         last = int(match[2] or first)
         if last < first:
@@ -212,32 +198,8 @@ def _devices(side: str, text: str, num_devices: int) -> Iterator[int]:
 
 
 def join_text(join: Join) -> str:
-    """Print a join so that it reads back.
-
-    Example:
-        >>> join_text(((0, 1, 2, 3), (5,)))
-        '0-3|5'
-    """
-    return "|".join(numbers_text(side) for side in join)
-
-
-def numbers_text(numbers: Iterable[int]) -> str:
-    """Numbers with their ranges.
-
-    Example:
-        >>> numbers_text([0, 1, 2, 7])
-        '0-2,7'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
-
-
-MOST_DEVICES = 2**16  # more is a slip of the keyboard
+    """Print a join like `0-3|5`, so that it reads back."""
+    return "|".join(map(numbers_text, join))
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -298,14 +260,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for index, device in enumerate(self.devices):
             if device.kind not in self.kinds:
                 raise ValueError(f"devices[{index}].kind is {device.kind!r}, not one of kinds")
-            if not 0 <= device.host < len(self.hosts):
-                raise ValueError(
-                    f"devices[{index}].host is {device.host}, must be from 0 to"
-                    f" {len(self.hosts) - 1}"
-                )
-        for index, link in enumerate(self.links):
-            link.check(f"links[{index}]", len(self.devices))
-        self._check_links_differ()
+            check_index(f"devices[{index}].host", device.host, len(self.hosts))
+        self._check_links()
         for index, joint in enumerate(self.joints):
             joint.check(f"joints[{index}]", len(self.devices))
         if self.links or self.joints:
@@ -326,11 +282,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(map(tuple, devices))
 
     def numbers_of(self, placement: Placement) -> tuple[tuple[int, ...], ...]:
-        """The devices of each stage of a placement, whose nodes are the hosts.
-
-        Raises:
-            UsageError: if it names a host or device that is not here.
-        """
+        """The devices of each stage of a placement, whose nodes are the hosts of this cluster."""
         try:
             placement.check_exists([len(devices) for devices in self.devices_of_hosts])
         except UsageError as fault:
@@ -352,14 +304,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if groups.find(device) != 0:
                 raise ValueError(
                     f"device {device} is not reached from device 0 by any link or joint; add one,"
-                    f" or leave the device out"
+                    " or leave the device out"
                 )
 
-    def _check_links_differ(self) -> None:
-        seen: dict[tuple[tuple[int, int], LinkKind], int] = {}
+    def _check_links(self) -> None:
+        seen: dict[tuple[int, int, LinkKind], int] = {}
         for index, link in enumerate(self.links):
+            link.check(f"links[{index}]", len(self.devices))
             first, second = sorted(link.ends)
-            before = seen.setdefault(((first, second), link.kind), index)
+            before = seen.setdefault((first, second, link.kind), index)
             if before != index:
                 raise ValueError(
                     f"links[{index}] joins devices {first} and {second} by {link.kind}, as"

@@ -59,7 +59,7 @@ class JointEntry(_Entry, frozen=True, kw_only=True):
         return msgspec.structs.replace(joint, joins=shifted)
 
 
-class HostEntry(_Entry, frozen=True, kw_only=True):
+class HostEntry(Host, frozen=True, kw_only=True, omit_defaults=True):
     """A `Host`, or several that are alike.
 
     Attributes:
@@ -68,16 +68,12 @@ class HostEntry(_Entry, frozen=True, kw_only=True):
         joints: among these devices, which count from 0 here.
     """
 
-    name: str
     count: int = 1
-    memory_bytes: Figure
-    pinned_bytes: Figure | None = None
-    input_samples_per_s: Figure | None = None
-    copy_bytes_per_s: Figure | None = None
     devices: dict[str, int] = {}
     joints: tuple[JointEntry, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, count in (("count", self.count), *self.devices.items()):
             if not 1 <= count <= MOST_DEVICES:
                 raise ValueError(f"{name} is {count}, must be from 1 to {MOST_DEVICES}")
@@ -146,14 +142,7 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
     joints: tuple[JointEntry, ...] = ()
 
     def cluster(self, find_kind: Callable[[str], DeviceKind]) -> Cluster:
-        """The cluster, device by device.
-
-        Args:
-            find_kind: looks a name up in a catalogue, and raises its own error.
-
-        Raises:
-            ValueError: with the place of what is wrong.
-        """
+        """The cluster, device by device; `find_kind` looks a name up in a catalogue."""
         hosts = tuple(host for entry in self.hosts for host in entry.hosts())
         devices, joints = self._devices_and_joints()
         joints += [
@@ -165,10 +154,16 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
             devices_of.setdefault(device.host, []).append(number)
         if self.network is not None and len(devices_of) > 1:
             joints.append(self.network.joint(list(devices_of.values())))
+        kinds = dict(self.kinds)
+        for device in devices:
+            kinds.setdefault(device.kind, device.kind)
         return Cluster(
             name=self.name,
             title=self.title,
-            kinds=self._kinds(devices, find_kind),
+            kinds={
+                name: find_kind(given) if isinstance(given, str) else given
+                for name, given in kinds.items()
+            },
             hosts=hosts,
             devices=tuple(devices),
             links=self.links,
@@ -176,11 +171,7 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
         )
 
     def times(self, number: int) -> "ClusterFile":
-        """So many of the same hosts, joined by the network.
-
-        Raises:
-            ValueError: if the file does not say what would join them.
-        """
+        """So many of the same hosts, joined by the network."""
         if number > 1 and self.network is None:
             raise ValueError(f"{self.name} has no network, which {number} of its hosts would need")
         if self.devices or self.links or self.joints:
@@ -213,14 +204,3 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
                 for index, joint in enumerate(entry.joints)
             ]
         return devices, joints
-
-    def _kinds(
-        self, devices: list[ClusterDevice], find_kind: Callable[[str], DeviceKind]
-    ) -> dict[str, DeviceKind]:
-        named = {**self.kinds}
-        for device in devices:
-            named.setdefault(device.kind, device.kind)
-        return {
-            name: find_kind(given) if isinstance(given, str) else given
-            for name, given in named.items()
-        }

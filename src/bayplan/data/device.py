@@ -64,13 +64,7 @@ class ChannelRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"most is {self.most.value}, must be more than 0")
 
     def at(self, channels: float) -> float:
-        """What is reached with so many channels.
-
-        Example:
-            >>> rate = ChannelRate(most=Figure(3.0, "guess"), half_channels=Figure(200.0, "guess"))
-            >>> rate.at(200), rate.at(600)
-            (1.5, 2.25)
-        """
+        """What is reached with so many channels."""
         half = 0.0 if self.half_channels is None else self.half_channels.value
         return self.most.value * channels / (channels + half)
 

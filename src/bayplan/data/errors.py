@@ -5,7 +5,6 @@ All are `ValueError`s, so that callers who do not know bayplan can still catch t
 that escapes is a bug of ours (exit code 1).
 """
 
-import difflib
 import math
 from collections.abc import Iterable
 from enum import IntEnum
@@ -15,6 +14,7 @@ import msgspec
 __all__ = [
     "BayplanError",
     "CaptureError",
+    "CheckedStruct",
     "DoesNotFit",
     "ExitCode",
     "FileFault",
@@ -23,8 +23,8 @@ __all__ = [
     "UsageError",
     "check_at_least_1",
     "check_figures",
+    "check_index",
     "check_not_negative",
-    "check_numbers",
     "did_you_mean",
 ]
 
@@ -91,14 +91,9 @@ class ForeignPlan(BayplanError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint naming the closest known words, or all of them when none is close.
+    """Return a hint naming the closest known words, or all of them when none is close."""
+    import difflib  # the help of a command imports this module, and is to answer at once
 
-    Example:
-        >>> did_you_mean("h10", ["a100", "h100"])
-        "did you mean 'h100'?"
-        >>> did_you_mean("zzz", ["a100", "h100"])
-        'known: a100, h100'
-    """
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3)
     if close:
@@ -107,34 +102,39 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def check_not_negative(**figures: float) -> None:
-    """Refuse bytes, seconds or counts below 0, and those that are no number, by name.
-
-    Example:
-        >>> check_not_negative(size_bytes=0, seconds=1.5)
-        >>> check_not_negative(size_bytes=-1)
-        Traceback (most recent call last):
-        ValueError: size_bytes is -1, must be 0 or more
-    """
+    """Raise ValueError for bytes, seconds or counts that are negative or not finite."""
     for name, figure in figures.items():
         if not 0 <= figure < math.inf:
             raise ValueError(f"{name} is {figure}, must be 0 or more")
 
 
 def check_figures(name: str, figures: Iterable[float]) -> None:
-    """Refuse the same in a column, by name and place."""
+    """Check every entry of a column like `check_not_negative`."""
     for index, figure in enumerate(figures):
         if not 0 <= figure < math.inf:
             raise ValueError(f"{name}[{index}] is {figure}, must be 0 or more")
 
 
-def check_numbers(struct: msgspec.Struct) -> None:
-    """Refuse the same in every field that is a number or a column of numbers."""
-    for name in struct.__struct_fields__:
-        value = getattr(struct, name)
-        if isinstance(value, int | float):
-            check_not_negative(**{name: value})
-        elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
-            check_figures(name, value)
+class CheckedStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A noun, or a part of one, whose numbers are finite and 0 or more, in columns and by name."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int | float):
+                check_not_negative(**{name: value})
+            elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
+                check_figures(name, value)
+            elif isinstance(value, dict):
+                for key, figure in value.items():
+                    if isinstance(figure, int | float):
+                        check_not_negative(**{f"{name}[{key!r}]": figure})
+
+
+def check_index(name: str, index: int | None, bound: int) -> None:
+    """Raise ValueError unless the index is None or within 0 and bound - 1."""
+    if index is not None and not 0 <= index < bound:
+        raise ValueError(f"{name} is {index}, must be from 0 to {bound - 1}")
 
 
 def check_at_least_1(**counts: int | None) -> None:

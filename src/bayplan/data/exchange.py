@@ -1,10 +1,9 @@
 """How gradients are exchanged: `ExchangeSettings`, `BucketFile`, and what a tuner found.
 
-Horovod's settings exist so that its configurations can be run and compared. Two things that they
-steer are not there to be steered: ranks sum in the order of a plan, the same everywhere, so nothing
-is negotiated and no answer to a negotiation can be kept; and a bucket leaves when its last gradient
-is made, so nobody looks for ready gradients every so many milliseconds. `EXCHANGE_HELP` says so
-where they are set, and `without_effect` where they have been.
+Horovod's settings exist so that its configurations can be run and compared. Some have no effect
+here, and `EXCHANGE_HELP` says so: all ranks all-reduce in the order of the plan, so nothing is
+negotiated and there is no response to cache; and a bucket leaves as soon as its last gradient is
+made, so nobody polls for ready gradients every few milliseconds.
 """
 
 import hashlib
@@ -12,11 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from types import MappingProxyType
 
 import msgspec
 
-from bayplan.data.errors import ForeignPlan, UsageError, check_not_negative, did_you_mean
+from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
 from bayplan.data.units import parse_bytes
 
 __all__ = [
@@ -35,44 +33,43 @@ _LEAST_STRIP_BYTES = 1 << 12
 _MOST_CYCLE_MS = 1000.0
 _STRIP_BYTES = 1 << 20  # 1 MiB: chunks below that cost more than their overlap gains
 
-EXCHANGE_HELP: Mapping[str, str] = MappingProxyType(
-    {
-        "fusion_threshold_bytes": (
-            "gradients are packed into buckets of at most so many bytes, in the order in which"
-            " backward makes them; 0 sends each alone; by default the plan decides"
-        ),
-        "cycle_time_ms": (
-            "ready buckets are looked at only every so many milliseconds, as Horovod does; 0 sends"
-            " them at once. For comparison only: a bucket that is full gains nothing by waiting"
-        ),
-        "cache_enabled": (
-            "Horovod's response cache. No effect here: the order of sums is planned, the same on"
-            " all ranks, so nothing is negotiated"
-        ),
-        "hierarchical_allreduce": (
-            "sum inside each host first, then between hosts; by default chosen by measured cost"
-        ),
-        "hierarchical_allgather": (
-            "Horovod's setting for all-gather. No effect here: gradients are summed, not gathered"
-        ),
-        "algorithm": (
-            "how a bucket is summed: ring, reduce_scatter (and all-gather), hierarchical, or shared"
-            " (memory that the ranks of a host share); auto takes what costs least at its size"
-        ),
-        "strip_bytes": (
-            "hierarchical sums go in strips of so many bytes: one is between hosts while the next"
-            " is summed inside them"
-        ),
-        "compression": (
-            "fp16 or bf16 halves what is sent, and rounds gradients to 11 or 8 bits before they are"
-            " summed: results change; none, the default, leaves them as they are"
-        ),
-    }
-)
+EXCHANGE_HELP: Mapping[str, str] = {
+    "fusion_threshold_bytes": (
+        "the most bytes of a bucket; gradients go in the order in which backward makes them;"
+        " 0 sends each gradient alone; by default the plan decides"
+    ),
+    "cycle_time_ms": (
+        "ready buckets are sent only every so many milliseconds, as Horovod does; 0 sends them at"
+        " once. For comparison only: a full bucket gains nothing by waiting"
+    ),
+    "cache_enabled": (
+        "Horovod's response cache. No effect here: all ranks all-reduce in the planned order, so"
+        " nothing is negotiated"
+    ),
+    "hierarchical_allreduce": (
+        "all-reduce inside each host first, then between hosts; by default the measured cost"
+        " decides"
+    ),
+    "hierarchical_allgather": (
+        "Horovod's setting for all-gather. No effect here: gradients are all-reduced, not gathered"
+    ),
+    "algorithm": (
+        "how a bucket is all-reduced: ring, reduce_scatter (and all-gather), hierarchical, or"
+        " shared (memory that the ranks of a host share); auto takes the cheapest at its size"
+    ),
+    "strip_bytes": (
+        "a hierarchical all-reduce goes in strips of this size: one strip is between hosts while"
+        " the next is inside them"
+    ),
+    "compression": (
+        "fp16 or bf16 halves what is sent and rounds gradients to 11 or 8 bits before they are"
+        " added, so results change; none, the default, sends them as they are"
+    ),
+}
 
 
 class Algorithm(StrEnum):
-    """How a bucket is summed over ranks."""
+    """How ranks all-reduce a bucket."""
 
     AUTO = "auto"
     RING = "ring"
@@ -95,7 +92,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Attributes:
         fusion_threshold_bytes: 0 to 1 GiB; 0 is off, None takes the planned buckets.
         cycle_time_ms: 0 to 1000; 0 sends at once.
-        cache_enabled, hierarchical_allgather: without effect, see above.
+        cache_enabled, hierarchical_allgather: without effect.
         hierarchical_allreduce: None is chosen by measured cost.
         strip_bytes: 4 KiB to 1 GiB.
 
@@ -103,10 +100,6 @@ class ExchangeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         >>> settings = ExchangeSettings(fusion_threshold_bytes=25 << 20, algorithm=Algorithm.RING)
         >>> str(settings)
         'fusion_threshold=25MiB,algorithm=ring'
-        >>> ExchangeSettings.parse(str(settings)) == settings
-        True
-        >>> str(ExchangeSettings())
-        'planned'
     """
 
     fusion_threshold_bytes: int | None = None
@@ -124,42 +117,31 @@ class ExchangeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         _check("cycle_time_ms", self.cycle_time_ms, 0, _MOST_CYCLE_MS)
         _check("strip_bytes", self.strip_bytes, _LEAST_STRIP_BYTES, _MOST_BYTES)
         is_hierarchical = self.algorithm is Algorithm.HIERARCHICAL
-        if self.algorithm is Algorithm.AUTO or self.hierarchical_allreduce is None:
-            return
-        if self.hierarchical_allreduce is not is_hierarchical:
+        is_free = self.algorithm is Algorithm.AUTO or self.hierarchical_allreduce is None
+        if not is_free and self.hierarchical_allreduce is not is_hierarchical:
             raise ValueError(
-                f"algorithm is {self.algorithm.value}, hierarchical_allreduce is"
-                f" {_word(self.hierarchical_allreduce)}; leave one of them to be chosen"
+                f"algorithm is {self.algorithm}, hierarchical_allreduce is"
+                f" {_text(self.hierarchical_allreduce)}; leave one of them to be chosen"
             )
 
     @classmethod
     def parse(cls, text: str) -> "ExchangeSettings":
-        """Read what `str` prints; settings that are not named have their defaults.
-
-        Raises:
-            UsageError: a name or value that is not one.
-        """
+        """Read what `str` prints; settings that are not named have their defaults."""
         if text in ("", "planned"):
             return cls()
-        fields = dict(_parse_one(part) for part in text.split(","))
+        fields = dict(map(_parse_setting, text.split(",")))
         try:
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError as fault:
             raise UsageError(f"cannot read {text!r} as settings: {fault}") from None
 
     def __str__(self) -> str:
-        shown = []
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                shown.append(f"{_short(field.name)}={_print(field.name, value)}")
-        return ",".join(shown) or "planned"
-
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """What was set here and changes nothing, and why."""
-        names = ("cache_enabled", "hierarchical_allgather")
-        return tuple(f"{name}: {EXCHANGE_HELP[name]}" for name in names if getattr(self, name))
+        changed = [
+            f"{_short(field.name)}={_text(getattr(self, field.name))}"
+            for field in msgspec.structs.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "planned"
 
 
 def _check(name: str, value: float, least: float, most: float) -> None:
@@ -171,22 +153,18 @@ def _short(name: str) -> str:
     return name.removesuffix("_bytes").removesuffix("_ms")
 
 
-def _word(value: bool) -> str:
-    return "on" if value else "off"
-
-
-def _print(name: str, value: object) -> str:
-    """A value without loss: bytes in the largest unit that divides them."""
+def _text(value: object) -> str:
+    """Print a value without loss; integers are bytes, in the largest unit that divides them."""
     if isinstance(value, bool):
-        return _word(value)
-    if name.endswith("_bytes") and isinstance(value, int):
+        return "on" if value else "off"
+    if isinstance(value, int) and value:
         for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if value and value % factor == 0:
+            if value % factor == 0:
                 return f"{value // factor}{unit}"
-    return repr(value) if isinstance(value, float) else str(value)
+    return str(value)
 
 
-def _parse_one(part: str) -> tuple[str, object]:
+def _parse_setting(part: str) -> tuple[str, object]:
     short, equals, text = (word.strip() for word in part.partition("="))
     names = {_short(name): name for name in EXCHANGE_HELP}
     if short not in names:
@@ -234,27 +212,19 @@ class BucketFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a bucket is empty; leave it out")
 
     def check(self, parameters: Iterable[str]) -> None:
-        """Refuse buckets of another model.
-
-        Args:
-            parameters: names of all that are trained.
-
-        Raises:
-            ForeignPlan: with what is missing, or too much.
-        """
+        """Raise ForeignPlan unless the buckets have each trained parameter, and no others."""
         named = {name for bucket in self.buckets for name in bucket}
         known = set(parameters)
-        unknown, missing = sorted(named - known), sorted(known - named)
-        if unknown or missing:
-            parts = [
-                f"{len(names)} {what} ({_listed(names)})"
-                for names, what in (
-                    (unknown, "of its parameters are not in this model"),
-                    (missing, "of this model's are in no bucket"),
-                )
-                if names
-            ]
-            raise ForeignPlan(f"these buckets are for {self.model}: {', '.join(parts)}; tune anew")
+        faults = [
+            f"{len(names)} {what} ({_listed(sorted(names))})"
+            for names, what in (
+                (named - known, "of its parameters are not in this model"),
+                (known - named, "of this model's are in no bucket"),
+            )
+            if names
+        ]
+        if faults:
+            raise ForeignPlan(f"these buckets are for {self.model}: {', '.join(faults)}; tune anew")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -282,15 +252,7 @@ class TuningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def of(
         cls, *, model: str, hosts: Sequence[str], devices: Sequence[str], torch_version: str
     ) -> "TuningKey":
-        """The key of ranks on hosts of these names, by rank.
-
-        Example:
-            >>> key = TuningKey.of(
-            ...     model="a", hosts=["x", "y", "x"], devices=["cpu"] * 3, torch_version="2"
-            ... )
-            >>> key.host_of_rank
-            (0, 1, 0)
-        """
+        """The key of ranks on hosts of these names, by rank."""
         order = list(dict.fromkeys(hosts))
         return cls(
             model=model,
@@ -305,7 +267,7 @@ class TuningKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:24]
 
 
-class ComparedSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComparedSetting(CheckedStruct, frozen=True, kw_only=True):
     """A setting that was compared with the best."""
 
     setting: ExchangeSettings
@@ -313,12 +275,12 @@ class ComparedSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spread: float  # how far that may be off, as a share
 
     def __post_init__(self) -> None:
-        check_not_negative(ratio=self.ratio, spread=self.spread)
+        super().__post_init__()
         if not self.ratio:
             raise ValueError("ratio is 0, must be more")
 
 
-class TuningRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TuningRecord(CheckedStruct, frozen=True, kw_only=True):
     """The end of a search."""
 
     schema: str = "bayplan/tuning"
@@ -332,10 +294,6 @@ class TuningRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compared: tuple[ComparedSetting, ...] = ()  # the others that were measured
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            step_seconds=self.step_seconds,
-            step_spread=self.step_spread,
-            num_steps=self.num_steps,
-        )
+        super().__post_init__()
         if not self.step_seconds:
             raise ValueError("step_seconds is 0, must be more")

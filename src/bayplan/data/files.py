@@ -154,11 +154,8 @@ def _upgrades(header: _Header, noun: type[msgspec.Struct], name: str) -> list[_U
     expected = {field.name: field.default for field in msgspec.structs.fields(member)}
     schema, newest = expected["schema"], expected["version"]
     if header.schema != schema:
-        hint = _USES.get(header.schema, "")
-        raise FileFault(
-            f"{name}: schema is {header.schema!r}, expected {schema!r}"
-            + (f"; {hint}" if hint else "")
-        )
+        hint = f"; {_USES[header.schema]}" if header.schema in _USES else ""
+        raise FileFault(f"{name}: schema is {header.schema!r}, expected {schema!r}{hint}")
     from_version: Mapping[int, _Upgrade] = getattr(member, "upgrades", {})
     known = [*from_version, newest]
     if header.version not in known:

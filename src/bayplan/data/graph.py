@@ -13,7 +13,7 @@ from functools import cached_property
 
 import msgspec
 
-from bayplan.data.errors import check_figures, check_not_negative
+from bayplan.data.errors import check_figures, check_index, check_not_negative
 
 __all__ = ["Node", "Phase", "StepGraph", "Storage", "StorageKind", "Value"]
 
@@ -112,7 +112,17 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     storages: tuple[Storage, ...]
 
     def __post_init__(self) -> None:
-        _check_indices(self)
+        num_nodes, num_values, num_storages = map(len, (self.nodes, self.values, self.storages))
+        for index, node in enumerate(self.nodes):
+            for field, values in (("reads", node.reads), ("writes", node.writes)):
+                for position, value in enumerate(values):
+                    check_index(f"nodes[{index}].{field}[{position}]", value, num_values)
+        for index, value in enumerate(self.values):
+            check_index(f"values[{index}].storage", value.storage, num_storages)
+            check_index(f"values[{index}].producer", value.producer, num_nodes)
+        for index, storage in enumerate(self.storages):
+            check_index(f"storages[{index}].born", storage.born, num_nodes)
+            check_index(f"storages[{index}].released", storage.released, num_nodes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,13 +140,11 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def num_parameters(self) -> int:
         """Number of scalars in the parameters, tied ones counted once."""
-        first_value_of: dict[int, Value] = {}
-        for value in self.values:
-            first_value_of.setdefault(value.storage, value)
         total = 0
-        for index, storage in enumerate(self.storages):
-            if storage.kind is StorageKind.PARAMETER and index in first_value_of:
-                value = first_value_of[index]
+        first_value_of = {value.storage: value for value in reversed(self.values)}
+        for index, value in first_value_of.items():
+            storage = self.storages[index]
+            if storage.kind is StorageKind.PARAMETER:
                 total += storage.size_bytes * math.prod(value.shape) // max(value.size_bytes, 1)
         return total
 
@@ -148,27 +156,3 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for value in dict.fromkeys(node.reads):
                 readers[value].append(index)
         return tuple(tuple(nodes) for nodes in readers)
-
-    def storages_of(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The storages behind some values, each once, in order of first appearance."""
-        return tuple(dict.fromkeys(self.values[value].storage for value in values))
-
-
-def _check_indices(graph: StepGraph) -> None:
-    """Refuse references to nodes, values or storages that do not exist."""
-    num_nodes, num_values, num_storages = map(len, (graph.nodes, graph.values, graph.storages))
-
-    def check(place: str, index: int | None, bound: int) -> None:
-        if index is not None and not 0 <= index < bound:
-            raise ValueError(f"{place} is {index}, must be from 0 to {bound - 1}")
-
-    for index, node in enumerate(graph.nodes):
-        for field, values in (("reads", node.reads), ("writes", node.writes)):
-            for position, value in enumerate(values):
-                check(f"nodes[{index}].{field}[{position}]", value, num_values)
-    for index, value in enumerate(graph.values):
-        check(f"values[{index}].storage", value.storage, num_storages)
-        check(f"values[{index}].producer", value.producer, num_nodes)
-    for index, storage in enumerate(graph.storages):
-        check(f"storages[{index}].born", storage.born, num_nodes)
-        check(f"storages[{index}].released", storage.released, num_nodes)

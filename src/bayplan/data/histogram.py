@@ -41,17 +41,7 @@ class HistogramRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def histogram(messages: Iterable[tuple[int, float]], *, num_ranks: int) -> list[HistogramRow]:
-    """Sort messages into size classes; classes without any are left out.
-
-    Args:
-        messages: bytes and seconds of each.
-        num_ranks: that sum each message up.
-
-    Example:
-        >>> (row,) = histogram([(2**20, 0.5), (2**20, 1.5)], num_ranks=2)
-        >>> row.size_class, row.count, row.mean_seconds
-        ('(1KB, 1MB]', 2, 1.0)
-    """
+    """Sort messages, as bytes and seconds of each, into those size classes that have any."""
     if num_ranks < 1:
         raise UsageError(f"messages of {num_ranks} ranks; name at least 1")
     by_size = sorted(messages)
@@ -63,19 +53,15 @@ def histogram(messages: Iterable[tuple[int, float]], *, num_ranks: int) -> list[
 
 def rows_of(classes: Iterable[MessageClass], *, num_ranks: int) -> list[HistogramRow]:
     """The same table of what a record keeps; a class's rate is then that of all its bytes."""
-    means = [
+    alike = [
         (
-            known.upper_bytes,
-            known.count,
-            known.total_bytes / known.count,
-            known.seconds / known.count,
+            size_class(known.upper_bytes),
+            [(known.total_bytes / known.count, known.seconds / known.count)] * known.count,
         )
         for known in classes
         if known.count
     ]
-    return _rows(
-        [(size_class(upper), [(size, seconds)] * n) for upper, n, size, seconds in means], num_ranks
-    )
+    return _rows(alike, num_ranks)
 
 
 def histogram_text(rows: Sequence[HistogramRow]) -> str:

@@ -12,7 +12,7 @@ class Binding(StrEnum):
 
     COMPUTE = "compute"
     TRANSFER = "transfer"  # from a stage to the next, or gradients back
-    SUM = "sum"  # of the gradients of a stage's replicas
+    SUM = "sum"  # the all-reduce of the gradients of a stage's replicas
     MEMORY = "memory"
 
 
@@ -23,7 +23,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         version_bytes: of older weights, which batches in flight still need.
         activation_bytes: of all micro-batches in flight, and what passes in one of them.
         transfer_bytes: of messages that come ahead of need, or are on their way.
-        bucket_bytes: of gradients that are being summed up.
+        bucket_bytes: of gradients in all-reduces.
         allocated_bytes: with what an allocator cannot use.
         context_bytes: taken before the first tensor.
         device_bytes: what the device has; 0 if unknown.
@@ -42,7 +42,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def needed_bytes(self) -> int:
-        """The sum of what is there for a reason."""
+        """All parts together, without what the allocator cannot use."""
         parts = ("weight", "version", "gradient", "state", "activation", "transfer", "bucket")
         return sum(getattr(self, f"{part}_bytes") for part in parts)
 
@@ -68,8 +68,8 @@ class StageJudgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         transfer_seconds: of all messages that one device sends to the next stage, one after the
             other on an idle network; gradients that come back take about as long.
         sum_seconds: of the gradients over all replicas, on an idle network.
-        receive_wait_seconds, sum_wait_seconds: in which the device that waits least does nothing,
-            for a message is not here, or a sum.
+        receive_wait_seconds, sum_wait_seconds: in which the device that waits least is idle,
+            because a message or an all-reduce is not done.
         in_flight: the most micro-batches that are past their forward at once.
     """
 
@@ -160,8 +160,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         data_parallel_seconds: of pure data parallel on the same devices; None if it does not fit.
         gains: parts of the difference to it, and together all of it.
         alternatives: other splits, the fastest first.
-        estimate_factor: by which estimates by layers were multiplied, so that the split's own is
-            what its replay takes.
+        estimate_factor: scales estimates by layers, so that the split's own equals its replay.
     """
 
     schema: str = "bayplan/why"

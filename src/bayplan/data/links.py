@@ -12,12 +12,12 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from bayplan.data.errors import check_numbers
+from bayplan.data.errors import CheckedStruct
 
 __all__ = ["LinkCost", "LinkSpeed", "LinkSpeeds"]
 
 
-class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkSpeed(CheckedStruct, frozen=True, kw_only=True):
     """One way to move bytes: so many seconds at once, and a second for so many bytes.
 
     Attributes:
@@ -29,17 +29,12 @@ class LinkSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cores: float = 0.0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}, must be more than 0")
 
     def seconds(self, size_bytes: float) -> float:
-        """What a message takes on an idle machine.
-
-        Example:
-            >>> LinkSpeed(latency_seconds=0.5, bytes_per_second=100).seconds(50)
-            1.0
-        """
+        """What a message takes on an idle machine."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
@@ -48,7 +43,7 @@ class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         message: from one rank to another.
-        reduce: a sum over two ranks. Over n, each moves `n - 1` times as many parts of `2 / n`.
+        reduce: an all-reduce of two ranks. Of n, each moves `n - 1` times as many parts of `2 / n`.
     """
 
     schema: str = "bayplan/link-speeds"
@@ -57,24 +52,14 @@ class LinkSpeeds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reduce: LinkSpeed
 
     def reduce_seconds(self, size_bytes: float, num_ranks: int) -> float:
-        """What a sum over some ranks takes, in a ring, on an idle machine.
-
-        Example:
-            >>> speed = LinkSpeed(latency_seconds=0.0, bytes_per_second=100)
-            >>> LinkSpeeds(message=speed, reduce=speed).reduce_seconds(100, 4)
-            1.5
-        """
+        """What a ring all-reduce takes on an idle machine."""
         steps = num_ranks - 1
         moved = size_bytes * 2 * steps / num_ranks
         return steps * self.reduce.latency_seconds + moved / self.reduce.bytes_per_second
 
     def reduce_cores(self, num_ranks: int) -> float:
-        """The cores that such a sum keeps busy, were there enough of them."""
+        """The cores that such an all-reduce keeps busy, were there enough of them."""
         return self.reduce.cores * num_ranks / 2
-
-
-def _nothing(size_bytes: int) -> float:
-    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,38 +73,21 @@ class LinkCost:
     """
 
     seconds: Callable[[int], float]
-    overlapped_seconds: Callable[[int], float] = _nothing
+    overlapped_seconds: Callable[[int], float] = lambda size_bytes: 0.0
 
     @classmethod
     def affine(cls, *, latency_seconds: float, bytes_per_second: float) -> "LinkCost":
-        """So many seconds at once, and a second for so many bytes.
-
-        Example:
-            >>> LinkCost.affine(latency_seconds=0.5, bytes_per_second=100).seconds(50)
-            1.0
-        """
-        if not latency_seconds >= 0 or not bytes_per_second > 0:
-            raise ValueError(
-                f"a link of {latency_seconds} s latency and {bytes_per_second} bytes/s; these must"
-                " be 0 or more, and more than 0"
-            )
-        return cls(seconds=lambda size_bytes: latency_seconds + size_bytes / bytes_per_second)
+        """So many seconds at once, and a second for so many bytes."""
+        speed = LinkSpeed(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)
+        return cls(seconds=speed.seconds)
 
     @classmethod
     def table(cls, points: Iterable[tuple[int, float]]) -> "LinkCost":
-        """Straight lines between measured messages.
+        """Straight lines between the sizes and seconds of measured messages, in any order.
 
         What is smaller than all takes as long as the smallest; what is larger goes at the rate of
         the largest. A measurement that is slower than a larger message's was disturbed, because
         noise only ever adds, and counts as being as fast as that.
-
-        Args:
-            points: size and seconds of two messages or more, in any order.
-
-        Example:
-            >>> cost = LinkCost.table([(100, 1.0), (200, 3.0), (300, 2.0)])
-            >>> [cost.seconds(size) for size in (50, 150, 250, 600)]
-            [1.0, 1.5, 2.0, 4.0]
         """
         best = dict(sorted(points, reverse=True))  # of equal sizes the fastest
         sizes = sorted(best)

@@ -7,11 +7,12 @@ has its inputs, outputs and scratch memory at once:
     live               live + born at i + workspace of i               live + born - released at i
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from bayplan.data.graph import StepGraph, Storage
+from bayplan.data.graph import StepGraph
 from bayplan.data.units import round_up
 
 __all__ = ["WORKSPACE", "LiveMemory", "replay_memory"]
@@ -46,40 +47,19 @@ class LiveMemory:
 def replay_memory(
     graph: StepGraph, workspace_bytes: Sequence[int], *, granularity_bytes: int = 1
 ) -> LiveMemory:
-    """Walk the step and add up what is alive.
+    """Walk the step and add up what is alive, each storage rounded up as its allocator does.
 
-    Args:
-        graph: the step; must have at least one node.
-        workspace_bytes: scratch memory of each node.
-        granularity_bytes: the allocator's rounding of each storage.
+    `workspace_bytes` is the scratch memory of each node.
     """
     num_nodes = len(graph.nodes)
     assert num_nodes, "an empty step has no peak"
-    born: list[list[Storage]] = [[] for _ in range(num_nodes)]
-    released: list[list[Storage]] = [[] for _ in range(num_nodes)]
-    live: Counter[str] = Counter()
+    changes: dict[str, list[int]] = defaultdict(lambda: [0] * (num_nodes + 1))  # by kind and node
     for storage in graph.storages:
-        if storage.born is None:
-            live[storage.kind] += round_up(storage.size_bytes, granularity_bytes)
-        else:
-            born[storage.born].append(storage)
+        size_bytes, born = round_up(storage.size_bytes, granularity_bytes), storage.born or 0
+        changes[storage.kind][born] += size_bytes
         if storage.released is not None:
-            released[max(storage.released, storage.born or 0)].append(storage)
-
-    totals: list[int] = []
-    kinds = dict.fromkeys([*(storage.kind for storage in graph.storages), WORKSPACE])
-    curves: dict[str, list[int]] = {str(kind): [] for kind in kinds}
-    for index in range(num_nodes):
-        for storage in born[index]:
-            live[storage.kind] += round_up(storage.size_bytes, granularity_bytes)
-        live[WORKSPACE] = workspace_bytes[index]
-        totals.append(sum(live.values()))
-        for kind, curve in curves.items():
-            curve.append(live[kind])
-        for storage in released[index]:
-            live[storage.kind] -= round_up(storage.size_bytes, granularity_bytes)
-    return LiveMemory(
-        total_bytes=tuple(totals),
-        by_kind={kind: tuple(curve) for kind, curve in curves.items()},
-        peak_node=max(range(num_nodes), key=totals.__getitem__),
-    )
+            changes[storage.kind][max(storage.released, born) + 1] -= size_bytes
+    by_kind = {str(kind): tuple(accumulate(column))[:-1] for kind, column in changes.items()}
+    by_kind[WORKSPACE] = tuple(workspace_bytes)
+    totals = tuple(sum(column) for column in zip(*by_kind.values(), strict=True))
+    return LiveMemory(totals, by_kind, peak_node=totals.index(max(totals)))

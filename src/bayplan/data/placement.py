@@ -9,7 +9,7 @@ The empty text stands for data parallel: one stage, on every device there is.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,12 +17,23 @@ import msgspec
 
 from bayplan.data.errors import UsageError
 
-__all__ = ["Place", "Placement"]
+__all__ = ["MOST_DEVICES", "Place", "Placement", "numbers_text"]
 
 _EXAMPLE = "write node:device or node:first-last, like 0:0-6.0:7"
 # Longer numbers and ranges are slips of the keyboard; a range is held device by device.
 _PART = re.compile("([0-9]{1,6}):([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_MOST_DEVICES = 2**16
+MOST_DEVICES = 2**16
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Print numbers with their ranges, like `0-2,7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 class Place(NamedTuple):
@@ -33,15 +44,7 @@ class Place(NamedTuple):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The places of each stage, sorted and without repeats.
-
-    Example:
-        >>> placement = Placement.parse("0:0-6.0:7")
-        >>> placement.ranks_of(1)
-        (7,)
-        >>> str(Placement.parse("0:3,0:1-2"))
-        '0:1-3'
-    """
+    """The places of each stage, sorted and without repeats."""
 
     stages: tuple[tuple[Place, ...], ...]
 
@@ -70,7 +73,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls((tuple(Place(0, device) for device in range(num_devices)),))
 
     def __str__(self) -> str:
-        return ".".join(",".join(_runs(stage)) for stage in self.stages)
+        return ".".join(",".join(_ranges(stage)) for stage in self.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -93,18 +96,16 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         torchrun starts ranks 0, 1, ... on each of nodes 0, 1, ..., so that device 5 of a node means
         its sixth rank, and a placement without devices 0 to 4 means no job that can be started.
         """
-        counts = self.devices_per_node
+        named = set(self.places)
         for node, device in self.places:
-            if 0 in counts[:node]:
-                missing = f"node {node}, but not node {counts.index(0)}"
-            elif device >= counts[node]:
-                named = {place.device for place in self.places if place.node == node}
-                first = min(set(range(device)) - named)
-                missing = f"device {device} of node {node}, but not device {first}"
+            if device and Place(node, device - 1) not in named:
+                gap = f"device {device} of node {node}, but not device {device - 1}"
+            elif node and not device and Place(node - 1, 0) not in named:
+                gap = f"node {node}, but not node {node - 1}"
             else:
                 continue
             raise UsageError(
-                f"placement {self} names {missing}; number them from 0 without a gap, like"
+                f"placement {self} names {gap}; number them from 0 without a gap, like"
                 f" {self.without_gaps()}"
             )
 
@@ -123,14 +124,13 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_nodes = len(devices_per_node)
         for node, device in self.places:
             if node >= num_nodes:
-                raise UsageError(
-                    f"placement {self} names node {node}, but {_there(num_nodes, 'node')}"
-                )
-            if device >= devices_per_node[node]:
-                raise UsageError(
-                    f"placement {self} names device {device} of node {node}, but"
-                    f" {_there(devices_per_node[node], 'device')}"
-                )
+                fault = f"node {node}, but {_there(num_nodes, 'node')}"
+            elif device >= devices_per_node[node]:
+                existing = _there(devices_per_node[node], "device")
+                fault = f"device {device} of node {node}, but {existing}"
+            else:
+                continue
+            raise UsageError(f"placement {self} names {fault}")
 
 
 def _parse(text: str) -> tuple[tuple[Place, ...], ...]:
@@ -140,13 +140,10 @@ def _parse(text: str) -> tuple[tuple[Place, ...], ...]:
         places: set[Place] = set()
         for part in stage.split(","):
             where = f"placement {text!r}: {part!r} at position {position}"
-            for place in _places(part, where):
-                if place in places:
-                    raise UsageError(
-                        f"{where} names device {place.device} of node {place.node} twice in one"
-                        " stage"
-                    )
-                places.add(place)
+            named = _places(part, where)
+            for node, device in sorted(places.intersection(named)):
+                raise UsageError(f"{where} names device {device} of node {node} twice in one stage")
+            places.update(named)
             position += len(part) + 1
         stages.append(tuple(sorted(places)))
     return tuple(stages)
@@ -160,22 +157,17 @@ def _places(part: str, where: str) -> list[Place]:
     last = int(match[3] or first)
     if last < first:
         raise UsageError(f"{where} is a range that goes down; write {node}:{last}-{first}")
-    if last - first >= _MOST_DEVICES:
+    if last - first >= MOST_DEVICES:
         raise UsageError(
-            f"{where} has {last - first + 1} devices, at most {_MOST_DEVICES} are allowed"
+            f"{where} has {last - first + 1} devices, at most {MOST_DEVICES} are allowed"
         )
     return [Place(node, device) for device in range(first, last + 1)]
 
 
-def _runs(stage: Sequence[Place]) -> list[str]:
-    """Neighbouring devices of one node, as ranges."""
-    # Along a run, device and index rise together, so their difference tells runs apart.
-    grouped = groupby(enumerate(stage), lambda item: (item[1].node, item[1].device - item[0]))
-    runs = [[place for _, place in group] for _, group in grouped]
-    return [
-        f"{run[0].node}:{run[0].device}" + (f"-{run[-1].device}" if len(run) > 1 else "")
-        for run in runs
-    ]
+def _ranges(stage: Sequence[Place]) -> Iterator[str]:
+    for node, places in groupby(stage, key=lambda place: place.node):
+        for devices in numbers_text(place.device for place in places).split(","):
+            yield f"{node}:{devices}"
 
 
 def _there(number: int, what: str) -> str:

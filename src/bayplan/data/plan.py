@@ -7,19 +7,12 @@ with its list of actions). A file says which in its field `kind`.
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.errors import (
-    ForeignPlan,
-    check_at_least_1,
-    check_figures,
-    check_not_negative,
-    check_numbers,
-)
+from bayplan.data.errors import CheckedStruct, ForeignPlan, check_at_least_1, check_index
 from bayplan.data.placement import Placement
 from bayplan.data.program import Program
 
@@ -37,17 +30,19 @@ __all__ = [
     "Stage",
     "StageOrder",
     "StepOrder",
-    "SwapOrder",
+    "Swap",
 ]
 
 
-class SwapOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Swap(CheckedStruct, frozen=True):
     """An activation that is offloaded; times are steps of the schedule.
 
     Attributes:
-        away_before: the step before which it must have left the device.
-        backs_before: the steps before which a prefetch begins, one for each stretch of backward
-            that reads it.
+        buffer: made in forward, read in backward, no output.
+        away_before: the step of forward before which it must have left the device; the index of
+            the first backward op means at the end of forward.
+        backs_before: the steps of backward before which a prefetch begins, ascending. Each serves
+            the readers up to the next one; readers before the first read the buffer itself.
     """
 
     buffer: int
@@ -55,12 +50,12 @@ class SwapOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     backs_before: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if not self.backs_before:
             raise ValueError("backs_before is empty; a swapped activation must come back")
 
 
-class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     """The order of a program's ops, with repeats, and how its values are stored in between.
 
     Attributes:
@@ -75,7 +70,7 @@ class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     program_fingerprint: str
     schedule: tuple[int, ...]
     packs: tuple[str, ...] = ()
-    swaps: tuple[SwapOrder, ...] = ()
+    swaps: tuple[Swap, ...] = ()
     strategy: str
     peak_bytes: int
     plain_peak_bytes: int
@@ -86,7 +81,7 @@ class StepOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if not self.schedule:
             raise ValueError("schedule is empty; a step has at least one op")
-        check_numbers(self)
+        super().__post_init__()
 
     @property
     def time_ratio(self) -> float:
@@ -110,7 +105,7 @@ class Choice(StrEnum):
     PACK = "pack"
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stage(CheckedStruct, frozen=True, kw_only=True):
     """A run of consecutive forward nodes with their backward and update, and who computes it.
 
     Attributes:
@@ -131,11 +126,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("devices is empty; a stage needs at least one")
         if len(self.shares) != len(self.devices):
             raise ValueError(f"{len(self.shares)} shares for {len(self.devices)} devices")
-        check_numbers(self)
+        super().__post_init__()
         check_at_least_1(**{f"shares[{index}]": share for index, share in enumerate(self.shares)})
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Decision(CheckedStruct, frozen=True, kw_only=True):
     """The choice for one activation, and what it costs.
 
     Attributes:
@@ -149,16 +144,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     size_bytes: int = 0
     seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The step that was asked about, so that a plan can be run without repeating it.
 
     Attributes:
-        target: a reference model, or `module:function`; the latter is code, so it is never
-            imported from a plan alone.
+        target: a reference model, or `module:function`, which is never imported from a plan alone.
         batch: samples; None for the target's own.
         memory: the limit as it was given, `8GiB` or `40%`.
         update_in_backward: each parameter is updated as soon as its gradient is complete.
@@ -172,19 +163,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     update_in_backward: bool = False
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Bucket(CheckedStruct, frozen=True, kw_only=True):
     """Gradients that travel in one message, by parameter name.
 
     Attributes:
-        stages: whose ranks sum them; several if weights are tied across stages.
+        stages: whose ranks all-reduce them; several if weights are tied across stages.
     """
 
     parameters: tuple[str, ...]
     size_bytes: int
     stages: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,7 +183,7 @@ class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size_bytes: int
 
 
-class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageOrder(CheckedStruct, frozen=True, kw_only=True):
     """What a stage keeps, repeats, packs and swaps when it computes so many samples at a time.
 
     Attributes:
@@ -218,7 +206,7 @@ class StageOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     decisions: tuple[Decision, ...] = ()
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         check_at_least_1(num_samples=self.num_samples, in_flight=self.in_flight)
 
     @property
@@ -238,7 +226,7 @@ class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What fills the memory when it is fullest.
 
     Attributes:
-        op: the op that runs then; `place` is the module it runs for.
+        op, place: the op that runs then, and the module it runs for.
         always_bytes: what no plan can release: parameters, buffers, batch, optimizer state.
         outputs_bytes: gradients and other results so far.
         values: activations and temporaries, the largest first.
@@ -259,18 +247,18 @@ def _from_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     belongs to the other kind only ever had its default, or said again what `order` says.
     """
     is_for_ranks = fields.get("order") is None
-    kind, other = ("ranks", DevicePlan) if is_for_ranks else ("device", RankPlan)
+    kind, unlike = ("ranks", DevicePlan) if is_for_ranks else ("device", RankPlan)
     actions = fields.get("actions")
     if not is_for_ranks and isinstance(actions, list) and len(actions) != 1:
         raise ValueError(
             f"a plan for one device has an `order`, but there are {len(actions)} lists of `actions`"
         )
-    dropped = {*other.__struct_fields__} - {*_PlanBase.__struct_fields__} | {"gap"}
+    dropped = {*unlike.__struct_fields__} - {*_PlanBase.__struct_fields__} | {"gap"}
     kept = {name: value for name, value in fields.items() if name not in dropped}
     return {"kind": kind, **kept, "version": 2}
 
 
-class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PlanBase(CheckedStruct, frozen=True, kw_only=True):
     """What every plan says: what it belongs to, and what it is predicted to cost.
 
     Attributes:
@@ -290,14 +278,13 @@ class _PlanBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     predicted_peak_bytes: tuple[int, ...]
     predicted_seconds: float
 
-    upgrades: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = MappingProxyType(
-        {1: _from_version_1}
-    )
+    upgrades: ClassVar[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+        1: _from_version_1
+    }
 
     def __post_init__(self) -> None:
         check_at_least_1(limit_bytes=self.limit_bytes)
-        check_not_negative(predicted_seconds=self.predicted_seconds)
-        check_figures("predicted_peak_bytes", self.predicted_peak_bytes)
+        super().__post_init__()
 
 
 class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="device"):
@@ -336,8 +323,7 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
         static_order: whether every rank keeps the order of its list; else it does what is ready.
         sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
             replicas' samples, instead of each replica's own.
-        stage_orders: what stages keep, repeat, pack and swap, where memory is limited; else they
-            keep all.
+        stage_orders: what stages keep, repeat, pack and swap; stages that are not named keep all.
         actions: by rank, its whole list in order.
         predicted_busy: by rank, the share of the step that it computes in; empty if unknown.
     """
@@ -362,8 +348,7 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_1(num_micro_batches=self.num_micro_batches)
-        self._check_counts()
-        self._check_placement()
+        self._check_ranks()
         self._check_stages_named()
         self._check_lags()
         self._check_static_order()
@@ -376,7 +361,8 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
             return ()
         return tuple(index for index, stage in enumerate(self.stages) if len(stage.devices) > 1)
 
-    def _check_counts(self) -> None:
+    def _check_ranks(self) -> None:
+        """Refuse figures and stages of ranks that have no actions, or that are placed elsewhere."""
         num_ranks = len(self.actions)
         busy, peaks = self.predicted_busy, self.predicted_peak_bytes
         if busy and len(busy) != num_ranks:
@@ -393,17 +379,15 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
                         f"stages[{stage_index}].devices[{position}] is {rank}, but only"
                         f" {num_ranks} devices have actions"
                     )
-
-    def _check_placement(self) -> None:
-        if not self.placement:
-            return
-        placement = Placement.parse(self.placement)
-        placed = tuple(map(placement.ranks_of, range(len(placement.stages))))
-        given = tuple(stage.devices for stage in self.stages)
-        if placed != given:
-            raise ValueError(
-                f"placement is {self.placement}, so stages are on {placed}, but they have {given}"
-            )
+        if self.placement:
+            placement = Placement.parse(self.placement)
+            placed = tuple(map(placement.ranks_of, range(len(placement.stages))))
+            given = tuple(stage.devices for stage in self.stages)
+            if placed != given:
+                raise ValueError(
+                    f"placement is {self.placement}, so stages are on {placed}, but they have"
+                    f" {given}"
+                )
 
     def _check_stages_named(self) -> None:
         """Refuse links, orders and buckets of a stage that is not there."""
@@ -415,23 +399,17 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
                         f"{name}[{position}] is {early}, {late}, must lead from a stage to a later"
                         f" one of {num_stages}"
                     )
-        orders = [(f"stage_orders[{n}]", order.stage) for n, order in enumerate(self.stage_orders)]
-        buckets = [
-            (f"buckets[{n}]", stage)
-            for n, bucket in enumerate(self.buckets)
-            for stage in bucket.stages
-        ]
-        for place, stage in orders + buckets:
-            if not 0 <= stage < num_stages:
-                raise ValueError(f"{place} names stage {stage}, but there are only {num_stages}")
+        for position, order in enumerate(self.stage_orders):
+            check_index(f"stage_orders[{position}].stage", order.stage, num_stages)
+        for position, bucket in enumerate(self.buckets):
+            for index, stage in enumerate(bucket.stages):
+                check_index(f"buckets[{position}].stages[{index}]", stage, num_stages)
 
     def _check_lags(self) -> None:
         """Refuse lags that no order of work has."""
-        if not self.lags:
-            return
-        if len(self.lags) != len(self.stages):
+        if self.lags and len(self.lags) != len(self.stages):
             raise ValueError(f"{len(self.lags)} lags for {len(self.stages)} stages")
-        if self.lags[-1] != 0:
+        if self.lags and self.lags[-1] != 0:
             raise ValueError(
                 f"lags ends with {self.lags[-1]}, must be 0: the last stage waits for none"
             )
@@ -459,21 +437,19 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
             )
 
     def _check_actions(self) -> None:
+        stages, buckets = (len(self.stages), "stages"), (len(self.buckets), "buckets")
+        micro_batches = (self.num_micro_batches, "micro-batches")
         for rank, texts in enumerate(self.actions):
             for position, text in enumerate(texts):
+                place = f"actions[{rank}][{position}]"
                 try:
                     action = Action.parse(text)
                 except ValueError as fault:
-                    raise ValueError(f"actions[{rank}][{position}]: {fault}") from None
-                limits = [(action.stage, len(self.stages), "stages")]
-                if action.kind is ActionKind.REDUCE:
-                    limits.append((action.index, len(self.buckets), "buckets"))
-                else:
-                    limits.append((action.index, self.num_micro_batches, "micro-batches"))
-                for index, limit, word in limits:
-                    if index >= limit:
-                        place = f"actions[{rank}][{position}]"
-                        raise ValueError(f"{place} is {text!r}, but there are only {limit} {word}")
+                    raise ValueError(f"{place}: {fault}") from None
+                indexed = micro_batches if action.kind is not ActionKind.REDUCE else buckets
+                for index, (number, word) in ((action.stage, stages), (action.index, indexed)):
+                    if index >= number:
+                        raise ValueError(f"{place} is {text!r}, but there are only {number} {word}")
 
 
 Plan = DevicePlan | RankPlan

@@ -3,9 +3,7 @@
 import math
 from enum import StrEnum
 
-import msgspec
-
-from bayplan.data.errors import ForeignPlan, UsageError, check_numbers, did_you_mean
+from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
 from bayplan.data.graph import StepGraph
 
 __all__ = ["Clock", "Origin", "Profile"]
@@ -33,7 +31,7 @@ class Clock(StrEnum):
         return cls(text)
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Profile(CheckedStruct, frozen=True, kw_only=True):
     """Costs per node, in the node order of the graph with this fingerprint.
 
     Attributes:
@@ -64,7 +62,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lengths = [*map(len, (self.seconds, self.spread_seconds, self.workspace_bytes))]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
-        check_numbers(self)
+        super().__post_init__()
 
     @property
     def step_seconds(self) -> float:

@@ -23,8 +23,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         name: for messages; ops of equal blocks should differ in digits only, so that the planner
             sees that they play the same role.
         can_repeat: whether a repeat gives the same bits.
-        takes_over: buffers among `reads` whose memory the only output may take over, if the copy
-            that is read dies here.
+        takes_over: buffers among `reads` that die here, so that the only output may reuse one.
         place: the module it runs for, `layer1.0.conv2`; empty where that is not known.
         is_callers: whether the caller runs it, out of our hands, like the loss of a model.
         repeat_reads: buffers that every execution after the first needs, which may be some that
@@ -54,47 +53,32 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         One that reads or makes other buffers than the first takes no memory over.
         """
-        reads, writes = self.repeat_reads, self.repeat_writes
-        seconds, workspace_bytes = self.repeat_seconds, self.repeat_workspace_bytes
-        if (reads, writes, seconds, workspace_bytes) == (None, None, None, None):
+        names = ("reads", "writes", "seconds", "workspace_bytes")
+        given = {name: getattr(self, f"repeat_{name}") for name in names}
+        changed = {name: value for name, value in given.items() if value is not None}
+        if not changed:
             return self
-        return msgspec.structs.replace(
-            self,
-            reads=self.reads if reads is None else reads,
-            writes=self.writes if writes is None else writes,
-            seconds=self.seconds if seconds is None else seconds,
-            workspace_bytes=self.workspace_bytes if workspace_bytes is None else workspace_bytes,
-            takes_over=self.takes_over if reads is None and writes is None else (),
-            repeat_reads=None,
-            repeat_writes=None,
-            repeat_seconds=None,
-            repeat_workspace_bytes=None,
-        )
+        if "reads" in changed or "writes" in changed:
+            changed["takes_over"] = ()
+        as_now = dict.fromkeys(f"repeat_{name}" for name in names)
+        return msgspec.structs.replace(self, **changed, **as_now)
 
     def renamed(self, reads: Mapping[int, int], writes: Mapping[int, int]) -> "Op":
-        """The op with other numbers for some of the buffers it reads or makes.
-
-        Example:
-            >>> op = Op(name="f", reads=(0,), writes=(1, 2), seconds=1.0,
-            ...         repeat_reads=(0, 2), repeat_writes=(1,))
-            >>> new = op.renamed({0: 7}, {2: 9})
-            >>> new.reads, new.writes, new.repeat_reads, new.repeat_writes
-            ((7,), (1, 9), (7, 9), (1,))
-        """
+        """The op with other numbers for some of the buffers it reads or makes."""
         made = {buffer: writes.get(buffer, buffer) for buffer in self.writes}
-        in_repeats = {**reads, **made}
+        again = self.repeat_reads, self.repeat_writes
         return msgspec.structs.replace(
             self,
-            reads=tuple(reads.get(buffer, buffer) for buffer in self.reads),
+            reads=_numbered(self.reads, reads),
             writes=tuple(made.values()),
-            takes_over=tuple(reads.get(buffer, buffer) for buffer in self.takes_over),
-            repeat_reads=None
-            if self.repeat_reads is None
-            else tuple(in_repeats.get(buffer, buffer) for buffer in self.repeat_reads),
-            repeat_writes=None
-            if self.repeat_writes is None
-            else tuple(made[buffer] for buffer in self.repeat_writes),
+            takes_over=_numbered(self.takes_over, reads),
+            repeat_reads=None if again[0] is None else _numbered(again[0], {**reads, **made}),
+            repeat_writes=None if again[1] is None else _numbered(again[1], made),
         )
+
+
+def _numbered(buffers: tuple[int, ...], numbers: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(numbers.get(buffer, buffer) for buffer in buffers)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):

@@ -7,12 +7,7 @@ from itertools import groupby
 
 import msgspec
 
-from bayplan.data.errors import (
-    check_at_least_1,
-    check_figures,
-    check_not_negative,
-    check_numbers,
-)
+from bayplan.data.errors import CheckedStruct, check_at_least_1, check_figures, check_not_negative
 from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
@@ -65,14 +60,13 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     by_kind: dict[str, tuple[int, ...]] = {}
 
     def __post_init__(self) -> None:
-        columns = [self.seconds, self.total_bytes, *self.by_kind.values()]
-        lengths = [len(column) for column in columns]
+        lengths = [*map(len, (self.seconds, self.total_bytes, *self.by_kind.values()))]
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
         check_figures("seconds", self.seconds)
 
 
-class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LiveStorage(CheckedStruct, frozen=True, kw_only=True):
     """One of the largest storages alive at the peak, named as the user knows it."""
 
     size_bytes: int
@@ -80,11 +74,8 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     source: str
 
-    def __post_init__(self) -> None:
-        check_not_negative(size_bytes=self.size_bytes)
 
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Event(CheckedStruct, frozen=True, kw_only=True):
     """Something a device did, from `start_seconds` on for `seconds`."""
 
     lane: Lane
@@ -92,11 +83,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_seconds: float
     seconds: float
 
-    def __post_init__(self) -> None:
-        check_not_negative(start_seconds=self.start_seconds, seconds=self.seconds)
 
-
-class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessageClass(CheckedStruct, frozen=True, kw_only=True):
     """Messages of one size class, summed."""
 
     upper_bytes: int
@@ -104,21 +92,13 @@ class MessageClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     total_bytes: int
     seconds: float
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 _KIB, _MIB = 2**10, 2**20
 _FINE_MIB, _COARSE_MIB, _COARSE_FROM_MIB = 10, 50, 100
 
 
 def size_class(size_bytes: int) -> tuple[int, int]:
-    """The bytes that a message's class begins above, and those that it ends with.
-
-    Example:
-        >>> [tuple(limit // 2**20 for limit in size_class(mib << 20)) for mib in (64, 100, 392)]
-        [(60, 70), (90, 100), (350, 400)]
-    """
+    """The bytes that a message's class begins above, and those that it ends with."""
     for begin, end in ((0, _KIB), (_KIB, _MIB), (_MIB, _FINE_MIB * _MIB)):
         if size_bytes <= end:
             return begin, end
@@ -128,13 +108,7 @@ def size_class(size_bytes: int) -> tuple[int, int]:
 
 
 def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass, ...]:
-    """Messages as a record keeps them: summed up by class.
-
-    Example:
-        >>> (one,) = message_classes([(2**20, 0.5), (2**19, 1.5)])
-        >>> one.upper_bytes, one.count, one.total_bytes, one.seconds
-        (1048576, 2, 1572864, 2.0)
-    """
+    """Messages, as bytes and seconds of each, summed up by class as a record keeps them."""
     by_class = groupby(sorted(messages), key=lambda message: size_class(message[0]))
     return tuple(
         MessageClass(
@@ -148,7 +122,7 @@ def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass
     )
 
 
-class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     """One device's memory and events over the recorded steps.
 
     Attributes:
@@ -178,18 +152,13 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: tuple[MessageClass, ...] = ()
     staleness: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        for kind, size_bytes in self.peak_by_kind.items():
-            check_not_negative(**{f"peak_by_kind[{kind!r}]": size_bytes})
-
     @property
     def steady_peak_bytes(self) -> int:
         """The largest peak, the first step left out where there are others (it warms up)."""
         return max(self.step_peak_bytes[1:], default=self.peak_bytes)
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Prediction(CheckedStruct, frozen=True, kw_only=True):
     """What the plan of a run promised, to be shown next to what came.
 
     Attributes:
@@ -202,16 +171,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     peak_bytes: tuple[int, ...]
     busy: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything known about some steps.
 
     Attributes:
-        method: how memory was found: `liveness` (simulated), `malloc`, `cuda-allocator` or
-            `storages`.
+        method: of finding memory: `liveness` (simulated), `malloc`, `cuda-allocator`, `storages`.
         fingerprint: of the step graph; empty where a loop was recorded without one.
         step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
         num_samples: of one step; None if unknown.
@@ -240,24 +205,20 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
         check_at_least_1(num_samples=self.num_samples, epoch_samples=self.epoch_samples)
-        self._check_predicted()
         check_not_negative(step_spread_seconds=self.step_spread_seconds)
+        for name in ("peak_bytes", "busy") if self.predicted is not None else ():
+            num_predicted, num_devices = len(getattr(self.predicted, name)), len(self.devices)
+            if num_predicted not in (num_devices, 0):
+                raise ValueError(
+                    f"predicted.{name} is of {num_predicted} devices, but there are {num_devices}"
+                )
         for index, device in enumerate(self.devices):
             if self.source is Source.SIMULATED and device.curve is not None:
-                _check_simulated(f"devices[{index}].curve", device.curve)
-
-    def _check_predicted(self) -> None:
-        if self.predicted is None:
-            return
-        for name, column in (
-            ("peak_bytes", self.predicted.peak_bytes),
-            ("busy", self.predicted.busy),
-        ):
-            if len(column) not in {len(self.devices), 0}:
-                raise ValueError(
-                    f"predicted.{name} is of {len(column)} devices, but there are"
-                    f" {len(self.devices)}"
-                )
+                # Every storage is known here, so bytes are never below 0 as in a measured curve.
+                place = f"devices[{index}].curve"
+                check_figures(f"{place}.total_bytes", device.curve.total_bytes)
+                for kind, column in device.curve.by_kind.items():
+                    check_figures(f"{place}.by_kind[{kind!r}]", column)
 
     @property
     def peak_bytes(self) -> int:
@@ -304,13 +265,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max((event.start_seconds + event.seconds for event in events), default=0.0)
 
 
-def _check_simulated(place: str, curve: MemoryCurve) -> None:
-    """Refuse bytes below 0 where every storage is known; a measured curve may have them."""
-    check_figures(f"{place}.total_bytes", curve.total_bytes)
-    for kind, column in curve.by_kind.items():
-        check_figures(f"{place}.by_kind[{kind!r}]", column)
-
-
 class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the time of a device went; the parts of a device are one step together.
 
@@ -318,7 +272,7 @@ class StepParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compute: forwards and backwards.
         update: the optimizer's.
         messages: values are sent, or waited for.
-        sums: sums of gradients that are waited for; what is hidden behind backward is not here.
+        sums: all-reduces that are waited for; what is hidden behind backward is not here.
         samples: that are waited for, of the input pipeline.
         waiting: everything else, such as copies, the loss and other ranks.
     """

@@ -1,8 +1,7 @@
 """What `nvidia-smi topo -m` prints, and the cluster file that explains it.
 
 A topology names kinds of links and no speed. The figures here stand in until someone measures.
-Where they are NCCL's, they come from the table by which it chooses its rings
-(`src/graph/topo.h`).
+Most are from the table by which NCCL chooses its rings (`src/graph/topo.h`).
 
 The text is a matrix, one row and one column for each GPU and each network card, followed by the
 processors that are near. Its form has changed over the years: cards were added, then columns of
@@ -10,10 +9,9 @@ NUMA nodes, then a second legend; old drivers wrote SOC for SYS; a terminal unde
 People paste it out of documents, with what stands around it. All of this is read, and anything else
 is refused with the line that was not understood.
 
-PCIe is a tree, so the matrix is that of a tree: GPUs that are PIX to each other hang on one switch,
-switches that are PHB on one processor, and so on. Each level becomes a joint whose sides are the
-groups of the level before, because these share the way up. A matrix that is no tree gives each pair
-a link of its own.
+PCIe is a tree: GPUs that are PIX to each other hang on one switch, switches that are PHB on one
+processor, and so on. Each level becomes a joint whose sides are the groups of the level before,
+because these share the way up. A matrix that is no tree gives each pair a link of its own.
 """
 
 import re
@@ -121,12 +119,7 @@ def ports_of(device: str) -> Ports | None:
 
 
 def pcie_figures(kind: LinkKind, ports: Ports) -> LinkFigures:
-    """Of one wire of a joint through PCIe.
-
-    Example:
-        >>> pcie_figures(LinkKind.PIX, Ports(pcie_generation=4))["bandwidth_bytes_per_s"].value
-        24000000000.0
-    """
+    """Of one wire of a joint through PCIe."""
     generation = ports.pcie_generation
     if kind is LinkKind.SYS:
         bandwidth, processor = _SYS_BYTES_PER_S[min(max(generation, 3), 5)]
@@ -201,122 +194,92 @@ class Topology:
 
 
 def read_topology(text: str, *, name: str = "topology") -> Topology:
-    """Read the text, wherever in it the matrix stands.
-
-    Raises:
-        FileFault: with the number of the line that is not as expected.
-
-    Example:
-        >>> pair = read_topology('''
-        ...         GPU0    GPU1    CPU Affinity
-        ... GPU0     X      NV2     0-7
-        ... GPU1    NV2      X      0-7''')
-        >>> pair.kinds[0][1].value, pair.nvlinks[0][1], pair.affinities
-        ('NVLINK', 2, ('0-7', '0-7'))
-    """
-    return _Matrix(text, name).read()
-
-
-class _Matrix:
-    """A walk along the lines of the text."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self.lines = [_ESCAPE.sub("", line) for line in text.splitlines()]
-        self.name = name
-        self.line_of: dict[str, int] = {}  # by the name of a row
-        self.entries: dict[tuple[str, str], str] = {}  # by row and column
-        self.affinities: dict[str, str] = {}
-
-    def read(self) -> Topology:
-        head, columns = self._head()
+    """Read the text, wherever in it the matrix stands; a FileFault names the line that is wrong."""
+    lines = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
+    number = head = _head(lines, name)
+    rows: dict[str, list[str]] = {}
+    line_of: dict[str, int] = {}
+    try:
+        columns = _columns(lines[head])
+        for number in range(head + 1, len(lines)):
+            words = lines[number]
+            if words and (words[0].rstrip(":") == "Legend" or words[0].startswith("```")):
+                break  # the end of the matrix, or of what was pasted
+            if words and words[0] in rows:
+                first = line_of[words[0]] + 1
+                raise ValueError(f"a second row for {words[0]}; the first is line {first}")
+            if words:
+                _check_row(words, columns)
+                rows[words[0]], line_of[words[0]] = words, number
+            if len(rows) == len(columns):
+                break
         gpus = [column for column in columns if _GPU.fullmatch(column)]
         cards = [column for column in columns if column not in gpus]
-        self._read_rows(head, columns)
+        index_of = {column: index for index, column in enumerate(columns, start=1)}
+        number = head
         for gpu in gpus:
-            if gpu not in self.line_of:
-                raise self._fault(head, f"no row for {gpu}, which this line names")
-        for gpu, other in combinations(gpus, 2):
-            entry, back = self.entries[gpu, other], self.entries[other, gpu]
+            if gpu not in rows:
+                raise ValueError(f"no row for {gpu}, which this line names")
+        for gpu, peer in combinations(gpus, 2):
+            number = line_of[gpu]
+            entry, back = rows[gpu][index_of[peer]], rows[peer][index_of[gpu]]
             if entry != back:
-                what = f"{gpu} to {other} is {entry}, but {other} to {gpu} is {back}"
-                raise self._fault(self.line_of[gpu], what)
-        entries = [[self.entries[gpu, other] for other in gpus] for gpu in gpus]
-        return Topology(
-            kinds=tuple(tuple(map(_kind, row)) for row in entries),
-            nvlinks=tuple(tuple(map(_num_nvlinks, row)) for row in entries),
-            affinities=tuple(self.affinities[gpu] for gpu in gpus),
-            cards=tuple(cards),
-            nearest_card=tuple(
-                _nearest([self.entries[gpu, card] for card in cards]) for gpu in gpus
-            ),
-        )
+                raise ValueError(f"{gpu} to {peer} is {entry}, but {peer} to {gpu} is {back}")
+    except ValueError as fault:
+        raise FileFault(f"{name}, line {number + 1}: {fault}") from None
+    entries = [[rows[gpu][index_of[peer]] for peer in gpus] for gpu in gpus]
+    affinities = [" ".join(rows[gpu][1 + len(columns) :][:1]) for gpu in gpus]
+    return Topology(
+        kinds=tuple(tuple(map(_kind, row)) for row in entries),
+        nvlinks=tuple(tuple(map(_num_nvlinks, row)) for row in entries),
+        affinities=tuple("" if affinity == "N/A" else affinity for affinity in affinities),
+        cards=tuple(cards),
+        nearest_card=tuple(_nearest([rows[gpu][index_of[card]] for card in cards]) for gpu in gpus),
+    )
 
-    def _head(self) -> tuple[int, list[str]]:
-        """The number of the first line of names, and these."""
-        for number, line in enumerate(self.lines):
-            words = line.split()
-            if words and words[0] == "GPU0" and _SELF not in words[:2]:
-                return number, self._columns(number, words)
-        first = next((number for number, line in enumerate(self.lines) if line.strip()), None)
-        if first is None:
-            raise FileFault(f"{self.name} is empty; expected {_WANTED}")
-        shown = self.lines[first].strip()[:60]
-        raise self._fault(first, f"{shown!r} and what follows is no topology; expected {_WANTED}")
 
-    def _columns(self, number: int, words: list[str]) -> list[str]:
-        columns: list[str] = []
-        for word in words:
-            if not _GPU.fullmatch(word) and not _CARD.fullmatch(word):
-                if word not in ("CPU", "NUMA", "GPU"):  # CPU Affinity, NUMA Affinity, GPU NUMA ID
-                    what = f"column {word!r} is neither a GPU, a network card nor an affinity"
-                    raise self._fault(number, what)
-                break
-            if word in columns:
-                raise self._fault(number, f"names {word} twice")
-            columns.append(word)
-        gpus = [column for column in columns if _GPU.fullmatch(column)]
-        if gpus != [f"GPU{index}" for index in range(len(gpus))]:
-            what = f"GPUs are {', '.join(gpus)}, must count from GPU0 without a gap"
-            raise self._fault(number, what)
-        return columns
+def _head(lines: list[list[str]], name: str) -> int:
+    """The number of the first line of names."""
+    for number, words in enumerate(lines):
+        if words[:1] == ["GPU0"] and _SELF not in words[:2]:
+            return number
+    for number, words in enumerate(lines):
+        if words:
+            raise FileFault(
+                f"{name}, line {number + 1}: {' '.join(words)[:60]!r} and what follows is no"
+                f" topology; expected {_WANTED}"
+            )
+    raise FileFault(f"{name} is empty; expected {_WANTED}")
 
-    def _read_rows(self, head: int, columns: list[str]) -> None:
-        """Read up to the legend, the end of what was pasted, or the last row."""
-        for number in range(head + 1, len(self.lines)):
-            words = self.lines[number].split()
-            if words and (words[0].rstrip(":") == "Legend" or words[0].startswith("```")):
-                return
-            if words:
-                self._take_row(columns, number, words)
-            if len(self.line_of) == len(columns):
-                return
 
-    def _take_row(self, columns: list[str], number: int, words: list[str]) -> None:
-        name, entries = words[0], words[1 : 1 + len(columns)]
-        if name not in columns:
-            what = f"row {name!r} is not one of the columns {', '.join(columns)}"
-            raise self._fault(number, what)
-        if name in self.line_of:
-            what = f"a second row for {name}; the first is line {self.line_of[name] + 1}"
-            raise self._fault(number, what)
-        if len(entries) < len(columns):
-            what = f"{len(entries)} entries for {len(columns)} columns; the line is cut off"
-            raise self._fault(number, what)
-        for column, entry in zip(columns, entries, strict=True):
-            if (entry == _SELF) != (column == name):
-                what = f"{name} to {column} is {entry!r}, X is a device to itself"
-                raise self._fault(number, what)
-            if entry != _SELF and entry not in _KINDS and not _num_nvlinks(entry):
-                known = ", ".join(_KINDS)
-                what = f"{name} to {column} is {entry!r}; known are NV1, NV2, …, {known}"
-                raise self._fault(number, what)
-            self.entries[name, column] = entry
-        affinity = " ".join(words[1 + len(columns) : 2 + len(columns)])
-        self.affinities[name] = "" if affinity == "N/A" else affinity
-        self.line_of[name] = number
+def _columns(words: list[str]) -> list[str]:
+    columns: list[str] = []
+    for word in words:
+        if word in ("CPU", "NUMA", "GPU"):  # CPU Affinity, NUMA Affinity, GPU NUMA ID
+            break
+        if not _GPU.fullmatch(word) and not _CARD.fullmatch(word):
+            raise ValueError(f"column {word!r} is neither a GPU, a network card nor an affinity")
+        if word in columns:
+            raise ValueError(f"names {word} twice")
+        columns.append(word)
+    gpus = [column for column in columns if _GPU.fullmatch(column)]
+    if gpus != [f"GPU{index}" for index in range(len(gpus))]:
+        raise ValueError(f"GPUs are {', '.join(gpus)}, must count from GPU0 without a gap")
+    return columns
 
-    def _fault(self, number: int, what: str) -> FileFault:
-        return FileFault(f"{self.name}, line {number + 1}: {what}")
+
+def _check_row(words: list[str], columns: list[str]) -> None:
+    name, entries = words[0], words[1 : 1 + len(columns)]
+    if name not in columns:
+        raise ValueError(f"row {name!r} is not one of the columns {', '.join(columns)}")
+    if len(entries) < len(columns):
+        raise ValueError(f"{len(entries)} entries for {len(columns)} columns; the line is cut off")
+    for column, entry in zip(columns, entries, strict=True):
+        if (entry == _SELF) != (column == name):
+            raise ValueError(f"{name} to {column} is {entry!r}, X is a device to itself")
+        if entry != _SELF and entry not in _KINDS and not _num_nvlinks(entry):
+            known = ", ".join(_KINDS)
+            raise ValueError(f"{name} to {column} is {entry!r}; known are NV1, NV2, …, {known}")
 
 
 def _kind(entry: str) -> LinkKind | None:
@@ -345,15 +308,9 @@ def cluster_file_of(
     num_hosts: int = 1,
     card_gbits_per_s: float = 100.0,
 ) -> ClusterFile:
-    """A cluster of hosts that are all as the topology says.
+    """A cluster of hosts that are all as the topology says, joined by their network cards.
 
-    Args:
-        topology: of one host.
-        device: the kind of its GPUs: a name in the catalogue, or of a file.
-        name: of the cluster.
-        host_memory_bytes: of each host; a guess if it is not known.
-        num_hosts: how many are joined by their network cards.
-        card_gbits_per_s: what one card carries, if there are several hosts.
+    `device` is the kind of all GPUs: a name in the catalogue, or of a file.
     """
     ports = ports_of(device) or Ports(pcie_generation=3)
     num_devices = topology.num_devices
@@ -384,11 +341,7 @@ def with_measured_copies(
     """The same with measured figures in place of guesses.
 
     A joint gets the slowest of what was measured across it; one that no pair takes stays a guess.
-
-    Args:
-        file: of one host.
-        copies: latency and bytes/s between devices, measured one pair at a time.
-        source: how they were measured.
+    `copies` are latency and bytes/s between devices of the one host, measured a pair at a time.
     """
     replace = msgspec.structs.replace
     (host,) = file.hosts
@@ -396,11 +349,8 @@ def with_measured_copies(
     joints: list[JointEntry] = []
     # The first joint that has a pair is the fastest, which its copies take.
     for joint in host.joints:
-        across = {
-            pair
-            for join in joint.joint("joint", (0,), host.num_devices).joins
-            for pair in _across(join)
-        }
+        joins = joint.joint("joint", (0,), host.num_devices).joins
+        across = {pair for join in joins for pair in _across(join)}
         pairs = {pair for pair in copies if (min(pair), max(pair)) in across} - taken
         taken |= pairs
         if pairs:
@@ -456,7 +406,10 @@ def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
     explained: dict[tuple[int, int], LinkKind] = {}
     for kind in _PCIE:
         if kind is LinkKind.SYS:
-            _unite_behind_nvlinks(groups, topology)
+            # NVLinks hide the PCIe between two GPUs, but GPUs near one processor are joined there.
+            for first, second in topology.pairs(LinkKind.NVLINK):
+                if topology.affinities[first] == topology.affinities[second] != "":
+                    groups.unite((first, second))
         before = groups.groups()
         for pair in topology.pairs(kind):
             groups.unite(pair)
@@ -472,13 +425,6 @@ def _pcie_joints(topology: Topology, ports: Ports) -> list[JointEntry]:
     return [
         _entry(kind, joins, pcie_figures(kind, ports)) for kind, joins in joins_of.items() if joins
     ]
-
-
-def _unite_behind_nvlinks(groups: Union, topology: Topology) -> None:
-    """NVLinks hide how two GPUs are joined by PCIe; the processor near both is the same, though."""
-    for first, second in topology.pairs(LinkKind.NVLINK):
-        if topology.affinities[first] and topology.affinities[first] == topology.affinities[second]:
-            groups.unite((first, second))
 
 
 def _one_by_one(pairs: list[tuple[int, int]]) -> list[Join]:

@@ -26,22 +26,9 @@ def no_progress(what: str, done: int, total: int) -> None:
     """For callers that do not want to hear."""
 
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-}
+_FACTORS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _FACTORS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -49,10 +36,6 @@ def parse_bytes(text: str | int) -> int:
     """Read a number of bytes such as `8GiB`, `7606 MB` or `1024`.
 
     `GiB` counts in 1024s and `GB` in 1000s; a bare `G` means `GiB`, as `nvidia-smi` users expect.
-
-    Example:
-        >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes("2g")
-        (8589934592, 1500, 2147483648)
     """
     match = _BYTES.fullmatch(str(text))
     if match is None or match[2].lower() not in _FACTORS:
@@ -64,12 +47,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
-    """Print bytes in the largest binary unit that leaves at least 1.
-
-    Example:
-        >>> format_bytes(8589934592), format_bytes(512), format_bytes(-2048)
-        ('8.0 GiB', '512 B', '-2.0 KiB')
-    """
+    """Print bytes in the largest binary unit that leaves at least 1, like `8.0 GiB`."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         shown = f"{size:.{0 if unit == 'B' else digits}f}"
@@ -80,12 +58,7 @@ def format_bytes(size_bytes: float, *, digits: int = 1) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration with three significant digits.
-
-    Example:
-        >>> format_seconds(0.4213), format_seconds(0.00012), format_seconds(66)
-        ('421 ms', '120 us', '66.0 s')
-    """
+    """Print a duration with three significant digits, like `421 ms` or `66.0 s`."""
     if seconds == 0:
         return "0 s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
@@ -97,12 +70,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Print bytes per second in 1000s, as data sheets of links do.
-
-    Example:
-        >>> format_rate(3.53e9), format_rate(125e6)
-        ('3.53 GB/s', '125 MB/s')
-    """
+    """Print bytes per second in 1000s, as data sheets of links do."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
@@ -110,12 +78,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Print a count in thousands, millions or billions.
-
-    Example:
-        >>> format_count(25557032), format_count(950)
-        ('25.6 M', '950')
-    """
+    """Print a count in thousands, millions or billions, like `25.6 M`."""
     for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(count) >= limit * (1 if limit == 1e3 else 0.99995):  # 999960 shows as 1.0 M
             return f"{count / limit:.1f}{unit}"
@@ -123,12 +86,7 @@ def format_count(count: float) -> str:
 
 
 def round_up(size_bytes: int, granularity_bytes: int) -> int:
-    """Return what an allocator of this granularity takes for a request.
-
-    Example:
-        >>> round_up(1000, 512), round_up(0, 512)
-        (1024, 0)
-    """
+    """What an allocator of this granularity takes for a request."""
     return -(-size_bytes // granularity_bytes) * granularity_bytes
 
 
@@ -137,12 +95,7 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 @dataclass(frozen=True)
 class Limit:
-    """Exactly one of the two is set.
-
-    Example:
-        >>> Limit.parse("8GiB").of(123), Limit.parse("40%").of(1000)
-        (8589934592, 400)
-    """
+    """Bytes, or a share of the plain peak: exactly one of the two is set."""
 
     size_bytes: int | None = None
     share: float | None = None

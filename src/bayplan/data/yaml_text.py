@@ -30,15 +30,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(content: bytes) -> object:
-    """Read a document.
-
-    Raises:
-        YamlFault: it is none.
-
-    Example:
-        >>> load_yaml(b"flops: 12e9")
-        {'flops': 12000000000.0}
-    """
+    """Read a document, or raise YamlFault."""
     try:
         return yaml.load(content, Loader=_Loader)
     except (ValueError, KeyError, AttributeError) as fault:

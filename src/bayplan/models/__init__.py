@@ -3,6 +3,6 @@
 Importing this package does not import torch; `load` does, when a builder is asked for.
 """
 
-from bayplan.models.registry import UnknownModel, default_batch_size, load, reference_models
+from bayplan.models.registry import default_batch_size, load, reference_models
 
-__all__ = ["UnknownModel", "default_batch_size", "load", "reference_models"]
+__all__ = ["default_batch_size", "load", "reference_models"]

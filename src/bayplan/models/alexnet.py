@@ -17,7 +17,7 @@ ONEFLOW_IMAGE_SIZES = range(195, 227)
 
 
 def _convolution(
-    in_channels: int, out_channels: int, kernel: int, *, stride: int = 1, padding: int = 0
+    in_channels: int, out_channels: int, kernel: int, *, stride: int = 1, padding: int
 ) -> list[nn.Module]:
     return [
         nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=padding),
@@ -25,21 +25,27 @@ def _convolution(
     ]
 
 
+def _features(
+    pool: type[nn.MaxPool2d | nn.AvgPool2d], *, padding: int, width: int
+) -> nn.Sequential:
+    return nn.Sequential(
+        *_convolution(3, 64, 11, stride=4, padding=padding),
+        pool(3, stride=2),
+        *_convolution(64, 192, 5, padding=2),
+        pool(3, stride=2),
+        *_convolution(192, 384, 3, padding=1),
+        *_convolution(384, width, 3, padding=1),
+        *_convolution(width, 256, 3, padding=1),
+        pool(3, stride=2),
+    )
+
+
 class AlexNet(nn.Module):
     """The form with max pooling, any image from 63 pixels: 61,100,840 parameters."""
 
     def __init__(self, num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            *_convolution(3, 64, 11, stride=4, padding=2),
-            nn.MaxPool2d(3, stride=2),
-            *_convolution(64, 192, 5, padding=2),
-            nn.MaxPool2d(3, stride=2),
-            *_convolution(192, 384, 3, padding=1),
-            *_convolution(384, 256, 3, padding=1),
-            *_convolution(256, 256, 3, padding=1),
-            nn.MaxPool2d(3, stride=2),
-        )
+        self.features = _features(nn.MaxPool2d, padding=2, width=256)
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
             nn.Dropout(),
@@ -65,16 +71,7 @@ class AlexNetOneFlow(nn.Module):
 
     def __init__(self, num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            *_convolution(3, 64, 11, stride=4),
-            nn.AvgPool2d(3, stride=2),
-            *_convolution(64, 192, 5, padding=2),
-            nn.AvgPool2d(3, stride=2),
-            *_convolution(192, 384, 3, padding=1),
-            *_convolution(384, 384, 3, padding=1),
-            *_convolution(384, 256, 3, padding=1),
-            nn.AvgPool2d(3, stride=2),
-        )
+        self.features = _features(nn.AvgPool2d, padding=0, width=384)
         self.relu = nn.ReLU(inplace=True)
         self.fc1 = nn.Linear(256 * 5 * 5, 4096)
         self.dropout1 = nn.Dropout()

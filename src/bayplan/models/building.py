@@ -1,4 +1,4 @@
-"""What builders of reference models share: the registry's type, images, and text.
+"""What builders of reference models share: the type that they return, images, and text.
 
 Builders create everything on the current default device, so the same call under
 `torch.device("meta")` or a FakeTensorMode describes a model without holding it.
@@ -6,43 +6,30 @@ Builders create everything on the current default device, so the same call under
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from bayplan.models.gpt import GptConfig
+    from bayplan.models.llama import LlamaConfig
+
 __all__ = [
     "NUM_CLASSES",
-    "Batch",
-    "Builder",
     "BuiltModel",
-    "LossFunction",
     "initialize_convolutions",
     "initialize_transformer",
     "with_images",
     "with_tokens",
 ]
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs, given positionally to the model, and targets, given to the loss."""
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""`loss_fn(output, targets)`, a scalar tensor."""
-
-BuiltModel = tuple[nn.Module, Batch, LossFunction]
-
-
-class Builder(Protocol):
-    """Builds a reference model; `options` are the builder's own keywords (`image_size`, ...)."""
-
-    # Any: each builder types its own keywords, and they differ.
-    def __call__(self, batch_size: int, **options: Any) -> BuiltModel:
-        """Return the model in training mode, a random batch of `batch_size`, and the loss."""
-        ...
-
+BuiltModel = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
+"""A model in training mode, a random batch `(inputs, targets)`, and its `loss(output, targets)`."""
 
 NUM_CLASSES = 1000
+INITIAL_STD = 0.02  # of a transformer's matrices
 
 
 def with_images(model: nn.Module, batch_size: int, *, image_size: int) -> BuiltModel:
@@ -61,25 +48,23 @@ def initialize_convolutions(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-INITIAL_STD = 0.02
-
-
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy of (batch, sequence, vocabulary) logits, in float32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def with_tokens(
-    model: nn.Module, batch_size: int, *, sequence: int | None, context: int, vocabulary: int
+    model: nn.Module, batch_size: int, sequence: int | None, config: "GptConfig | LlamaConfig"
 ) -> BuiltModel:
     """Join a language model with random tokens, the same tokens one step later, and the loss."""
+    context = config.context
     sequence = context if sequence is None else sequence
     if not 1 <= sequence <= context:
         raise ValueError(
             f"sequence is {sequence} tokens, the model's context {context}. "
             f"Use a sequence of 1 to {context}, or a config with a larger context."
         )
-    tokens = torch.randint(vocabulary, (batch_size, sequence + 1))
+    tokens = torch.randint(config.vocabulary, (batch_size, sequence + 1))
     # Copies, because two overlapping views of one storage would reach graph capture as aliases.
     # clone, not contiguous(): for batch_size 1 the slices are contiguous already.
     inputs = tokens[:, :-1].clone(memory_format=torch.contiguous_format)

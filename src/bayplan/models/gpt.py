@@ -112,10 +112,4 @@ def build_gpt(
     batch_size: int, *, sequence: int | None = None, config: GptConfig = GPT2_SMALL
 ) -> BuiltModel:
     """Build a GPT with `sequence` tokens per sample, by default its whole context."""
-    return with_tokens(
-        Gpt(config),
-        batch_size,
-        sequence=sequence,
-        context=config.context,
-        vocabulary=config.vocabulary,
-    )
+    return with_tokens(Gpt(config), batch_size, sequence, config)

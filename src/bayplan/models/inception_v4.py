@@ -73,71 +73,61 @@ def _pooled(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(average, ConvolutionNorm(in_channels, out_channels, 1))
 
 
-class Stem(nn.Sequential):
+def _stem() -> nn.Sequential:
     """From the image to 384 channels, an eighth of its size (figure 3)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            _halve(3, 32),
-            ConvolutionNorm(32, 32, 3, valid=True),
-            ConvolutionNorm(32, 64, 3),
-            Parallel(_halving_pool(), _halve(64, 96)),
-            Parallel(
-                nn.Sequential(*_chain(160, (64, 1)), ConvolutionNorm(64, 96, 3, valid=True)),
-                nn.Sequential(
-                    *_chain(160, (64, 1), (64, (1, 7)), (64, (7, 1))),
-                    ConvolutionNorm(64, 96, 3, valid=True),
-                ),
+    return nn.Sequential(
+        _halve(3, 32),
+        ConvolutionNorm(32, 32, 3, valid=True),
+        ConvolutionNorm(32, 64, 3),
+        Parallel(_halving_pool(), _halve(64, 96)),
+        Parallel(
+            nn.Sequential(*_chain(160, (64, 1)), ConvolutionNorm(64, 96, 3, valid=True)),
+            nn.Sequential(
+                *_chain(160, (64, 1), (64, (1, 7)), (64, (7, 1))),
+                ConvolutionNorm(64, 96, 3, valid=True),
             ),
-            Parallel(_halve(192, 192), _halving_pool()),
-        )
+        ),
+        Parallel(_halve(192, 192), _halving_pool()),
+    )
 
 
-class InceptionA(Parallel):
+def _inception_a() -> Parallel:
     """The 35x35 module, 384 channels in and out (figure 4)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            ConvolutionNorm(384, 96, 1),
-            nn.Sequential(*_chain(384, (64, 1), (96, 3))),
-            nn.Sequential(*_chain(384, (64, 1), (96, 3), (96, 3))),
-            _pooled(384, 96),
-        )
+    return Parallel(
+        ConvolutionNorm(384, 96, 1),
+        nn.Sequential(*_chain(384, (64, 1), (96, 3))),
+        nn.Sequential(*_chain(384, (64, 1), (96, 3), (96, 3))),
+        _pooled(384, 96),
+    )
 
 
-class ReductionA(Parallel):
+def _reduction_a() -> Parallel:
     """From 35x35 with 384 channels to 17x17 with 1024 (figure 7)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            _halve(384, 384),
-            nn.Sequential(*_chain(384, (192, 1), (224, 3)), _halve(224, 256)),
-            _halving_pool(),
-        )
+    return Parallel(
+        _halve(384, 384),
+        nn.Sequential(*_chain(384, (192, 1), (224, 3)), _halve(224, 256)),
+        _halving_pool(),
+    )
 
 
-class InceptionB(Parallel):
+def _inception_b() -> Parallel:
     """The 17x17 module, 1024 channels in and out (figure 5)."""
-
-    def __init__(self) -> None:
-        long = ((192, 1), (192, (7, 1)), (224, (1, 7)), (224, (7, 1)), (256, (1, 7)))
-        super().__init__(
-            ConvolutionNorm(1024, 384, 1),
-            nn.Sequential(*_chain(1024, (192, 1), (224, (1, 7)), (256, (7, 1)))),
-            nn.Sequential(*_chain(1024, *long)),
-            _pooled(1024, 128),
-        )
+    long = ((192, 1), (192, (7, 1)), (224, (1, 7)), (224, (7, 1)), (256, (1, 7)))
+    return Parallel(
+        ConvolutionNorm(1024, 384, 1),
+        nn.Sequential(*_chain(1024, (192, 1), (224, (1, 7)), (256, (7, 1)))),
+        nn.Sequential(*_chain(1024, *long)),
+        _pooled(1024, 128),
+    )
 
 
-class ReductionB(Parallel):
+def _reduction_b() -> Parallel:
     """From 17x17 with 1024 channels to 8x8 with 1536 (figure 8)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Sequential(*_chain(1024, (192, 1)), _halve(192, 192)),
-            nn.Sequential(*_chain(1024, (256, 1), (256, (1, 7)), (320, (7, 1))), _halve(320, 320)),
-            _halving_pool(),
-        )
+    return Parallel(
+        nn.Sequential(*_chain(1024, (192, 1)), _halve(192, 192)),
+        nn.Sequential(*_chain(1024, (256, 1), (256, (1, 7)), (320, (7, 1))), _halve(320, 320)),
+        _halving_pool(),
+    )
 
 
 def _fork(in_channels: int) -> Parallel:
@@ -146,16 +136,14 @@ def _fork(in_channels: int) -> Parallel:
     )
 
 
-class InceptionC(Parallel):
+def _inception_c() -> Parallel:
     """The 8x8 module, 1536 channels in and out, with two branches that fork (figure 6)."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            ConvolutionNorm(1536, 256, 1),
-            nn.Sequential(*_chain(1536, (384, 1)), _fork(384)),
-            nn.Sequential(*_chain(1536, (384, 1), (448, (3, 1)), (512, (1, 3))), _fork(512)),
-            _pooled(1536, 256),
-        )
+    return Parallel(
+        ConvolutionNorm(1536, 256, 1),
+        nn.Sequential(*_chain(1536, (384, 1)), _fork(384)),
+        nn.Sequential(*_chain(1536, (384, 1), (448, (3, 1)), (512, (1, 3))), _fork(512)),
+        _pooled(1536, 256),
+    )
 
 
 class InceptionV4(nn.Module):
@@ -163,12 +151,12 @@ class InceptionV4(nn.Module):
 
     def __init__(self, num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
-        self.stem = Stem()
-        self.inception_a = nn.Sequential(*(InceptionA() for _ in range(4)))
-        self.reduction_a = ReductionA()
-        self.inception_b = nn.Sequential(*(InceptionB() for _ in range(7)))
-        self.reduction_b = ReductionB()
-        self.inception_c = nn.Sequential(*(InceptionC() for _ in range(3)))
+        self.stem = _stem()
+        self.inception_a = nn.Sequential(*(_inception_a() for _ in range(4)))
+        self.reduction_a = _reduction_a()
+        self.inception_b = nn.Sequential(*(_inception_b() for _ in range(7)))
+        self.reduction_b = _reduction_b()
+        self.inception_c = nn.Sequential(*(_inception_c() for _ in range(3)))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(0.2)
         self.fc = nn.Linear(1536, num_classes)

@@ -156,10 +156,4 @@ def build_llama_7b(
     batch_size: int, *, sequence: int | None = None, config: LlamaConfig = LLAMA_7B
 ) -> BuiltModel:
     """Build a Llama with `sequence` tokens per sample, by default its whole context."""
-    return with_tokens(
-        Llama(config),
-        batch_size,
-        sequence=sequence,
-        context=config.context,
-        vocabulary=config.vocabulary,
-    )
+    return with_tokens(Llama(config), batch_size, sequence, config)

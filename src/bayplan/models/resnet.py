@@ -12,18 +12,7 @@ from torch import Tensor, nn
 
 from bayplan.models.building import NUM_CLASSES, BuiltModel, initialize_convolutions, with_images
 
-__all__ = [
-    "BasicBlock",
-    "Bottleneck",
-    "ResNet",
-    "build_resnet",
-    "build_resnet18",
-    "build_resnet34",
-    "build_resnet50",
-    "build_resnet101",
-    "build_resnet152",
-    "build_resnet200",
-]
+__all__ = ["BasicBlock", "Bottleneck", "ResNet", "build_resnet", "build_resnet50"]
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
@@ -149,9 +138,4 @@ def build_resnet(batch_size: int, *, depth: int, image_size: int = 224) -> Built
     return with_images(ResNet(block, num_blocks), batch_size, image_size=image_size)
 
 
-build_resnet18 = partial(build_resnet, depth=18)
-build_resnet34 = partial(build_resnet, depth=34)
 build_resnet50 = partial(build_resnet, depth=50)
-build_resnet101 = partial(build_resnet, depth=101)
-build_resnet152 = partial(build_resnet, depth=152)
-build_resnet200 = partial(build_resnet, depth=200)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
-from bayplan.models import UnknownModel, default_batch_size, load
+from bayplan.models import default_batch_size, load
 
 __all__ = ["Target", "resolve_target"]
 
@@ -41,7 +41,13 @@ class Target:
 def resolve_target(text: str) -> Target:
     """Find the builder behind a target's name; nothing is built yet."""
     if ":" not in text:
-        return _reference_model(text)
+        usual = default_batch_size(text)
+        return Target(
+            name=text,
+            build=lambda size: load(text)(size or usual),
+            takes_batch_size=True,
+            default_batch=usual,
+        )
     module_name, _, function_name = text.partition(":")
     words = (*module_name.split("."), function_name)
     if not all(word.isidentifier() for word in words) or module_name.endswith(".py"):
@@ -51,6 +57,11 @@ def resolve_target(text: str) -> Target:
         )
     function = _find_function(_import_users(module_name), function_name, text)
     parameter = _batch_parameter(function, text)
+    default_batch = None
+    if parameter is not None and parameter.default is parameter.empty:
+        default_batch = 1  # the function must be told
+    elif parameter is not None and type(parameter.default) is int:
+        default_batch = parameter.default
 
     def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
         size = default_batch if batch_size is None else batch_size
@@ -63,7 +74,6 @@ def resolve_target(text: str) -> Target:
                 built = function(**{parameter.name: size})
         return _checked(built, text)
 
-    default_batch = _default_batch(parameter)
     return Target(
         name=text,
         build=build,
@@ -81,8 +91,10 @@ def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Paramet
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [parameter for parameter in parameters.values() if parameter.kind not in variadic]
     chosen = parameters.get("batch_size")
-    if chosen is None and named and _may_be_a_size(named[0].default):
-        chosen = named[0]
+    if chosen is None and named:
+        default = named[0].default
+        may_be_a_size = default is None or default is inspect.Parameter.empty
+        chosen = named[0] if may_be_a_size or type(default) is int else None
     missing = [
         parameter.name
         for parameter in named
@@ -96,31 +108,6 @@ def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Paramet
     return chosen
 
 
-def _may_be_a_size(default: object) -> bool:
-    return default is None or default is inspect.Parameter.empty or type(default) is int
-
-
-def _default_batch(parameter: inspect.Parameter | None) -> int | None:
-    """What the function builds when --batch is left out; 1 where it must be told."""
-    if parameter is None:
-        return None
-    if parameter.default is parameter.empty:
-        return 1
-    return parameter.default if type(parameter.default) is int else None
-
-
-def _reference_model(name: str) -> Target:
-    try:
-        default_batch = default_batch_size(name)
-    except UnknownModel as fault:
-        raise UsageError(f"{fault} (a model of your own is written module:function)") from None
-
-    def build(batch_size: int | None) -> tuple[nn.Module, Any, Any]:
-        return load(name)(batch_size or default_batch)
-
-    return Target(name=name, build=build, takes_batch_size=True, default_batch=default_batch)
-
-
 def _import_users(module_name: str) -> Any:
     # As `python -m` does: the user's project is where the command is run.
     here = str(Path.cwd())
@@ -131,15 +118,14 @@ def _import_users(module_name: str) -> Any:
             return importlib.import_module(module_name)
     except BayplanError:
         raise
-    except ModuleNotFoundError as fault:
-        # Of the module itself or a package above it; any other is missing in the user's own code.
-        if fault.name is not None and f"{module_name}.".startswith(f"{fault.name}."):
+    except Exception as fault:
+        missing = fault.name if isinstance(fault, ModuleNotFoundError) else None
+        # The module itself or a package above it; any other is missing in the user's own code.
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise UsageError(
                 f"cannot find module {module_name!r} from the folder {Path.cwd()}; run the"
                 " command in the folder that holds it, or put that folder on PYTHONPATH"
             ) from None
-        raise CaptureError(f"importing {module_name!r} fails: {fault}") from fault
-    except Exception as fault:
         raise CaptureError(
             f"importing {module_name!r} fails: {type(fault).__name__}: {fault}"
         ) from fault
@@ -161,7 +147,7 @@ def _find_function(module: Any, name: str, text: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
         return function
-    known = [key for key, thing in vars(module).items() if inspect.isfunction(thing)]
+    known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
     hint = did_you_mean(name, known) if known else "it defines no function"
     raise UsageError(f"{text!r}: module {module.__name__!r} has no function {name!r}; {hint}")
 

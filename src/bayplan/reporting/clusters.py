@@ -7,9 +7,9 @@ from textwrap import wrap
 import msgspec
 
 from bayplan.data.cluster import Cluster, Host, Joint, Link, given_figures, join_text, numbers_text
-from bayplan.data.judgement import Gain, Judgement, Why
+from bayplan.data.judgement import Judgement, Why
 from bayplan.data.units import format_bytes, format_count, format_rate, format_seconds
-from bayplan.reporting.plans import table_text
+from bayplan.reporting.plans import count_text, table_text
 from bayplan.simulating.wiring import Wiring
 
 __all__ = ["cluster_text", "clusters_text", "why_text"]
@@ -111,16 +111,8 @@ def _matrix_lines(cluster: Cluster) -> Iterator[str]:
 _MOST_STAGES = 16  # of which each has a line; of more, the first and the last ones
 _ENDS = 6
 _STAGE_COLUMNS = (
-    "stage",
-    "layers",
-    "devices",
-    "busy %",
-    "computes",
-    "sends",
-    "sums",
-    "needed",
-    "allocated",
-    "device total",
+    *("stage", "layers", "devices", "busy %", "computes", "sends", "sums"),
+    *("needed", "allocated", "device total"),
 )
 
 
@@ -137,15 +129,14 @@ def why_text(why: Why) -> str:
 
 def _head(why: Why) -> str:
     judgement = why.judgement
-    number = len(judgement.stages)
-    stages = f"{number} stage{'s' * (number > 1)} on {why.shape} devices"
-    count = why.num_micro_batches
-    passing = f"{count} micro-batch{'es' * (count > 1)}, {why.schedule}"
+    line = (
+        f"{why.name}: {count_text(len(judgement.stages), 'stage')} on {why.shape} devices,"
+        f" {count_text(why.num_micro_batches, 'micro-batch', 'es')}, {why.schedule}"
+    )
     if why.staleness:
-        passing += f", weights up to {why.staleness} batch{'es' * (why.staleness > 1)} old"
-    spread = (judgement.high_seconds - judgement.low_seconds) / 2
-    line = f"{why.name}: {stages}, {passing}\n{format_seconds(judgement.seconds)}"
-    if spread:
+        line += f", weights up to {count_text(why.staleness, 'batch', 'es')} old"
+    line += f"\n{format_seconds(judgement.seconds)}"
+    if judgement.high_seconds != judgement.low_seconds:
         low, high = map(format_seconds, (judgement.low_seconds, judgement.high_seconds))
         line += f" (between {low} and {high})"
     return (
@@ -172,7 +163,7 @@ def _stages(judgement: Judgement) -> str:
             )
         )
     if len(rows) > _MOST_STAGES:
-        rows[_ENDS:-_ENDS] = [("...", *[""] * 9)]
+        rows[_ENDS:-_ENDS] = [("...",)]
     text = table_text(_STAGE_COLUMNS, rows)
     if any(stage.is_recomputed for stage in judgement.stages):
         text += "\nr: keeps only its input and repeats its forward"
@@ -192,13 +183,13 @@ def _gains(why: Why) -> str:
             f"pure data parallel takes {format_seconds(parallel)}, {parallel / seconds:.2f} times"
             " as long; of the difference"
         )
-    return "\n".join([head, *(_gain(gain) for gain in why.gains if gain.seconds or gain.note)])
-
-
-def _gain(gain: Gain) -> str:
-    verb = "saves" if gain.seconds >= 0 else "costs"
-    note = f"  ({gain.note})" if gain.note else ""
-    return f"  {gain.name:<14} {verb} {format_seconds(abs(gain.seconds)):>8}{note}"
+    lines = [head]
+    for gain in why.gains:
+        if gain.seconds or gain.note:
+            verb = "saves" if gain.seconds >= 0 else "costs"
+            note = f"  ({gain.note})" if gain.note else ""
+            lines.append(f"  {gain.name:<14} {verb} {format_seconds(abs(gain.seconds)):>8}{note}")
+    return "\n".join(lines)
 
 
 def _alternatives(why: Why) -> str:
@@ -206,12 +197,13 @@ def _alternatives(why: Why) -> str:
         return ""
     rows = [
         (
-            other.name,
-            other.shape,
-            "-" if other.seconds is None else format_seconds(other.seconds),
-            other.reason + (" (a tie within the figures' spread)" if other.is_tie else ""),
+            alternative.name,
+            alternative.shape,
+            "-" if alternative.seconds is None else format_seconds(alternative.seconds),
+            alternative.reason
+            + (" (a tie within the figures' spread)" if alternative.is_tie else ""),
         )
-        for other in why.alternatives
+        for alternative in why.alternatives
     ]
     text = table_text(("alternative", "devices", "batch", "why not"), rows)
     if why.estimate_factor != 1.0:

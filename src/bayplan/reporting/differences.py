@@ -7,8 +7,7 @@ step; they are scaled to the median step.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.record import (
@@ -22,9 +21,9 @@ from bayplan.data.record import (
     StepParts,
 )
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.reporting.plans import KIND_WORDS, table_text
+from bayplan.reporting.plans import KIND_WORDS, fullest_device, mebibytes, percent, table_text
 
-__all__ = ["difference_of", "difference_text", "simulation_text", "step_parts"]
+__all__ = ["compare", "difference_text", "simulation_text", "step_parts"]
 
 _WORDS = {
     "compute": "compute",
@@ -38,40 +37,48 @@ _MOST_DEVICES = 16  # that are shown; JSON has all
 _NOTHING = 1e-9  # seconds; what rounding leaves
 _SMALL = 0.005  # of a step: a change that is not worth a word
 
-_X = TypeVar("_X")
-_Y = TypeVar("_Y")
-_Parts = list[StepParts | None]  # by device; None for a device without events
+# The devices of a record, or some of them, each with its parts if it has events.
+_Devices = list[tuple[DeviceRecord, StepParts | None]]
 
 
-def _each(function: Callable[[_X], _Y], pair: tuple[_X, _X]) -> tuple[_Y, _Y]:
-    return function(pair[0]), function(pair[1])
-
-
-def difference_of(
+def compare(
     first: RunRecord, second: RunRecord, *, names: tuple[str, str] = ("first", "second")
 ) -> Difference:
-    """Compare two records, simulated or measured, in any mix."""
-    both = (first, second)
+    """Say where the difference of two records comes from, by part of the step, stage and device.
+
+    Records may be simulated or measured, in any mix.
+    """
     seconds = (first.typical_step_seconds, second.typical_step_seconds)
-    spreads = _each(_spread_seconds, both)
-    parts = _each(step_parts, both)
-    fullest = _each(_fullest, both)
+    spreads = (_spread_seconds(first), _spread_seconds(second))
+    before, after = (
+        list(zip(record.devices, step_parts(record), strict=True)) for record in (first, second)
+    )
+    stages_before, stages_after = _by_stages(before), _by_stages(after)
     return Difference(
         names=names,
         sources=(first.source, second.source),
         step_seconds=seconds,
         spread_seconds=spreads,
         is_tie=first.source is second.source and abs(seconds[0] - seconds[1]) <= min(spreads),
-        parts=_each(_mean, parts),
-        stages=_by_stage(both, parts),
-        devices=_by_device(both, parts),
+        parts=(_mean(before), _mean(after)),
+        stages=tuple(
+            _row(f"stage {'+'.join(map(str, stages))}", devices, stages_after[stages])
+            for stages, devices in stages_before.items()
+            if stages in stages_after
+        ),
+        devices=tuple(
+            _row(f"device {rank}", [earlier], [later])
+            for rank, (earlier, later) in enumerate(zip(before, after, strict=True))
+        )
+        if len(before) == len(after)
+        else (),
         peak_bytes=(first.steady_peak_bytes, second.steady_peak_bytes),
-        peak_by_kind=_by_kind(*fullest),
+        peak_by_kind=_by_kind(first, second),
     )
 
 
-def step_parts(record: RunRecord) -> _Parts:
-    """By device, where the time of a step went."""
+def step_parts(record: RunRecord) -> list[StepParts | None]:
+    """By device, where the time of a step went; None for a device without events."""
     whole = record.events_seconds
     factor = record.typical_step_seconds / whole if whole else 0.0
     return [
@@ -110,75 +117,42 @@ def _spread_seconds(record: RunRecord) -> float:
     return (high - low) / 2
 
 
-def _fullest(record: RunRecord) -> DeviceRecord | None:
-    return max(record.devices, key=lambda device: device.steady_peak_bytes, default=None)
-
-
-def _mean(parts: Sequence[StepParts | None]) -> StepParts | None:
-    known = [device_parts for device_parts in parts if device_parts is not None]
+def _mean(devices: _Devices) -> StepParts | None:
+    known = [parts for _, parts in devices if parts is not None]
     if not known:
         return None
     return StepParts(
-        **{part: statistics.fmean(getattr(each, part) for each in known) for part in _WORDS}
+        **{part: statistics.fmean(getattr(parts, part) for parts in known) for part in _WORDS}
     )
 
 
-def _by_stage(
-    both: tuple[RunRecord, RunRecord], parts: tuple[_Parts, _Parts]
-) -> tuple[DeviceDifference, ...]:
-    """The stages that both records have."""
+def _by_stages(devices: _Devices) -> dict[tuple[int, ...], _Devices]:
+    """The devices that have the same stages, together; those without any are left out."""
+    by_stages: dict[tuple[int, ...], _Devices] = {}
+    for device, parts in devices:
+        if device.stages:
+            by_stages.setdefault(device.stages, []).append((device, parts))
+    return by_stages
 
-    def ranks_by_stages(record: RunRecord) -> dict[tuple[int, ...], list[int]]:
-        ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, device in enumerate(record.devices):
-            if device.stages:
-                ranks.setdefault(device.stages, []).append(rank)
-        return ranks
 
-    first, second = _each(ranks_by_stages, both)
-    return tuple(
-        _row(f"stage {'+'.join(map(str, stages))}", both, parts, (ranks, second[stages]))
-        for stages, ranks in first.items()
-        if stages in second
+def _row(name: str, before: _Devices, after: _Devices) -> DeviceDifference:
+    """Some devices of each record: the mean of their parts and the highest of their peaks."""
+    first, second = (
+        max(device.steady_peak_bytes for device, _ in devices) for devices in (before, after)
     )
-
-
-def _by_device(
-    both: tuple[RunRecord, RunRecord], parts: tuple[_Parts, _Parts]
-) -> tuple[DeviceDifference, ...]:
-    """Device by device, if both records have as many."""
-    if len(both[0].devices) != len(both[1].devices):
-        return ()
-    return tuple(
-        _row(f"device {rank}", both, parts, ([rank], [rank]))
-        for rank in range(len(both[0].devices))
-    )
-
-
-def _row(
-    name: str,
-    both: tuple[RunRecord, RunRecord],
-    parts: tuple[_Parts, _Parts],
-    ranks: tuple[list[int], list[int]],
-) -> DeviceDifference:
-    """Some ranks of each record: the mean of their parts and the highest of their peaks."""
-
-    def peak_bytes(side: int) -> int:
-        return max(both[side].devices[rank].steady_peak_bytes for rank in ranks[side])
-
     return DeviceDifference(
-        name=name,
-        parts=_each(lambda side: _mean([parts[side][rank] for rank in ranks[side]]), (0, 1)),
-        peak_bytes=_each(peak_bytes, (0, 1)),
+        name=name, parts=(_mean(before), _mean(after)), peak_bytes=(first, second)
     )
 
 
-def _by_kind(first: DeviceRecord | None, second: DeviceRecord | None) -> dict[str, tuple[int, int]]:
-    if not (first and second and first.peak_by_kind and second.peak_by_kind):
+def _by_kind(first: RunRecord, second: RunRecord) -> dict[str, tuple[int, int]]:
+    """What the fullest device of each record holds at its peak, if both records know it."""
+    fullest = [fullest_device(record) for record in (first, second)]
+    before, after = (device.peak_by_kind if device else {} for device in fullest)
+    if not (before and after):
         return {}
-    kinds = dict.fromkeys([*first.peak_by_kind, *second.peak_by_kind])
     return {
-        kind: (first.peak_by_kind.get(kind, 0), second.peak_by_kind.get(kind, 0)) for kind in kinds
+        kind: (before.get(kind, 0), after.get(kind, 0)) for kind in dict.fromkeys([*before, *after])
     }
 
 
@@ -247,7 +221,7 @@ def _rows_table(rows: Sequence[DeviceDifference]) -> str:
             (
                 row.name,
                 *(cell(row, part) for part in _WORDS),
-                " -> ".join(map(_mebibytes, row.peak_bytes)),
+                " -> ".join(map(mebibytes, row.peak_bytes)),
             )
             for row in rows
         ],
@@ -274,10 +248,6 @@ def _change(first: float, second: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}" if seconds >= _NOTHING else "0"
-
-
-def _mebibytes(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
 
 
 _MOST_SIMULATED = 32  # devices that are shown; the record has all
@@ -312,7 +282,6 @@ def _devices_table(record: RunRecord) -> str:
     for device, busy in list(zip(record.devices, record.busy, strict=True))[:_MOST_SIMULATED]:
         total, capacity = device.total_bytes, device.capacity_bytes
         sizes = (device.needed_bytes, device.peak_bytes, total, capacity)
-        share = f"{100 * total / capacity:.0f}" if total is not None and capacity else ""
-        shown_busy = "" if busy is None else f"{100 * busy:.0f}"
-        rows.append((device.device, shown_busy, *map(_mebibytes, sizes), share))
+        share = total / capacity if total is not None and capacity else None
+        rows.append((device.device, percent(busy), *map(mebibytes, sizes), percent(share)))
     return table_text(("device", "busy %", "needed MiB", "allocated", "total", "of", "%"), rows)

@@ -9,18 +9,21 @@ from rich.table import Table
 
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Choice, Decision, DevicePlan, Plan, StepOrder
-from bayplan.data.record import MESSAGE
+from bayplan.data.record import MESSAGE, DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 
 __all__ = [
     "KIND_WORDS",
     "choice_counts",
     "choice_lines",
+    "count_text",
     "curve_text",
     "explanation_text",
+    "fullest_device",
     "kind_lines",
     "limit_text",
-    "order_line",
+    "mebibytes",
+    "percent",
     "plan_line",
     "share_text",
     "table_text",
@@ -52,21 +55,35 @@ def share_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:5.1f} %" if whole else "    -  "
 
 
+def count_text(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def mebibytes(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / 2**20:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}"
+
+
+def fullest_device(record: RunRecord) -> DeviceRecord | None:
+    return max(record.devices, key=lambda device: device.steady_peak_bytes, default=None)
+
+
 _MOST_LISTED = 10
 _TABLE_WIDTH = 10_000  # wider than any table, so that rich never wraps or cuts a cell
 _VERBS = {Choice.RECOMPUTE: "recomputed", Choice.SWAP: "swapped", Choice.PACK: "packed"}
 
 
-def order_line(order: StepOrder) -> str:
+def plan_line(plan: DevicePlan) -> str:
+    order = plan.order
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
         f"peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), step"
-        f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain)"
+        f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain);"
+        f" {choice_counts(plan.decisions)}"
     )
-
-
-def plan_line(plan: DevicePlan) -> str:
-    return f"{order_line(plan.order)}; {choice_counts(plan.decisions)}"
 
 
 def choice_counts(decisions: Sequence[Decision]) -> str:

@@ -5,7 +5,16 @@ from bayplan.data.placement import Placement
 from bayplan.data.plan import RankPlan, StageOrder
 from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.reporting.plans import choice_counts, choice_lines, kind_lines, limit_text, table_text
+from bayplan.reporting.plans import (
+    choice_counts,
+    choice_lines,
+    fullest_device,
+    kind_lines,
+    limit_text,
+    mebibytes,
+    percent,
+    table_text,
+)
 
 __all__ = ["exchange_text", "pipeline_text", "ranks_text", "start_text", "whole_pipeline_text"]
 
@@ -23,10 +32,10 @@ def ranks_text(record: RunRecord) -> str:
         (
             str(rank),
             "+".join(map(str, device.stages)),
-            f"{device.steady_peak_bytes / 2**20:.0f}",
-            f"{peaks[rank] / 2**20:.0f}" if peaks else "",
-            _percent(busy[rank]),
-            _percent(predicted_busy[rank] if predicted_busy else None),
+            mebibytes(device.steady_peak_bytes),
+            mebibytes(peaks[rank] if peaks else None),
+            percent(busy[rank]),
+            percent(predicted_busy[rank] if predicted_busy else None),
         )
         for rank, device in enumerate(record.devices)
     ]
@@ -47,7 +56,7 @@ def exchange_text(record: RunRecord) -> str:
 
 def _num_replicas(record: RunRecord, device: DeviceRecord) -> int:
     """How many ranks, itself included, share a stage with this one."""
-    return sum(not {*other.stages}.isdisjoint(device.stages) for other in record.devices)
+    return sum(not {*peer.stages}.isdisjoint(device.stages) for peer in record.devices)
 
 
 def _step_lines(record: RunRecord) -> list[str]:
@@ -65,7 +74,7 @@ def _step_lines(record: RunRecord) -> list[str]:
             f"an epoch of {record.epoch_samples:,} samples would take"
             f" {record.epoch_seconds / 3600:.3g} h, extrapolated from the median step"
         )
-    fullest = max(record.devices, key=lambda device: device.steady_peak_bytes, default=None)
+    fullest = fullest_device(record)
     if fullest is not None and fullest.peak_by_kind:
         lines += [f"at the peak of {fullest.device}", *kind_lines(fullest.peak_by_kind)]
     return lines
@@ -109,7 +118,7 @@ def whole_pipeline_text(plan: RankPlan) -> str:
             "+".join(
                 str(index) for index, stage in enumerate(plan.stages) if rank in stage.devices
             ),
-            f"{plan.predicted_peak_bytes[rank] / 2**20:.0f}",
+            mebibytes(plan.predicted_peak_bytes[rank]),
             str(len(actions)),
         )
         for rank, actions in enumerate(plan.actions)
@@ -176,7 +185,3 @@ def _inside_lines(inside: StageOrder) -> list[str]:
         more = ", ..." if len(inside.kept) > _MOST_KEPT else ""
         lines.append(f"kept, the largest first: {', '.join(largest)}{more}")
     return [*lines, *choice_lines(inside.decisions)]
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f}"

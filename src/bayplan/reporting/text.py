@@ -7,7 +7,7 @@ from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
-from bayplan.reporting.plans import kind_lines, share_text
+from bayplan.reporting.plans import count_text, kind_lines, share_text
 from bayplan.reporting.ranks import ranks_text
 
 __all__ = [
@@ -89,8 +89,8 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
     how = (
         "derived, nothing ran"
         if profile.origin is Origin.DERIVED
-        else f"{profile.origin}, {_count(profile.repeats, 'repeat')}, {profile.clock} clock,"
-        f" {_count(profile.threads, 'thread')}"
+        else f"{profile.origin}, {count_text(profile.repeats, 'repeat')}, {profile.clock} clock,"
+        f" {count_text(profile.threads, 'thread')}"
     )
     lines = [
         f"{profile.model} on {profile.device}: {format_seconds(total)} per step"
@@ -121,7 +121,7 @@ def profile_text(graph: StepGraph, profile: Profile) -> str:
 
 def record_text(record: RunRecord) -> str:
     num_steps = len(record.step_seconds)
-    what = "" if record.source is Source.SIMULATED else f" {_count(num_steps, 'step')},"
+    what = "" if record.source is Source.SIMULATED else f" {count_text(num_steps, 'step')},"
     typical = format_seconds(record.typical_step_seconds) if num_steps else "none ended"
     lines = [
         f"{record.model or 'a training loop'}: {record.source},{what} memory by {record.method}",
@@ -173,10 +173,6 @@ def _storage_line(live: LiveStorage) -> str:
 
 def _error(figure: float, reference: float) -> str:
     return f"{100 * (figure / reference - 1):+.2f} %" if reference else "-"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of(part: int, whole: int) -> str:

@@ -15,18 +15,7 @@ _LANES = {lane: number for number, lane in enumerate(Lane)}
 
 
 def trace_of(record: RunRecord) -> dict[str, Any]:
-    """The timeline of the step whose events a record has.
-
-    Example:
-        >>> from bayplan.data.record import Event, Source
-        >>> event = Event(lane=Lane.REDUCE, name="0REDUCE1", start_seconds=0.5, seconds=0.25)
-        >>> device = DeviceRecord(device="cpu, rank 0", peak_bytes=8, events=(event,))
-        >>> record = RunRecord(source=Source.MEASURED, method="malloc", step_seconds=(1.0,),
-        ...     devices=(device,))
-        >>> last = trace_of(record)["traceEvents"][-1]
-        >>> last["name"], last["cat"], last["ts"], last["dur"]
-        ('0REDUCE1', 'reduce', 500000.0, 250000.0)
-    """
+    """The timeline of the step whose events a record has."""
     return {
         "traceEvents": [
             event for rank, device in enumerate(record.devices) for event in _events(rank, device)

@@ -13,45 +13,38 @@ to have done. A message brings its sender's clock along:
 
 Lists come from plan files that somebody may have edited, so nothing in them is trusted: every fault
 is named by rank, position and action before a process is started. A plan is checked on the smallest
-batch that it can be about: what is missing, there twice, in the wrong order or waits in a circle is
-so for every batch.
+batch that it can be about, because its faults are those of every batch.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import BACKWARDS, COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.simulating.pipeline import Pipeline, pipeline_of
-from bayplan.simulating.routing import Message
 
-__all__ = [
-    "BACKWARDS",
-    "Proof",
-    "check_actions",
-    "check_rank_plan",
-    "orders",
-]
+__all__ = ["Proof", "check_actions", "check_rank_plan", "orders"]
 
 _K = ActionKind
-_SEND_OF = {_K.RECEIVE_FORWARD: _K.SEND_FORWARD, _K.RECEIVE_BACKWARD: _K.SEND_BACKWARD}
-_RECEIVE_OF = {send: receive for receive, send in _SEND_OF.items()}
-BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+_OPPOSITE = dict(zip((*SENDS, *RECEIVES), (*RECEIVES, *SENDS), strict=True))
 _Actions = Sequence[Sequence[Action]]
-_Clock = list[int]
 
 
 def _place(rank: int, position: int, action: Action) -> str:
     return f"rank {rank}, position {position}, {action}"
 
 
-def _other_end(rank: int, message: Message, kind: ActionKind) -> tuple[int, Action]:
-    """The rank and action that send, or receive, the other end of a message."""
-    if message.sender == rank:
-        return message.receiver, Action(message.target_stage, kind, message.micro_batch)
-    return message.sender, Action(message.source_stage, kind, message.micro_batch)
+def _other_ends(pipeline: Pipeline, rank: int, action: Action) -> Iterator[tuple[int, Action]]:
+    """For each message of a send or receive, the rank at its other end and what it does there."""
+    for message in pipeline.moved(rank, action):
+        kind = _OPPOSITE[action.kind]
+        if message.sender == rank:
+            yield message.receiver, Action(message.target_stage, kind, message.micro_batch)
+        else:
+            yield message.sender, Action(message.source_stage, kind, message.micro_batch)
 
 
 def _check_queues(pipeline: Pipeline, actions: _Actions) -> None:
@@ -64,16 +57,15 @@ def _check_queues(pipeline: Pipeline, actions: _Actions) -> None:
     queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, own_actions in enumerate(actions):
         for action in own_actions:
-            for message in pipeline.moved(rank, action) if action.kind in _RECEIVE_OF else ():
-                peer, receive = _other_end(rank, message, _RECEIVE_OF[action.kind])
-                queues[rank, peer].append(receive)
+            if action.kind in SENDS:
+                for peer, receive in _other_ends(pipeline, rank, action):
+                    queues[rank, peer].append(receive)
     num_taken: dict[tuple[int, int], int] = defaultdict(int)
     for rank, own_actions in enumerate(actions):
         for position, action in enumerate(own_actions):
-            if action.kind not in _SEND_OF:
+            if action.kind not in RECEIVES:
                 continue
-            messages = pipeline.moved(rank, action)
-            senders = Counter(_other_end(rank, message, action.kind)[0] for message in messages)
+            senders = Counter(sender for sender, _ in _other_ends(pipeline, rank, action))
             for sender, number in senders.items():
                 begin = num_taken[sender, rank]
                 num_taken[sender, rank] = end = begin + number
@@ -105,24 +97,22 @@ def _check_collectives(pipeline: Pipeline, actions: _Actions) -> None:
                     )
 
 
-@dataclass
 class _Execution:
-    pipeline: Pipeline
-    actions: _Actions
-    # By rank and action: where it is, and the sender's clock once it has sent.
-    positions: dict[tuple[int, Action], int] = field(default_factory=dict)
-    sent: dict[tuple[int, Action], _Clock] = field(default_factory=dict)
-    posted: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The lists, done as far as nobody blocks; a clock is the actions known of, by rank."""
 
-    def __post_init__(self) -> None:
-        num_ranks = len(self.actions)
-        self.clocks = [[0] * num_ranks for _ in self.actions]
+    def __init__(self, pipeline: Pipeline, actions: _Actions) -> None:
+        self.pipeline, self.actions = pipeline, actions
+        self.positions = {
+            (rank, action): position
+            for rank, own_actions in enumerate(actions)
+            for position, action in enumerate(own_actions)
+        }
+        self.sent: dict[tuple[int, Action], list[int]] = {}  # by rank and send, its clock then
+        self.posted: dict[int, set[int]] = defaultdict(set)  # by bucket, the ranks
+        self.clocks = [[0] * len(actions) for _ in actions]
         # Sends that are not retired yet, each with the clock that retires it.
-        self.pending: list[dict[int, dict[int, int]]] = [{} for _ in self.actions]
-        self.retire: list[list[tuple[int, ...]]] = [[] for _ in self.actions]
-        for rank, own_actions in enumerate(self.actions):
-            for position, action in enumerate(own_actions):
-                self.positions[rank, action] = position
+        self.pending: list[dict[int, dict[int, int]]] = [{} for _ in actions]
+        self.retire: list[list[tuple[int, ...]]] = [[] for _ in actions]
 
     def run(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         is_moving = True
@@ -134,22 +124,16 @@ class _Execution:
                         break
                     self._do(rank, position, own_actions[position])
                     is_moving = True
-        stuck = [
-            rank
-            for rank, own_actions in enumerate(self.actions)
-            if len(self.retire[rank]) < len(own_actions)
-        ]
+        done = map(len, self.retire)
+        stuck = [rank for rank, num in enumerate(done) if num < len(self.actions[rank])]
         if stuck:
             raise FileFault("the actions get stuck: " + "; ".join(map(self._complaint, stuck)))
         return tuple(map(tuple, self.retire))
 
     def _blockers(self, rank: int, action: Action) -> list[tuple[int, Action]]:
         """What others have not done yet, and this action waits for."""
-        if action.kind in _SEND_OF:
-            sends = (
-                _other_end(rank, message, _SEND_OF[action.kind])
-                for message in self.pipeline.moved(rank, action)
-            )
+        if action.kind in RECEIVES:
+            sends = _other_ends(self.pipeline, rank, action)
             return [send for send in sends if send not in self.sent]
         if action.kind is _K.UPDATE:
             return [
@@ -158,31 +142,25 @@ class _Execution:
                 for member in self.pipeline.members[bucket]
                 if member not in self.posted[bucket]
             ]
-        if action.kind in (_K.FORWARD, *BACKWARDS) and action.stage in self.pipeline.meeting_stages:
+        if action.kind in COMPUTES and action.stage in self.pipeline.meeting_stages:
             return [
                 (member, action)
                 for member in self.pipeline.stages[action.stage].devices
-                if len(self.retire[member]) < self._position(member, action)
+                if len(self.retire[member]) < self.positions.get((member, action), math.inf)
             ]
         return []
-
-    def _position(self, rank: int, action: Action) -> int:
-        """Where an action is; one that a rank does not do is never reached."""
-        return self.positions.get((rank, action), len(self.actions[rank]) + 1)
 
     def _do(self, rank: int, position: int, action: Action) -> None:
         clock = self.clocks[rank]
         clock[rank] = position + 1
-        if action.kind in _SEND_OF:
-            for message in self.pipeline.moved(rank, action):
-                told = self.sent[_other_end(rank, message, _SEND_OF[action.kind])]
-                clock[:] = map(max, clock, told)
+        if action.kind in RECEIVES:
+            for send in _other_ends(self.pipeline, rank, action):
+                clock[:] = map(max, clock, self.sent[send])
         self.retire[rank].append(self._known(rank))
-        if action.kind in _RECEIVE_OF:
+        if action.kind in SENDS:
             self.sent[rank, action] = list(clock)
             awaited = self.pending[rank][position] = dict[int, int]()
-            for message in self.pipeline.moved(rank, action):
-                peer, receive = _other_end(rank, message, _RECEIVE_OF[action.kind])
+            for peer, receive in _other_ends(self.pipeline, rank, action):
                 awaited[peer] = max(awaited.get(peer, 0), self.positions[peer, receive] + 1)
         elif action.kind is _K.REDUCE:
             self.posted[action.index].add(rank)
@@ -202,10 +180,8 @@ class _Execution:
     def _complaint(self, rank: int) -> str:
         position = len(self.retire[rank])
         action = self.actions[rank][position]
-        blockers = ", ".join(
-            f"rank {peer}'s {blocker}" for peer, blocker in self._blockers(rank, action)
-        )
-        return f"{_place(rank, position, action)} waits for {blockers}"
+        blockers = [f"rank {peer}'s {blocker}" for peer, blocker in self._blockers(rank, action)]
+        return f"{_place(rank, position, action)} waits for {', '.join(blockers)}"
 
 
 @dataclass(frozen=True)
@@ -224,10 +200,7 @@ class Proof:
     retire: tuple[tuple[tuple[int, ...], ...], ...]
 
     def most_in_flight(self, pipeline: Pipeline, rank: int, lags: Sequence[int]) -> dict[int, int]:
-        """By stage of a rank, the same over all batches.
-
-        `lags` says by stage how many batches its backward is behind its forward.
-        """
+        """By stage of a rank, the same over all batches; `lags` is that of the plan."""
         return {
             stage: number + lags[stage] * len(pipeline.routing.pieces_of(stage, rank))
             for stage, number in self.in_flight[rank].items()
@@ -287,7 +260,7 @@ def _needed(pipeline: Pipeline, rank: int, positions: dict[Action, int]) -> Iter
         for micro_batch, _ in pipeline.routing.pieces_of(stage, rank):
             yield Action(stage, _K.FORWARD, micro_batch)
             yield from _backward(positions, stage, micro_batch)
-            for kind in (*_SEND_OF, *_RECEIVE_OF):
+            for kind in _OPPOSITE:
                 if pipeline.moved(rank, Action(stage, kind, micro_batch)):
                     yield Action(stage, kind, micro_batch)
         yield Action(stage, _K.UPDATE, 0)
@@ -353,12 +326,7 @@ def _in_flight(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict
 
 
 def check_rank_plan(plan: Plan, *, has_tags: bool = True) -> RankPlan:
-    """Refuse a plan that ranks cannot carry out; for `has_tags` see `check_actions`.
-
-    Raises:
-        UsageError: it is for one device.
-        FileFault: it contradicts itself.
-    """
+    """Refuse a plan for one device, or one that `check_actions` refuses."""
     if isinstance(plan, DevicePlan):
         raise UsageError(
             "the plan is for one device, not for ranks; give it to `bayplan run`, or plan for"

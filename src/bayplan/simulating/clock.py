@@ -1,76 +1,61 @@
 """The event clock: how long the action lists of all ranks take together.
 
-The lists decide the order; `SharedResources` decides how fast. Sends, reduces and copies go on by
-themselves. A forward waits for its samples, a receive until its messages are here, an update until
-its sums are, and the end of a step until all ranks have the loss: of the same batch, or of an
-earlier one where backward lags. A sum begins in the middle of the backward that makes its last
-gradient.
+The lists decide the order; `SharedResources` decides how fast. Sends, all-reduces and copies go on
+by themselves. A forward waits for its samples, a receive until its messages are here, an update
+until its all-reduces are, and the end of a step until all ranks have the loss: of the same batch,
+or of an earlier one where backward lags. An all-reduce may begin in the middle of a backward.
 
-Between two ranks messages go one after the other, and so do the sums of the same ranks. Messages of
-different ranks go on at once, and share the wires that they have in common.
+Between two ranks messages go one after the other, and so do all-reduces of the same ranks. Messages
+of different ranks go on at once, and share the wires that they have in common.
 """
 
 import gc
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import BACKWARDS, COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.record import Event, Lane
 from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message
-from bayplan.simulating.sharing import Loaders, Loading, Queues, SharedResources, StepCosts
+from bayplan.simulating.sharing import Loading, Queues, SharedResources, StepCosts
 
-__all__ = ["Awaiting", "Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
+__all__ = ["Loading", "Moved", "StepCosts", "StepTimes", "step_times"]
 
 
-class Awaiting:
-    """Things that come, and ranks that wait for several of them.
-
-    Example:
-        >>> awaiting = Awaiting()
-        >>> awaiting.has_all(7, ["a", "b"])
-        False
-        >>> awaiting.come("a"), awaiting.come("b")
-        ([], [7])
-    """
+class _Awaiting:
+    """Things that come, and workers that wait for several of them."""
 
     def __init__(self) -> None:
         self._here: set[Hashable] = set()
-        self._waiters: dict[Hashable, list[int]] = {}
-        self._num_lacking: dict[int, int] = {}
+        self._waiters: dict[Hashable, list[Hashable]] = defaultdict(list)
+        self._num_lacking: dict[Hashable, int] = {}
 
-    def has_all(self, rank: int, things: Iterable[Hashable]) -> bool:
-        """Whether all are here; else the rank waits for those that are not."""
+    def has_all(self, worker: Hashable, things: Iterable[Hashable]) -> bool:
+        """Whether all are here; else the worker waits for those that are not."""
         missing = [thing for thing in things if thing not in self._here]
         for thing in missing:
-            self._waiters.setdefault(thing, []).append(rank)
-        if missing:
-            self._num_lacking[rank] = len(missing)
+            self._waiters[thing].append(worker)
+        self._num_lacking[worker] = len(missing)
         return not missing
 
-    def come(self, thing: Hashable) -> list[int]:
+    def come(self, thing: Hashable) -> list[Hashable]:
         """Something is here; returns who lacks nothing any more, whoever waited first first."""
         self._here.add(thing)
-        ready = []
-        for rank in self._waiters.pop(thing, ()):
-            self._num_lacking[rank] -= 1
-            if not self._num_lacking[rank]:
-                ready.append(rank)
-        return ready
-
-    def __contains__(self, thing: object) -> bool:
-        return thing in self._here
+        waiters = self._waiters.pop(thing, [])
+        for worker in waiters:
+            self._num_lacking[worker] -= 1
+        return [worker for worker in waiters if not self._num_lacking[worker]]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A message or a sum of the last step that was looked at.
+    """A message or an all-reduce of the last step that was looked at.
 
     Attributes:
-        ranks: that sent it, or all that have the sum.
+        ranks: that sent it, or all that have the result.
         lane: send or reduce.
         seconds: from its turn to when it was there; others on the same wires make that longer.
     """
@@ -88,7 +73,7 @@ class StepTimes:
     Attributes:
         seconds: from step to step.
         events: by rank, what it did in the last step that was looked at, from its begin on.
-        moved: what was sent and summed in that step.
+        moved: what was sent and all-reduced in that step.
     """
 
     seconds: float
@@ -98,28 +83,21 @@ class StepTimes:
     @property
     def busy(self) -> tuple[float, ...]:
         """By rank, the share of the step that it computes in."""
-        return tuple(
-            min(
-                1.0,
-                sum(event.seconds for event in events if event.lane is Lane.COMPUTE) / self.seconds,
-            )
-            if self.seconds
-            else 0.0
+        computing = (
+            sum(event.seconds for event in events if event.lane is Lane.COMPUTE)
             for events in self.events
+        )
+        return tuple(
+            min(1.0, seconds / self.seconds) if self.seconds else 0.0 for seconds in computing
         )
 
 
 _K = ActionKind
-_COMPUTES = (_K.FORWARD, _K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 _FORWARDS = (_K.FORWARD, _K.SEND_FORWARD, _K.RECEIVE_FORWARD)
-_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
-_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
 _STEADY_CALLS = 4  # that are timed, where batches overlap and one call says little
 
-_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
-
-_Post = tuple[float, Callable[[], None]]  # what to do so many seconds after the begin
 _Letter = tuple[Message, bool, int]  # whether it holds gradients, and of which batch
+_Wishes = Iterator[float | Sequence[Hashable]]  # seconds of work, or things to wait for
 
 
 def step_times(
@@ -160,6 +138,8 @@ def _no_collecting() -> Iterator[None]:
 
 
 class _Run:
+    """All ranks at once; each is a generator of what it wishes before it can go on."""
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -172,157 +152,146 @@ class _Run:
         self.num_calls = num_calls
         self.clock = SharedResources(costs.num_cores)
         self.queues = Queues(self.clock)
-        self.awaiting = Awaiting()
+        self.awaiting = _Awaiting()
         self.posted: dict[tuple[int, int], set[int]] = defaultdict(set)  # by bucket and batch
         self.finished = [0] * num_calls  # by call, how many ranks are through
         self.told: dict[int, float] = {}  # by call, when its loss is known everywhere
         self.events: list[list[Event]] = [[] for _ in actions]
         self.moved: list[Moved] = []
-        self.places = [(0, 0) for _ in actions]  # call and position
+        self.calls = [0 for _ in actions]  # that each rank is in
         self.began = [0.0 for _ in actions]  # the call
-        self.waits_since: list[float | None] = [None for _ in actions]
         self.reduced_behind = [_reduced_behind(own_actions) for own_actions in actions]
-        self.rest: dict[int, Callable[[], None]] = {}  # of what a rank does, after a wait inside it
-        self.loaders = None
+        self.wanted: dict[Hashable, list[tuple[int, Action]]] = defaultdict(list)  # by loader
+        self.num_taken: Counter[Hashable] = Counter()
         if costs.loading is not None:
-            self.loaders = Loaders(costs.loading, actions, num_calls, self.clock, self._come)
+            for rank, own_actions in enumerate(actions):
+                self.wanted[costs.loading.loader(rank)] += [
+                    (rank, action) for action in own_actions if self._needs_samples(rank, action)
+                ]
+        loaders = {("loader", key): self._load(key) for key, own in self.wanted.items() if own}
+        self.workers: dict[Hashable, _Wishes] = {
+            **loaders,
+            **{rank: self._work(rank) for rank in pipeline.ranks},
+        }
 
     def ends(self) -> list[float]:
         """When each call's loss is known; by then all its work is done."""
-        if self.loaders is not None:
-            self.loaders.start()
-        for rank in self.pipeline.ranks:
-            self._go_on(rank)
+        for worker in self.workers:
+            self._go_on(worker)
         self.clock.run()
         assert len(self.told) == self.num_calls, "lists that were checked come to their end"
         return [self.told[call] for call in range(self.num_calls)]
 
-    def _go_on(self, rank: int) -> None:
-        """Do what takes no time, up to what does or has to wait."""
-        actions = self.actions[rank]
-        while True:
-            call, position = self.places[rank]
-            if call == self.num_calls:
+    def _go_on(self, worker: Hashable) -> None:
+        """Let a rank or loader do what takes no time, up to what does or has to wait."""
+        for wish in self.workers[worker]:
+            if not isinstance(wish, Sequence):
+                self.clock.begin(wish, cores=1.0, then=partial(self._go_on, worker))
                 return
-            if position == len(actions):
-                if not self._may_begin(rank, call + 1):
-                    return
-                self.places[rank] = (call + 1, 0)
-                self.began[rank] = self.clock.now_seconds
-                continue
-            action = actions[position]
-            batch = self._batch(action, call)
-            if batch < 0 or batch >= self.num_calls:
-                self._next(rank)  # nothing to do yet
-            elif action.kind in _COMPUTES:
-                if self._has_samples(rank, action, batch):
-                    self._compute_stage(rank, action, batch)
+            if not self.awaiting.has_all(worker, wish):
                 return
-            elif action.kind is _K.UPDATE and position == len(actions) - 1:
-                if self._is_here(rank, self._sums(rank, call)):
-                    self._note_wait(rank, action, Lane.REDUCE)
-                    self._compute(rank, action, batch, self.costs.update_seconds[rank])
-                return
-            elif action.kind in _RECEIVES:
-                if not self._is_here(rank, self._letters(rank, action, batch)):
-                    return
-                self._note_wait(rank, action, Lane.RECEIVE)
-                if self._is_busy(rank, action, Lane.RECEIVE):
-                    return
-            else:
-                self._begin_to_send(rank, action, batch)
-                lane = Lane.SEND if action.kind in _SENDS else Lane.REDUCE
-                if self._is_busy(rank, action, lane):
-                    return
 
-    def _is_busy(self, rank: int, action: Action, lane: Lane) -> bool:
-        """Whether a rank has something to do itself for what goes on by itself."""
-        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
-        if not seconds:
-            self._next(rank)
-            return False
+    def _come(self, thing: Hashable) -> None:
+        """Something is here: whoever waited for it alone goes on."""
+        for worker in self.awaiting.come(thing):
+            self._go_on(worker)
 
-        def done() -> None:
-            self._note(rank, action, lane, since)
-            self._finish(rank)
+    def _needs_samples(self, rank: int, action: Action) -> bool:
+        loading, is_forward = self.costs.loading, action.kind is _K.FORWARD
+        return loading is not None and is_forward and loading.seconds(rank, action) > 0
 
-        self.clock.begin(seconds, cores=1.0, then=done)
-        return True
+    def _load(self, loader: Hashable) -> _Wishes:
+        """Make samples ready one micro-batch after the other, as far as the buffer has room."""
+        loading = self.costs.loading
+        assert loading is not None, "there are loaders only with a loading"
+        wanted = sorted(self.wanted[loader], key=lambda item: (item[1].index, item[0]))
+        for batch in range(self.num_calls):
+            if batch >= loading.num_ahead:
+                yield (("taken", loader, batch - loading.num_ahead),)
+            for rank, action in wanted:
+                samples = (rank, action, batch)
+                seconds = loading.seconds(rank, action)
+                self.clock.begin(seconds, then=partial(self._come, samples))
+                yield (samples,)
 
-    def _batch(self, action: Action, call: int) -> int:
-        return call if action.kind in _FORWARDS else call - self.lags[action.stage]
+    def _work(self, rank: int) -> _Wishes:
+        for call in range(self.num_calls):
+            for position, action in enumerate(self.actions[rank]):
+                batch = call if action.kind in _FORWARDS else call - self.lags[action.stage]
+                if 0 <= batch < self.num_calls:
+                    yield from self._do(rank, position, action, batch)
+            self._finish(call)
+            if call >= max(self.lags):
+                yield (call - max(self.lags),)  # the loss that this call gives back
+            self.calls[rank], self.began[rank] = call + 1, self.clock.now_seconds
 
-    def _next(self, rank: int) -> None:
-        """Go to the next action, and at the end of the list tell the loss."""
-        call, position = self.places[rank]
-        self.places[rank] = (call, position + 1)
-        if position + 1 == len(self.actions[rank]):
-            self.finished[call] += 1
-            if self.finished[call] == len(self.actions):
-                ranks = self.pipeline.ranks
-                is_alone = len(ranks) == 1
-                seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
-                self.clock.begin(seconds, then=lambda: self._tell(call))
+    def _finish(self, call: int) -> None:
+        """A rank is through; the last one has the loss told to all."""
+        self.finished[call] += 1
+        ranks = self.pipeline.ranks
+        if self.finished[call] == len(ranks):
+            is_alone = len(ranks) == 1
+            seconds = 0.0 if is_alone else self.costs.network.reduce(ranks, 0).alone_seconds
+            self.clock.begin(seconds, then=partial(self._tell, call))
 
     def _tell(self, call: int) -> None:
         self.told[call] = self.clock.now_seconds
         self._come(call)
 
-    def _may_begin(self, rank: int, call: int) -> bool:
-        """Whether the loss is known that the call before gives back."""
-        awaited = call - 1 - max(self.lags)
-        return awaited < 0 or self.awaiting.has_all(rank, (awaited,))
+    def _do(self, rank: int, position: int, action: Action, batch: int) -> _Wishes:
+        if action.kind in COMPUTES:
+            yield from self._compute(rank, position, action, batch)
+        elif action.kind is _K.UPDATE and position == len(self.actions[rank]) - 1:
+            yield from self._wait(rank, action, Lane.REDUCE, self._sums(rank))
+            since = self.clock.now_seconds
+            yield self.costs.update_seconds[rank]
+            self._note(rank, action, Lane.COMPUTE, since)
+        elif action.kind in RECEIVES:
+            yield from self._wait(rank, action, Lane.RECEIVE, self._letters(rank, action, batch))
+            yield from self._take_part(rank, action, Lane.RECEIVE)
+        elif action.kind in SENDS:
+            for letter in self._letters(rank, action, batch):
+                self._send(letter)
+            yield from self._take_part(rank, action, Lane.SEND)
+        else:
+            if action.kind is _K.REDUCE:
+                self._post(rank, action.index, batch)
+            yield from self._take_part(rank, action, Lane.REDUCE)
 
-    def _come(self, thing: Hashable) -> None:
-        """Something is here: whoever waited for it alone goes on."""
-        for rank in self.awaiting.come(thing):
-            self.rest.pop(rank, partial(self._go_on, rank))()
+    def _wait(self, rank: int, action: Action, lane: Lane, things: Sequence[Hashable]) -> _Wishes:
+        since = self.clock.now_seconds
+        yield things
+        self._note(rank, action, lane, since)
 
-    def _is_here(self, rank: int, things: Sequence[Hashable]) -> bool:
-        is_here = self.awaiting.has_all(rank, things)
-        if not is_here and self.waits_since[rank] is None:
-            self.waits_since[rank] = self.clock.now_seconds
-        return is_here
+    def _take_part(self, rank: int, action: Action, lane: Lane) -> _Wishes:
+        """What a rank does itself for what goes on by itself."""
+        seconds, since = self.costs.own_seconds(rank, action), self.clock.now_seconds
+        if seconds:
+            yield seconds
+            self._note(rank, action, lane, since)
 
-    def _note_wait(self, rank: int, action: Action, lane: Lane) -> None:
-        since = self.waits_since[rank]
-        self.waits_since[rank] = None
-        self._note(rank, action, lane, self.clock.now_seconds if since is None else since)
-
-    def _note(self, rank: int, action: Action, lane: Lane, since: float) -> None:
-        if self.places[rank][0] == self.num_calls - 1:
-            self.events[rank].append(
-                Event(
-                    lane=lane,
-                    name=str(action),
-                    start_seconds=max(0.0, since - self.began[rank]),
-                    seconds=self.clock.now_seconds - since,
-                )
-            )
-
-    def _has_samples(self, rank: int, action: Action, batch: int) -> bool:
-        """Whether a forward may begin; else the rank waits for its samples."""
-        loaders = self.loaders
-        if loaders is None or action.kind is not _K.FORWARD or not loaders.needs(rank, action):
-            return True
-        if not self._is_here(rank, ((rank, action, batch),)):
-            return False
-        loaders.take(rank, batch)
-        self._note_wait(rank, action, Lane.COPY)
-        return True
-
-    def _compute_stage(self, rank: int, action: Action, batch: int) -> None:
-        """Compute, and post sums on the way: those that the list has right behind the action."""
-        seconds, position = self.costs.seconds(rank, action), self.places[rank][1]
+    def _compute(self, rank: int, position: int, action: Action, batch: int) -> _Wishes:
+        """Compute, and post on the way the all-reduces that stand right behind it in the list."""
+        loading = self.costs.loading
+        if loading is not None and self._needs_samples(rank, action):
+            yield from self._wait(rank, action, Lane.COPY, ((rank, action, batch),))
+            taken = ("taken", loading.loader(rank), batch)
+            self.num_taken[taken] += 1
+            if self.num_taken[taken] == len(self.wanted[loading.loader(rank)]):
+                self._come(taken)  # there is room for another batch
+        self._copy(rank, action, batch)
+        seconds, since, elapsed = self.costs.seconds(rank, action), self.clock.now_seconds, 0.0
         buckets = self.reduced_behind[rank].get(position, ())
         early = self.costs.early(rank, action) if buckets else {}
-        posts: list[_Post] = []
-        elapsed = 0.0
         for bucket in buckets:  # in their order, so none before the one before it
-            elapsed = max(elapsed, seconds - early.get(bucket, 0.0))
-            posts.append((elapsed, partial(self._post, rank, bucket, batch)))
-        self._copy(rank, action, batch)
-        self._compute(rank, action, batch, seconds, posts)
+            posted = max(elapsed, seconds - early.get(bucket, 0.0))
+            yield posted - elapsed
+            self._post(rank, bucket, batch)
+            elapsed = posted
+        yield seconds - elapsed
+        self._note(rank, action, Lane.COMPUTE, since)
+        if action.kind in BACKWARDS:
+            yield ((rank, action, batch, Lane.COPY),)
 
     def _copy(self, rank: int, action: Action, batch: int) -> None:
         transfer = self.costs.copies(rank, action)
@@ -339,64 +308,23 @@ class _Run:
 
         self.queues.add((Lane.COPY, rank), transfer, done)
 
-    def _compute(
-        self,
-        rank: int,
-        action: Action,
-        batch: int,
-        seconds: float,
-        posts: Sequence[_Post] = (),
-    ) -> None:
-        """Compute for some seconds, and do something at some times within them, rising."""
-        since = self.clock.now_seconds
-
-        def computed() -> None:
-            self._note(rank, action, Lane.COMPUTE, since)
-            if action.kind in _BACKWARDS and not self.awaiting.has_all(
-                rank, ((rank, action, batch, Lane.COPY),)
-            ):
-                self.rest[rank] = partial(self._finish, rank)
-            else:
-                self._finish(rank)
-
-        self._pass(0.0, deque(posts), seconds, computed)
-
-    def _pass(
-        self, elapsed: float, posts: deque[_Post], seconds: float, then: Callable[[], None]
-    ) -> None:
-        """Let the time of an action pass from some moment of it on.
-
-        No function in here knows itself: only Python's search for garbage would find such a circle.
-        """
-        if not posts:
-            self.clock.begin(seconds - elapsed, cores=1.0, then=then)
-            return
-        until, post = posts.popleft()
-
-        def reached() -> None:
-            post()
-            self._pass(until, posts, seconds, then)
-
-        self.clock.begin(until - elapsed, cores=1.0, then=reached)
-
-    def _finish(self, rank: int) -> None:
-        self._next(rank)
-        self._go_on(rank)
+    def _note(self, rank: int, action: Action, lane: Lane, since: float) -> None:
+        if self.calls[rank] == self.num_calls - 1:
+            self.events[rank].append(
+                Event(
+                    lane=lane,
+                    name=str(action),
+                    start_seconds=max(0.0, since - self.began[rank]),
+                    seconds=self.clock.now_seconds - since,
+                )
+            )
 
     def _letters(self, rank: int, action: Action, batch: int) -> list[_Letter]:
         is_back = action.kind in (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
         return [(message, is_back, batch) for message in self.pipeline.moved(rank, action)]
 
-    def _begin_to_send(self, rank: int, action: Action, batch: int) -> None:
-        """Start what goes on by itself: messages, or this rank's part of a sum."""
-        if action.kind in _SENDS:
-            for letter in self._letters(rank, action, batch):
-                self._send(letter)
-        elif action.kind is _K.REDUCE:
-            self._post(rank, action.index, batch)
-
     def _post(self, rank: int, bucket: int, batch: int) -> None:
-        """A rank has its part of a sum, which begins with the last one; again does nothing."""
+        """A rank has its part of an all-reduce, which begins with the last; again does nothing."""
         members, posted = self.pipeline.members[bucket], self.posted[bucket, batch]
         if rank in posted:
             return
@@ -404,12 +332,8 @@ class _Run:
         if len(posted) == len(members):
             size_bytes = self.costs.bucket_bytes[bucket]
             transfer = self.costs.network.reduce(members, size_bytes)
-
-            def done(since: float) -> None:
-                self._note_moved(members, Lane.REDUCE, size_bytes, since)
-                self._come((bucket, batch))
-
-            self.queues.add(members, transfer, done)
+            note = partial(self._note_moved, members, Lane.REDUCE, size_bytes, (bucket, batch))
+            self.queues.add(members, transfer, note)
 
     def _send(self, letter: _Letter) -> None:
         message, is_back, _ = letter
@@ -417,27 +341,29 @@ class _Run:
         sender, receiver = reversed(ends) if is_back else ends
         size_bytes = self.costs.message_bytes(message, is_back)
         transfer = self.costs.network.message(sender, receiver, size_bytes)
-
-        def done(since: float) -> None:
-            self._note_moved((sender,), Lane.SEND, size_bytes, since)
-            self._come(letter)
-
-        self.queues.add((*ends, is_back), transfer, done)
+        note = partial(self._note_moved, (sender,), Lane.SEND, size_bytes, letter)
+        self.queues.add((*ends, is_back), transfer, note)
 
     def _note_moved(
-        self, ranks: tuple[int, ...], lane: Lane, size_bytes: float, since: float
+        self,
+        ranks: tuple[int, ...],
+        lane: Lane,
+        size_bytes: float,
+        thing: Hashable,
+        since: float,
     ) -> None:
-        if self.places[ranks[0]][0] == self.num_calls - 1:
+        if self.calls[ranks[0]] == self.num_calls - 1:
             seconds = self.clock.now_seconds - since
             self.moved.append(Moved(ranks, lane, size_bytes, seconds))
+        self._come(thing)
 
-    def _sums(self, rank: int, call: int) -> list[tuple[int, int]]:
-        """The sums that this rank's update of a call needs: of which bucket and batch."""
-        needed = (
-            (bucket, call - self.lags[stages[0]])
+    def _sums(self, rank: int) -> list[tuple[int, int]]:
+        """The all-reduces that this rank's next update needs: of which bucket and batch."""
+        return [
+            (bucket, batch)
             for bucket, stages in self.pipeline.holders(rank).items()
-        )
-        return [(bucket, batch) for bucket, batch in needed if batch >= 0]
+            if (batch := self.calls[rank] - self.lags[stages[0]]) >= 0
+        ]
 
 
 def _reduced_behind(actions: Sequence[Action]) -> dict[int, list[int]]:
@@ -445,7 +371,7 @@ def _reduced_behind(actions: Sequence[Action]) -> dict[int, list[int]]:
     behind: dict[int, list[int]] = {}
     computes: int | None = None
     for place, action in enumerate(actions):
-        if action.kind in _COMPUTES:
+        if action.kind in COMPUTES:
             computes = place
         elif action.kind is _K.REDUCE and computes is not None:
             behind.setdefault(computes, []).append(action.index)

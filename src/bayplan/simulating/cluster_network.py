@@ -7,17 +7,18 @@ talks most into the smallest group that holds it.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
-from bayplan.data.cluster import Cluster, LinkKind, Union
+from bayplan.data.cluster import Cluster, Join, Joint, LinkKind, Union
 from bayplan.simulating.network import Transfer
 from bayplan.simulating.rings import find_rings, ring_flows, ring_rate
 from bayplan.simulating.wiring import Route, Wire, Wiring
 
-__all__ = ["ClusterNetwork", "Level", "levels_of"]
+__all__ = ["ClusterNetwork", "Level"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,38 +42,14 @@ class Level:
         return max(len(group) for group in self.groups)
 
 
-def levels_of(wiring: Wiring, num_devices: int) -> tuple[Level, ...]:
-    """All levels, the nearest first; the last one has all devices in one group."""
-    together = Union(num_devices)
-    levels: list[Level] = []
-    order = list(LinkKind)
-    joins = sorted(wiring.joins, key=lambda join: (join[0] is LinkKind.NET, -join[2]))
-    for (_, bandwidth), same in groupby(joins, key=lambda join: (join[0] is LinkKind.NET, join[2])):
-        added = [
-            (kind, latency)
-            for kind, latency, _, join in same
-            if together.unite(device for side in join for device in side)
-        ]
-        if added:
-            levels.append(
-                Level(
-                    kind=max((kind for kind, _ in added), key=order.index),
-                    bandwidth_bytes_per_s=bandwidth,
-                    latency_seconds=max(latency for _, latency in added),
-                    groups=together.groups(),
-                )
-            )
-    return tuple(levels)
-
-
 # A wire that is less than half busy slows nothing down that goes on at once: two still fit.
 _BUSY = 0.5
-_MOST_KEPT = 2**20  # devices over all groups whose sums are kept
+_MOST_KEPT = 2**20  # devices over all groups whose ways are kept
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How some devices may sum up; `busy` is the seconds of each wire for a byte of the sum."""
+    """How some devices may all-reduce; `busy` is the seconds of each wire for a byte."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -90,17 +67,14 @@ class _Way:
         least = self.seconds_per_byte * _BUSY
         return tuple(name for name, seconds in self.busy.items() if seconds > least)
 
-    def seconds(self, size_bytes: float) -> float:
-        return self.latency_seconds + size_bytes * self.seconds_per_byte
-
 
 class ClusterNetwork:
-    """What messages and sums take on a cluster's links.
+    """What messages and all-reduces take on a cluster's links.
 
-    A message takes the fastest way. A sum goes around rings of all its devices, or, over several
-    hosts, first within each host, then between hosts by as many rings as devices of a host take
-    part, or by trees, then back: whatever is the fastest for its size. Wires that a transfer keeps
-    busy less than half of its time are left out of it.
+    A message takes the fastest way. An all-reduce goes around rings of all its devices, or, over
+    several hosts, first within each host, then between hosts by as many rings as devices of a host
+    take part, or by trees, then back: whatever is the fastest for its size. Wires that a transfer
+    keeps busy less than half of its time are left out of it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -121,15 +95,11 @@ class ClusterNetwork:
         )
 
     def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
-        ways = self._ways_of(tuple(devices))
-        return min(ways, key=lambda way: way.seconds(size_bytes)).transfer(size_bytes)
+        transfers = (way.transfer(size_bytes) for way in self._ways_of(tuple(devices)))
+        return min(transfers, key=lambda transfer: transfer.alone_seconds)
 
     def host_copy(self, device: int, size_bytes: float, *, outward: bool = True) -> Transfer:
-        """Between a device and the memory of its host.
-
-        Raises:
-            ValueError: if the cluster does not say how fast that is.
-        """
+        """Between a device and the memory of its host; ValueError if that speed is not known."""
         host = self.cluster.hosts[self.cluster.devices[device].host]
         if host.copy_bytes_per_s is None:
             raise ValueError(
@@ -137,24 +107,37 @@ class ClusterNetwork:
                 " copy between a device and it takes"
             )
         rate = host.copy_bytes_per_s.value
-        wires = self._wiring.near_wires(device, outward=outward)
-        return Transfer(
-            latency_seconds=0.0,
-            seconds=size_bytes / rate,
-            wires=_busy_wires(wires, rate),
-        )
+        wires = _busy_wires(self._wiring.near_wires(device, outward=outward), rate)
+        return Transfer(latency_seconds=0.0, seconds=size_bytes / rate, wires=wires)
 
     def route(self, sender: int, receiver: int) -> Route:
         """The way a message takes, to say why it takes so long."""
         return self._wiring.route(sender, receiver)
 
     def levels(self) -> tuple[Level, ...]:
-        """Which devices are close to each other, from the fastest links to the slowest."""
+        """Which devices are close to each other, the nearest first; the last level has them all."""
         return self._levels
 
     @cached_property
     def _levels(self) -> tuple[Level, ...]:
-        return levels_of(self._wiring, len(self.cluster.devices))
+        together = Union(len(self.cluster.devices))
+        levels: list[Level] = []
+
+        def farness(item: tuple[Joint, Join]) -> tuple[bool, float]:
+            return item[0].kind is LinkKind.NET, -item[0].bandwidth_bytes_per_s.value
+
+        for (_, slowness), alike in groupby(sorted(self._wiring.joins, key=farness), farness):
+            added = [joint for joint, join in alike if together.unite(chain.from_iterable(join))]
+            if added:
+                levels.append(
+                    Level(
+                        kind=max((joint.kind for joint in added), key=list(LinkKind).index),
+                        bandwidth_bytes_per_s=-slowness,
+                        latency_seconds=max(joint.latency_seconds.value for joint in added),
+                        groups=together.groups(),
+                    )
+                )
+        return tuple(levels)
 
     @cached_property
     def _places(self) -> list[tuple[int, ...]]:
@@ -170,7 +153,7 @@ class ClusterNetwork:
         if devices in self._ways:
             return self._ways[devices]
         if len(set(devices)) < len(devices):
-            raise ValueError(f"a sum over {devices} counts a device twice")
+            raise ValueError(f"an all-reduce over {devices} counts a device twice")
         ordered = sorted(devices, key=lambda device: (self._places[device], device))
         ways = (self._ring(ordered), *self._by_hosts(ordered))
         if self._num_kept + len(devices) > _MOST_KEPT:
@@ -187,21 +170,19 @@ class ClusterNetwork:
         rings = find_rings(self._wiring, devices)
         total = sum(ring.bytes_per_s for ring in rings)
         moved = 2 * (number - 1) / number
-        busy: dict[str, float] = {}
-        step_seconds = 0.0
+        busy: dict[str, float] = defaultdict(float)
         for ring in rings:
             part = moved * ring.bytes_per_s / total
             for wire, flows in ring_flows(self._wiring, [ring.devices]).items():
-                seconds = part * flows / wire.reduce_bytes_per_s
-                busy[wire.name] = busy.get(wire.name, 0.0) + seconds
-            step_seconds = max(step_seconds, self._step_seconds(ring.devices))
+                busy[wire.name] += part * flows / wire.reduce_bytes_per_s
+        step_seconds = max(self._step_seconds(ring.devices) for ring in rings)
         return _Way((number - 1) * step_seconds, moved / total, busy)
 
     def _by_hosts(self, devices: Sequence[int]) -> tuple[_Way, ...]:
         """Within hosts, between hosts, and back; nothing where one host has all."""
-        of_hosts: dict[int, list[int]] = {}
+        of_hosts: dict[int, list[int]] = defaultdict(list)
         for device in devices:
-            of_hosts.setdefault(self.cluster.devices[device].host, []).append(device)
+            of_hosts[self.cluster.devices[device].host].append(device)
         if len(of_hosts) == 1:
             return ()
         within = [self._ring(members) for members in of_hosts.values()]
@@ -222,12 +203,12 @@ class ClusterNetwork:
         ways: list[_Way] = []
         for num_steps, moved in between:
             part = moved / num_rings
-            busy = {
-                wire.name: part * number / wire.reduce_bytes_per_s for wire, number in flows.items()
-            }
+            busy: dict[str, float] = defaultdict(float)
+            for wire, number in flows.items():
+                busy[wire.name] = part * number / wire.reduce_bytes_per_s
             for way in within:
                 for name, seconds in way.busy.items():
-                    busy[name] = busy.get(name, 0.0) + seconds
+                    busy[name] += seconds
             ways.append(
                 _Way(
                     max(way.latency_seconds for way in within) + num_steps * step_seconds,

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from bayplan.data.graph import Node, StepGraph, Storage
+from bayplan.data.graph import StepGraph, Storage
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import DeviceRecord, LiveStorage, MemoryCurve, RunRecord, Source
@@ -21,14 +21,7 @@ def simulate_step(
     granularity_bytes: int = CPU_GRANULARITY_BYTES,
     not_counted: tuple[str, ...] = (),
 ) -> RunRecord:
-    """Replay a step with the costs of a profile.
-
-    Args:
-        graph: the step.
-        profile: its costs; refused if it is of another step.
-        granularity_bytes: the rounding of the device's allocator.
-        not_counted: what the reader should know is left out.
-    """
+    """Replay a step with the costs of its profile; `not_counted` tells what is left out."""
     profile.check_belongs_to(graph)
     memory = replay_memory(graph, profile.workspace_bytes, granularity_bytes=granularity_bytes)
     starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]
@@ -47,18 +40,14 @@ def simulate_step(
         fingerprint=graph.fingerprint,
         clock=profile.clock,
         step_seconds=(profile.step_seconds,),
-        step_spread_seconds=_spread_seconds(profile),
+        # Derived figures err together, measured ones as a whole step does.
+        step_spread_seconds=sum(profile.spread_seconds)
+        if profile.origin is Origin.DERIVED
+        else profile.step_spread_seconds,
         devices=(device,),
         not_counted=not_counted,
         versions=profile.versions,
     )
-
-
-def _spread_seconds(profile: Profile) -> float:
-    """Uncertainty of the step: derived figures err together, measured ones as a whole step does."""
-    if profile.origin is Origin.DERIVED:
-        return sum(profile.spread_seconds)
-    return profile.step_spread_seconds
 
 
 def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:
@@ -73,14 +62,9 @@ def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:
 
 
 def _described(graph: StepGraph, storage: Storage) -> LiveStorage:
-    if storage.born is None:
-        name, source = storage.name, ""
-    else:
-        producer = graph.nodes[storage.born]
-        name, source = _node_name(producer), producer.source
+    name, source = storage.name, ""
+    if storage.born is not None:
+        node = graph.nodes[storage.born]
+        operator = node.op.split(".")[1]
+        name, source = f"{node.module} ({operator})" if node.module else operator, node.source
     return LiveStorage(size_bytes=storage.size_bytes, kind=storage.kind, name=name, source=source)
-
-
-def _node_name(node: Node) -> str:
-    operator = node.op.split(".")[1]
-    return f"{node.module} ({operator})" if node.module else operator

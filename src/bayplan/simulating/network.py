@@ -124,12 +124,7 @@ _BY_WORD = {
 
 
 def source_spread(source: str) -> float:
-    """How far a figure may be off, as a share of it.
-
-    Example:
-        >>> source_spread("measured with 20 messages"), source_spread("guess: as V100")
-        (0.05, 0.3)
-    """
+    """How far a figure may be off, as a share of it, by the first word of its source."""
     word = source.split(maxsplit=1)[0].strip(":;,").lower()
     return _BY_WORD.get(word, _GUESS)
 
@@ -139,20 +134,16 @@ def compute_spread(kinds: Iterable[DeviceKind]) -> float:
 
     Classes of little work, gathers and views, are left out: a step hardly depends on them.
     """
-    least = (OpClass.GATHER, OpClass.VIEW)
-    figures = [
-        figure
-        for kind in kinds
-        for figure in (
-            *(share for name, share in kind.efficiency.items() if name not in least),
-            kind.bandwidth_bytes_per_s,
-        )
-    ]
+    figures: list[Figure] = []
+    for kind in kinds:
+        shares = kind.efficiency.items()
+        figures += [share for name, share in shares if name not in (OpClass.GATHER, OpClass.VIEW)]
+        figures.append(kind.bandwidth_bytes_per_s)
     return worst_spread(figures)
 
 
 def link_spread(cluster: Cluster) -> float:
-    """How far the time of messages and sums may be off: as far as the worst bandwidth."""
+    """How far the time of messages and all-reduces may be off: as far as the worst bandwidth."""
     joined = (*cluster.links, *cluster.joints)
     return worst_spread(link.bandwidth_bytes_per_s for link in joined)
 

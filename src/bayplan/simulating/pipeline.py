@@ -42,45 +42,23 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         num_stages = len(self.stages)
-        if len(self.routing.pieces) != num_stages:
-            raise ValueError(f"{len(self.routing.pieces)} routed stages for {num_stages} stages")
         if not self.links:
-            adjacent = tuple(pairwise(range(num_stages)))
-            object.__setattr__(self, "links", adjacent)
+            object.__setattr__(self, "links", tuple(pairwise(range(num_stages))))
         if not self.buckets:
             object.__setattr__(self, "buckets", ((),) * num_stages)
-        self._check_ranks()
-        self._check_links()
-        if len(self.buckets) != num_stages:
-            raise ValueError(f"buckets of {len(self.buckets)} stages for {num_stages} stages")
-        for stage, buckets in enumerate(self.buckets):
-            if len(set(buckets)) < len(buckets) or min(buckets, default=0) < 0:
-                raise ValueError(f"buckets[{stage}] is {buckets}, must be distinct, 0 or more")
-
-    def _check_ranks(self) -> None:
-        ranks = {rank for stage in self.stages for rank in stage.devices}
-        missing = set(range(len(ranks))) - ranks
+        missing = set(range(len(self.ranks))).difference(self.ranks)
         if missing:
-            raise ValueError(f"{len(ranks)} ranks, but rank {min(missing)} has no stage")
+            raise ValueError(f"{len(self.ranks)} ranks, but rank {min(missing)} has no stage")
         for index, stage in enumerate(self.stages):
             if len(set(stage.devices)) < len(stage.devices):
                 raise ValueError(f"stage {index} has a rank twice: {stage.devices}")
-            routed = {piece.rank for pieces in self.routing.pieces[index] for piece in pieces}
-            if not routed <= set(stage.devices):
-                raise ValueError(
-                    f"stage {index} is on ranks {stage.devices}, but rank"
-                    f" {min(routed - set(stage.devices))} has a piece of it"
-                )
-
-    def _check_links(self) -> None:
         for links in (self.links, self.backward_links):
             if len(set(links)) < len(links):
                 raise ValueError(f"links has a pair twice: {links}")
         for source, target in (*self.links, *self.backward_links):
-            if not 0 <= source < target < len(self.stages):
+            if not 0 <= source < target < num_stages:
                 raise ValueError(
-                    f"link {source}->{target} must lead from a stage to a later one of"
-                    f" {len(self.stages)}"
+                    f"link {source}->{target} must lead from a stage to a later one of {num_stages}"
                 )
 
     @property
@@ -116,18 +94,8 @@ class Pipeline:
 
     def moved(self, rank: int, action: Action) -> tuple[Message, ...]:
         """The messages between ranks that a send or receive moves, in the order they are sent."""
-        messages = self._moved.get(action.kind)
-        return () if messages is None else messages.get((rank, action.stage, action.index), ())
-
-    @cached_property
-    def _moved(self) -> dict[ActionKind, _Messages]:
-        return {
-            kind: {
-                key: tuple(message for message in messages if not message.is_local)
-                for key, messages in by_key.items()
-            }
-            for kind, by_key in self._messages.items()
-        }
+        messages = self._messages.get(action.kind, {}).get((rank, action.stage, action.index), ())
+        return tuple(message for message in messages if not message.is_local)
 
     @cached_property
     def _messages(self) -> dict[ActionKind, _Messages]:

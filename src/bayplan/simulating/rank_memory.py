@@ -1,18 +1,18 @@
 """The memory of a rank over its action list, and the seconds and bytes of one stage.
 
-what stays          parameters, buffers, optimizer state, the batch, sums of gradients
+what stays          parameters, buffers, optimizer state, the batch, gradients of replicas
 + in flight         what backward needs of each micro-batch whose forward is done
 + messages          received ahead of need, or sent and not known to have arrived
 + what passes       the highest moment inside the action itself
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import msgspec
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import BACKWARDS, RECEIVES, SENDS, Action, ActionKind
 from bayplan.data.program import Program
 from bayplan.simulating.schedule import replay_schedule
 
@@ -54,11 +54,7 @@ def stage_seconds(
 ) -> StageSeconds:
     """What a stage's program takes when it runs in an order.
 
-    Args:
-        program: of forward and backward, priced.
-        schedule: the order.
-        made_back: buffers of gradients for other stages.
-        gradients: the buffers of each parameter's gradient, one set per parameter.
+    `made_back` are the buffers of gradients for other stages, `gradients` those of each parameter.
     """
     executions = list(program.executions(schedule))
     first = program.first_backward
@@ -82,9 +78,6 @@ def stage_seconds(
 
 
 _K = ActionKind
-_SENDS = (_K.SEND_FORWARD, _K.SEND_BACKWARD)
-_RECEIVES = (_K.RECEIVE_FORWARD, _K.RECEIVE_BACKWARD)
-_BACKWARDS = (_K.BACKWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
 Key = tuple[int, int]  # stage, samples
 Piece = tuple[int, int]  # stage, micro-batch
 
@@ -135,7 +128,7 @@ def stage_memory(
     `made_back` are the buffers of gradients for other stages, `gradients` those of its parameters.
     """
     first, always, sizes = program.first_backward, program.always_bytes, program.buffers
-    held, made = held_buffers(program, schedule), made_buffers(program, schedule)
+    held = held_buffers(program, schedule)
     # Outputs live to the end of the whole program, but a stage's forward hands them on.
     alone = msgspec.structs.replace(program, outputs=program.outputs - _given(program))
     loss = _loss(program)
@@ -154,7 +147,7 @@ def stage_memory(
     return StageMemory(
         forward_bytes=max(forward, default=always) - always,
         held_bytes=sum(sizes[buffer] for buffer in held),
-        made_bytes=sum(sizes[buffer] for buffer in made),
+        made_bytes=sum(sizes[buffer] for buffer in _given(program) - held),
         backward_bytes=backward,
         adding_bytes=adding,
         made_back_bytes=sum(sizes[buffer] for buffer in made_back),
@@ -200,8 +193,8 @@ class RankMemory:
         packed_bytes: by position of a message of several values, its copy in one piece; a single
             value is sent from where it is, and received there.
         num_ahead: receives that are posted ahead of the one that is waited for.
-        gradient_bytes: by stage, gradients that are there from its first backward on; those that
-            several ranks sum up have memory that stays.
+        gradient_bytes: by stage, gradients that are there from its first backward on; those in
+            all-reduces have memory that stays.
         update_bytes: what the update takes over parameters, gradients and state.
         lags: by stage, how many batches its backward is behind its forward.
         in_flight: by stage, the most micro-batches past their forward, of any batch.
@@ -228,12 +221,9 @@ def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
 class _Walk:
     def __init__(self, rank: RankMemory, stages: Mapping[Key, StageMemory]) -> None:
         self.rank, self.stages = rank, stages
-        self.receives = [
-            position for position, action in enumerate(rank.actions) if action.kind in _RECEIVES
-        ]
-        self.sends = {(action.stage, action.kind, action.index) for action in rank.actions}
-        self.num_posted = 0
-        self.rooms: dict[tuple[int, ActionKind, int], int] = {}
+        self.actions = set(rank.actions)
+        self.to_post = (item for item in enumerate(rank.actions) if item[1].kind in RECEIVES)
+        self.rooms: dict[Action, int] = {}  # by receive that is posted
         self.graded: set[int] = set()  # stages that have gradients by now
         self.sent: dict[int, int] = {}  # by position, what is kept until it has arrived
         self.live = rank.staying_bytes + self._of_earlier_batches()
@@ -243,89 +233,72 @@ class _Walk:
 
         A value that is sent from where it is stays with its message, also when backward is done.
         """
-        held = sum(
-            self.rank.lags[stage] * self.stages[key].held_bytes
-            for (stage, _), key in self.rank.keys.items()
+        lags, messages = self.rank.lags, self.rank.message_bytes
+        held = (
+            lags[stage] * self.stages[key].held_bytes for (stage, _), key in self.rank.keys.items()
         )
-        if not any(self.rank.lags):
-            return held
-        sends = (
-            position for position, action in enumerate(self.rank.actions) if action.kind in _SENDS
+        sent = (
+            2 * messages[position]
+            for position, action in enumerate(self.rank.actions)
+            if action.kind in SENDS and any(lags)
         )
-        return held + 2 * sum(self.rank.message_bytes[position] for position in sends)
+        return sum(held) + sum(sent)
 
-    def totals(self) -> list[int]:
-        for _ in range(self.rank.num_ahead):
-            self._post()
-        totals = []
+    def totals(self) -> Iterator[int]:
+        """The highest moment of each action."""
+        self._post(self.rank.num_ahead)
         for position, action in enumerate(self.rank.actions):
-            totals.append(self._do(position, action))
-            for sent in self.rank.retire[position]:
-                self.live -= self.sent.pop(sent, 0)
-        return totals
+            yield self._do(position, action)
+            self.live -= sum(self.sent.pop(sent, 0) for sent in self.rank.retire[position])
 
-    def _post(self) -> None:
-        if self.num_posted < len(self.receives):
-            position = self.receives[self.num_posted]
-            action = self.rank.actions[position]
-            self.num_posted += 1
-            room = self.rank.message_bytes[position]
-            self.rooms[action.stage, action.kind, action.index] = room
-            self.live += room + self.rank.packed_bytes.get(position, 0)
+    def _post(self, number: int = 1) -> None:
+        """Make room for the next receives."""
+        for position, receive in islice(self.to_post, number):
+            self.rooms[receive] = self.rank.message_bytes[position]
+            self.live += self.rooms[receive] + self.rank.packed_bytes.get(position, 0)
 
     def _do(self, position: int, action: Action) -> int:
-        """Do an action; returns its highest moment."""
-        if action.kind is _K.FORWARD:
-            return self._forward(action)
-        if action.kind in _BACKWARDS:
-            return self._backward(action)
-        if action.kind in _RECEIVES:
+        packed = self.rank.packed_bytes.get(position, 0)
+        if action.kind in RECEIVES:
             self._post()
-            highest = self.live
-            self.live -= self.rank.packed_bytes.get(position, 0)
-            return highest
-        if action.kind in _SENDS:
-            self.sent[position] = self._kept(position)
-            packed = self.rank.packed_bytes.get(position, 0)
-            self.live += self.sent[position] - self._made(action)
-            return self.live + (self._made(action) if packed else 0)
-        return self.live + (self.rank.update_bytes if action.kind is _K.UPDATE else 0)
-
-    def _stage(self, action: Action) -> StageMemory:
-        return self.stages[self.rank.keys[action.stage, action.index]]
-
-    def _made(self, action: Action) -> int:
-        """What a send finds, and nobody else needs."""
-        stage = self._stage(action)
-        is_back = action.kind is _K.SEND_BACKWARD
-        return stage.made_back_bytes if is_back else stage.made_bytes
-
-    def _kept(self, position: int) -> int:
-        """What a send keeps until it has arrived: a copy, or what was made."""
-        return self.rank.packed_bytes.get(position) or self._made(self.rank.actions[position])
+            self.live -= packed
+            return self.live + packed
+        if action.kind is _K.REDUCE:
+            return self.live
+        if action.kind is _K.UPDATE:
+            return self.live + self.rank.update_bytes
+        stage = self.stages[self.rank.keys[action.stage, action.index]]
+        if action.kind is _K.FORWARD:
+            return self._forward(action, stage)
+        if action.kind in BACKWARDS:
+            return self._backward(action, stage)
+        made = stage.made_bytes if action.kind is _K.SEND_FORWARD else stage.made_back_bytes
+        self.sent[position] = packed or made
+        self.live += self.sent[position] - made
+        return self.live + (made if packed else 0)
 
     def _take(self, action: Action, kind: ActionKind) -> None:
         """What came is from now on the stage's own."""
-        self.live -= self.rooms.pop((action.stage, kind, action.index), 0)
+        self.live -= self.rooms.pop(Action(action.stage, kind, action.index), 0)
 
-    def _forward(self, action: Action) -> int:
+    def _is_sent(self, action: Action, kind: ActionKind) -> bool:
+        return Action(action.stage, kind, action.index) in self.actions
+
+    def _forward(self, action: Action, stage: StageMemory) -> int:
         self._take(action, _K.RECEIVE_FORWARD)
-        stage = self._stage(action)
         highest = self.live + stage.forward_bytes
         self.live += stage.held_bytes
-        if (action.stage, _K.SEND_FORWARD, action.index) in self.sends:
+        if self._is_sent(action, _K.SEND_FORWARD):
             self.live += stage.made_bytes
         return highest
 
-    def _backward(self, action: Action) -> int:
+    def _backward(self, action: Action, stage: StageMemory) -> int:
         """Of a backward in two parts, each counts as the whole, and what is held stays for both."""
         self._take(action, _K.RECEIVE_BACKWARD)
-        stage = self._stage(action)
         has_gradients = action.stage in self.graded or not self.rank.gradient_bytes[action.stage]
         passing = stage.adding_bytes if has_gradients else stage.backward_bytes
         highest = self.live - stage.held_bytes + passing
-        is_sent = (action.stage, _K.SEND_BACKWARD, action.index) in self.sends
-        if action.kind is not _K.BACKWARD_WEIGHT and is_sent:
+        if action.kind is not _K.BACKWARD_WEIGHT and self._is_sent(action, _K.SEND_BACKWARD):
             self.live += stage.made_back_bytes
         if action.kind is not _K.BACKWARD_INPUT:
             self.live -= stage.held_bytes

@@ -1,10 +1,10 @@
-"""Rings through devices: in which order they sum up, and how fast.
+"""Rings through devices: the order in which they all-reduce, and how fast.
 
-Each of n devices sends 2 (n - 1) / n of all bytes to the next one. The narrowest wire decides, with
-as many parts as it has ways of the ring through it. Devices that are sorted by closeness pass each
-of the slow wires once, and one ring is all there is. Where pairs have links of their own, as in a
-cube of NVLinks, no order is given: rings are looked for one after the other in what the ones before
-have left, in both directions, as NCCL does.
+Each of n devices sends 2 (n - 1) / n of all bytes to the next one. The narrowest wire decides: each
+hop of the ring that passes it gets an equal part of it. Devices that are sorted by closeness pass
+each slow wire once, and one ring is enough. Where pairs have links of their own, as in a cube of
+NVLinks, no order is given: the search takes one ring after the other, in both directions, out of
+the bandwidth that the rings before have left, as NCCL does.
 """
 
 from collections import Counter
@@ -46,9 +46,7 @@ def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
     """Rings through all of some devices, which are sorted by closeness."""
     plain = tuple(devices)
     among = set(devices)
-    has_pairs = any(
-        other in among for device in devices for other in wiring.neighbours_by_pairs(device)
-    )
+    has_pairs = any(among.intersection(wiring.neighbours_by_pairs(device)) for device in devices)
     # Between hosts, rings that leave one before they have seen all of it would be found as well;
     # nobody goes around like that.
     is_searched = 2 < len(devices) <= _MOST_SEARCHED and wiring.are_on_one_host(devices)
@@ -58,7 +56,11 @@ def find_rings(wiring: Wiring, devices: Sequence[int]) -> list[Ring]:
 
 
 def _packed(wiring: Wiring, devices: tuple[int, ...]) -> list[Ring]:
-    left: dict[Wire, float] = {}
+    left = {  # bytes/s of each wire
+        wire: wire.reduce_bytes_per_s
+        for pair in permutations(devices, 2)
+        for wire in wiring.route(*pair).wires
+    }
     rings: list[Ring] = []
     while len(rings) < _MOST_RINGS:
         best = max(
@@ -69,17 +71,13 @@ def _packed(wiring: Wiring, devices: tuple[int, ...]) -> list[Ring]:
             break
         rings.append(best)
         for wire, number in ring_flows(wiring, [best.devices]).items():
-            left[wire] = _left(left, wire) - number * best.bytes_per_s
+            left[wire] -= number * best.bytes_per_s
     return rings
-
-
-def _left(left: dict[Wire, float], wire: Wire) -> float:
-    return left.get(wire, wire.reduce_bytes_per_s)
 
 
 def _rated(wiring: Wiring, order: tuple[int, ...], left: dict[Wire, float]) -> Ring:
     flows = ring_flows(wiring, [order])
-    rate = min(_left(left, wire) / number for wire, number in flows.items())
+    rate = min(left[wire] / number for wire, number in flows.items())
     return Ring(devices=order, bytes_per_s=max(0.0, rate))
 
 
@@ -88,7 +86,7 @@ def _candidates(
 ) -> list[tuple[int, ...]]:
     """The plain order, and the first ring of links that are as wide as can be."""
     rates = {
-        pair: min(_left(left, wire) for wire in wiring.route(*pair).wires)
+        pair: min(left[wire] for wire in wiring.route(*pair).wires)
         for pair in permutations(devices, 2)
     }
     for least in sorted({rate for rate in rates.values() if rate > 0}, reverse=True):
@@ -100,9 +98,7 @@ def _candidates(
 
 def _cycle(devices: tuple[int, ...], joined: set[tuple[int, int]]) -> tuple[int, ...] | None:
     """A ring along pairs that are joined; None if there is none, or it is not found in time."""
-    after = {
-        device: [other for other in devices if (device, other) in joined] for device in devices
-    }
+    after = {device: [peer for peer in devices if (device, peer) in joined] for device in devices}
     if not all(after.values()):
         return None
     steps = count(1)

@@ -60,26 +60,6 @@ class Routing:
 
     pieces: tuple[tuple[tuple[Piece, ...], ...], ...]
 
-    def __post_init__(self) -> None:
-        if not self.pieces or not self.pieces[0]:
-            raise ValueError("a routing needs at least one stage and one micro-batch")
-        bounds = [0]
-        for stage, micro_batches in enumerate(self.pieces):
-            if len(micro_batches) != self.num_micro_batches:
-                raise ValueError(
-                    f"stage {stage} has {len(micro_batches)} micro-batches, stage 0 has"
-                    f" {self.num_micro_batches}"
-                )
-            for index, pieces in enumerate(micro_batches):
-                end = _check_pieces(pieces, bounds[index], f"{stage}, micro-batch {index}")
-                if stage == 0:
-                    bounds.append(end)
-                elif end != bounds[index + 1]:
-                    raise ValueError(
-                        f"stage {stage}, micro-batch {index} ends at sample {end}, but in stage 0"
-                        f" at {bounds[index + 1]}"
-                    )
-
     @property
     def num_micro_batches(self) -> int:
         return len(self.pieces[0])
@@ -125,9 +105,8 @@ def resplit(stages: Sequence[Stage], *, num_samples: int, num_micro_batches: int
     Micro-batches differ by at most one sample, the larger ones first; none is dropped. A share is
     rounded by largest remainder within each micro-batch, and is never less than one sample.
     """
-    _check_counts(stages, num_samples, num_micro_batches)
+    widest, num_replicas = _widest(stages, num_samples, num_micro_batches)
     smallest = num_samples // num_micro_batches
-    widest, num_replicas = _widest(stages)
     if smallest < num_replicas:
         raise UsageError(
             f"{num_samples} samples in {num_micro_batches} micro-batches leave {smallest} for the"
@@ -147,8 +126,7 @@ def round_robin(stages: Sequence[Stage], *, num_samples: int, num_micro_batches:
 
     This is how PipeDream (SOSP 2019) runs a 7:1 plan.
     """
-    _check_counts(stages, num_samples, num_micro_batches)
-    widest, num_replicas = _widest(stages)
+    widest, num_replicas = _widest(stages, num_samples, num_micro_batches)
     if num_micro_batches < num_replicas:
         raise UsageError(
             f"{num_micro_batches} micro-batches cannot go round the {num_replicas} replicas of"
@@ -172,38 +150,16 @@ def round_robin(stages: Sequence[Stage], *, num_samples: int, num_micro_batches:
     )
 
 
-def _check_pieces(pieces: tuple[Piece, ...], begin: int, where: str) -> int:
-    """Raise ValueError unless the pieces follow each other from `begin`; return their end."""
-    ranks = [piece.rank for piece in pieces]
-    if not pieces:
-        raise ValueError(f"stage {where} has no pieces")
-    if len(set(ranks)) < len(ranks):
-        raise ValueError(f"stage {where} gives a rank two pieces: {ranks}")
-    for piece in pieces:
-        if piece.begin != begin:
-            raise ValueError(
-                f"stage {where}: the piece of rank {piece.rank} begins at sample {piece.begin},"
-                f" must be {begin}"
-            )
-        if piece.end <= piece.begin:
-            raise ValueError(f"stage {where}: the piece of rank {piece.rank} is empty")
-        begin = piece.end
-    return begin
-
-
-def _check_counts(stages: Sequence[Stage], num_samples: int, num_micro_batches: int) -> None:
+def _widest(stages: Sequence[Stage], num_samples: int, num_micro_batches: int) -> tuple[int, int]:
+    """The first stage of the most replicas, and how many; refuses an empty batch."""
     if not stages:
         raise UsageError("0 stages; a routing needs at least 1")
     if num_samples < 1:
         raise UsageError(f"a batch of {num_samples} samples; must be at least 1")
     if num_micro_batches < 1:
         raise UsageError(f"{num_micro_batches} micro-batches; must be at least 1")
-
-
-def _widest(stages: Sequence[Stage]) -> tuple[int, int]:
-    """The first stage of the most replicas, and how many."""
-    numbers = [len(stage.devices) for stage in stages]
-    return numbers.index(max(numbers)), max(numbers)
+    widest = max(range(len(stages)), key=lambda stage: len(stages[stage].devices))
+    return widest, len(stages[widest].devices)
 
 
 def _fewer(num_micro_batches: int) -> str:

@@ -51,8 +51,7 @@ def plain_schedule(program: Program) -> tuple[int, ...]:
 def check_schedule(program: Program, schedule: Sequence[int]) -> None:
     """Raise ValueError unless the schedule is the plain order with allowed repeats inserted.
 
-    Which of several executions of an op is the plain one does not show in the sequence: it is the
-    first.
+    The first of several executions of an op is the plain one.
     """
     first = program.first_backward
     if tuple(schedule[:first]) != tuple(range(first)):
@@ -75,15 +74,6 @@ def replay_schedule(program: Program, schedule: Sequence[int]) -> Replay:
     From the end, the first read met is the last reader of a copy, and the op that made the copy
     ends it. An output's own copy is there from its op to the end, so its reads change nothing,
     unless a repeat made a temporary copy in between.
-
-    Example:
-        >>> from bayplan.data.program import Op
-        >>> ops = (Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
-        ...        Op(name="b", reads=(1,), writes=(2,), seconds=2.0))
-        >>> program = Program(buffers=(4, 8, 4), ops=ops, first_backward=1,
-        ...                   inputs=frozenset({0}), outputs=frozenset({2}))
-        >>> replay_schedule(program, (0, 1)).total_bytes
-        (12, 16)
     """
     buffers, executions = program.buffers, list(program.executions(schedule))
     first = program.first_backward

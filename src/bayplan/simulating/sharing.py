@@ -2,8 +2,7 @@
 
 More processes than cores take turns so quickly that each seems to run slower, and so do messages on
 one wire. So work is a fluid: whatever goes on at a time wants so much of some resources, and where
-more is wanted than there is, all of it goes on at `there / wanted` of its speed; of several
-resources, the scarcest decides.
+more is wanted than there is, it goes on at `there / wanted` of its speed; the scarcest decides.
 
     2 cores, 3 ranks that compute:          each goes on at 2/3 of its speed
     a message on wires a and b, one on b:   both go on at 1/2 of their speed
@@ -17,30 +16,33 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from bayplan.data.actions import Action, ActionKind
+from bayplan.data.actions import Action
+from bayplan.data.errors import check_at_least_1
 from bayplan.simulating.network import Network, Transfer
 from bayplan.simulating.routing import Message
 
-__all__ = ["Loaders", "Loading", "Queues", "SharedResources", "StepCosts"]
+__all__ = ["Loading", "Queues", "SharedResources", "StepCosts"]
 
 _NOTHING = 1e-12  # seconds; what is left of work that is done, by rounding
 
 
+@dataclass(slots=True, eq=False)
 class _Resource:
     """Something that work wants.
 
     Attributes:
+        there: how much of it there is.
         wanted: of it, by all that goes on.
-        users: all that goes on, in the order it began.
         speed: that it lets them go on at.
+        users: all that goes on, in the order it began.
     """
 
-    __slots__ = ("speed", "there", "users", "wanted")
-
-    def __init__(self, there: float) -> None:
-        self.there, self.wanted, self.speed = there, 0.0, 1.0
-        self.users: dict[_Work, float] = {}
+    there: float
+    wanted: float = 0.0
+    speed: float = 1.0
+    users: dict["_Work", float] = field(default_factory=dict)
 
     def add(self, work: "_Work", wanted: float) -> None:
         self.users[work] = wanted
@@ -56,35 +58,19 @@ class _Resource:
         self.speed = 1.0 if wanted <= self.there else self.there / wanted
 
 
+@dataclass(slots=True, eq=False)
 class _Work:
-    __slots__ = (
-        "left_seconds",
-        "number",
-        "resources",
-        "since_seconds",
-        "speed",
-        "then",
-        "version",
-    )
-
-    def __init__(
-        self, number: int, seconds: float, since_seconds: float, then: Callable[[], None]
-    ) -> None:
-        self.number, self.left_seconds, self.then = number, seconds, then
-        self.resources: list[_Resource] = []
-        self.speed, self.since_seconds = 0.0, since_seconds
-        self.version = 0  # of its place among the ends
+    number: int
+    left_seconds: float
+    since_seconds: float
+    then: Callable[[], None]
+    resources: list[_Resource] = field(default_factory=list)
+    speed: float = 0.0
+    version: int = 0  # of its place among the ends
 
 
 class SharedResources:
-    """A clock, and all that goes on.
-
-    Attributes:
-        now_seconds: since the start.
-
-    Args:
-        num_cores: of the machine; infinite where work has devices of its own.
-    """
+    """A clock, and all that goes on; `num_cores` is infinite where work has devices of its own."""
 
     def __init__(self, num_cores: float = math.inf) -> None:
         if not num_cores > 0:
@@ -124,10 +110,7 @@ class SharedResources:
 
     def run(self) -> None:
         """Let time pass until nothing goes on any more."""
-        while True:
-            work = self._next()
-            if work is None:
-                return
+        while (work := self._next()) is not None:
             work.version += 1
             for resource in work.resources:
                 resource.remove(work)
@@ -141,23 +124,20 @@ class SharedResources:
                 heapq.heappop(self._ends)
             # All that begins and ends at one time changes speeds once.
             is_now = self._ends and self._ends[0][0] <= self.now_seconds + _NOTHING
-            if self._changed and not is_now:
-                self._find_speeds()
-                continue
-            if not self._ends:
-                return None
-            end_seconds, *_, work = heapq.heappop(self._ends)
-            self.now_seconds = max(self.now_seconds, end_seconds)
-            return work
+            if is_now or not self._changed:
+                break
+            self._find_speeds()
+        if not self._ends:
+            return None
+        end_seconds, *_, work = heapq.heappop(self._ends)
+        self.now_seconds = max(self.now_seconds, end_seconds)
+        return work
 
     def _find_speeds(self) -> None:
         users = dict.fromkeys(work for resource in self._changed for work in resource.users)
         self._changed.clear()
         for work in users:
-            speed = 1.0
-            for resource in work.resources:
-                if resource.speed < speed:
-                    speed = resource.speed
+            speed = min(resource.speed for resource in work.resources)
             if speed != work.speed:
                 self._go(work, speed)
 
@@ -188,8 +168,7 @@ class Loading:
     num_ahead: int = 2
 
     def __post_init__(self) -> None:
-        if self.num_ahead < 1:
-            raise ValueError(f"num_ahead is {self.num_ahead}, must be at least 1")
+        check_at_least_1(num_ahead=self.num_ahead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,67 +204,6 @@ class StepCosts:
     loading: Loading | None = None
 
 
-_Samples = tuple[int, Action, int]  # of a rank's forward, of a batch
-
-
-@dataclass
-class Loaders:
-    """All loaders of a step that is done some times; `ready` hears of samples that are there."""
-
-    loading: Loading
-    actions: Sequence[Sequence[Action]]
-    num_batches: int
-    clock: SharedResources
-    ready: Callable[[_Samples], None]
-    _wanted: dict[Hashable, list[tuple[int, Action]]] = field(default_factory=dict)
-    _num_left: dict[tuple[Hashable, int], int] = field(default_factory=dict)
-    _loaded: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
-    _is_idle: set[Hashable] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        for rank, own_actions in enumerate(self.actions):
-            for action in own_actions:
-                if action.kind is ActionKind.FORWARD and self.needs(rank, action):
-                    self._wanted.setdefault(self.loading.loader(rank), []).append((rank, action))
-        for loader, wanted in self._wanted.items():
-            wanted.sort(key=lambda item: (item[1].index, item[0]))
-            for batch in range(self.num_batches):
-                self._num_left[loader, batch] = len(wanted)
-
-    def needs(self, rank: int, action: Action) -> bool:
-        return self.loading.seconds(rank, action) > 0
-
-    def start(self) -> None:
-        for loader in self._wanted:
-            self._load(loader)
-
-    def take(self, rank: int, batch: int) -> None:
-        """A forward took its samples, so there is room for others."""
-        loader = self.loading.loader(rank)
-        self._num_left[loader, batch] -= 1
-        if not self._num_left[loader, batch] and loader in self._is_idle:
-            self._is_idle.discard(loader)
-            self._load(loader)
-
-    def _load(self, loader: Hashable) -> None:
-        """Begin with the next samples, if there is room for them."""
-        wanted = self._wanted[loader]
-        batch, index = divmod(self._loaded[loader], len(wanted))
-        if batch == self.num_batches:
-            return
-        if self._num_left.get((loader, batch - self.loading.num_ahead), 0):
-            self._is_idle.add(loader)
-            return
-        rank, action = wanted[index]
-
-        def done() -> None:
-            self._loaded[loader] += 1
-            self._load(loader)
-            self.ready((rank, action, batch))
-
-        self.clock.begin(self.loading.seconds(rank, action), then=done)
-
-
 _Then = Callable[[float], None]  # hears when it began
 
 
@@ -313,11 +231,13 @@ class Queues:
                 self._begin_first(queue)
             then(began_seconds)
 
-        def move() -> None:
-            self._clock.begin(
-                transfer.seconds, cores=transfer.cores, wires=transfer.wires, then=done
-            )
-
+        move = partial(
+            self._clock.begin,
+            transfer.seconds,
+            cores=transfer.cores,
+            wires=transfer.wires,
+            then=done,
+        )
         if transfer.latency_seconds:
             self._clock.begin(transfer.latency_seconds, then=move)
         else:

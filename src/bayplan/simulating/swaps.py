@@ -28,16 +28,17 @@ done. `out` and `back` put a copy in the queue, `away` and `here` wait for their
 calls takes a moment of compute's time by itself, which many small swaps feel.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec import structs
 
 from bayplan.data.errors import ForeignPlan
-from bayplan.data.plan import StepOrder
+from bayplan.data.plan import StepOrder, Swap
 from bayplan.data.program import Op, Program
 from bayplan.data.units import round_up
 from bayplan.simulating.schedule import check_schedule
@@ -65,21 +66,15 @@ class Unrolled:
 
     Attributes:
         program: one op for each step, with the peak of the schedule step by step.
-        op_of: the op that each step runs, which is the schedule.
         buffer_of: the buffer that each buffer is a copy of; the first copies keep their numbers.
     """
 
     program: Program
-    op_of: tuple[int, ...]
     buffer_of: tuple[int, ...]
 
 
 def unroll(program: Program, schedule: Sequence[int]) -> Unrolled:
-    """Give every step its own op and every copy its own buffer.
-
-    Raises:
-        ValueError: the schedule is not one of this program.
-    """
+    """Give every step its own op and every copy its own buffer; refuses an impossible schedule."""
     check_schedule(program, schedule)
     sizes, buffer_of = list(program.buffers), list(range(len(program.buffers)))
     latest = dict(enumerate(buffer_of))
@@ -94,28 +89,11 @@ def unroll(program: Program, schedule: Sequence[int]) -> Unrolled:
         done.add(index)
         ops.append(op.renamed(latest, latest))  # no op reads what it makes
     unrolled = structs.replace(program, buffers=tuple(sizes), ops=tuple(ops))
-    return Unrolled(unrolled, tuple(schedule), tuple(buffer_of))
+    return Unrolled(unrolled, tuple(buffer_of))
 
 
-_OUT, _AWAY, _BACK, _HERE = range(4)  # the order of what is inserted before the same op
+_OUT, _AWAY, _BACK, _HERE, _OLD = range(5)  # the order of what is inserted before an old op
 _PAGE_BYTES = 4096  # what a slot outside is rounded up to
-
-
-@dataclass(frozen=True)
-class Swap:
-    """A buffer that leaves memory and returns, in op indices of the program without swaps.
-
-    Attributes:
-        buffer: made in forward, read in backward, no output.
-        away_before: the op before which forward waits for the copy out; the index of the first
-            backward op means at the end of forward.
-        backs_before: the backward ops before which copies in begin, ascending. Each copy serves
-            the readers up to the next one; backward readers before the first read b itself.
-    """
-
-    buffer: int
-    away_before: int
-    backs_before: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -160,7 +138,10 @@ class Swapped:
         return sum(round_up(swap.size_bytes, _PAGE_BYTES) for swap in self.swap_ops)
 
 
-class _Inserted(NamedTuple):
+class _Row(NamedTuple):
+    """An op of the new program, after what it is sorted by."""
+
+    place: int  # the old op that it is, or that it comes before
     kind: int
     order: int  # among those of the same kind in one place
     swap: int
@@ -171,17 +152,7 @@ class _Inserted(NamedTuple):
 def insert_swaps(program: Program, swaps: Sequence[Swap]) -> Swapped:
     """Add the ops of all swaps and let backward ops read what comes back.
 
-    Raises:
-        ValueError: a swap that is impossible, or two of the same buffer.
-
-    Example:
-        >>> ops = (Op(name="f", reads=(0,), writes=(1,), seconds=1.0),
-        ...        Op(name="g", reads=(1,), writes=(2,), seconds=1.0),
-        ...        Op(name="h", reads=(1, 2), writes=(3,), seconds=2.0))
-        >>> program = Program(buffers=(4, 8, 1, 4), ops=ops, first_backward=2,
-        ...                   inputs=frozenset({0}), outputs=frozenset({3}))
-        >>> [op.name for op in insert_swaps(program, [Swap(1, 2, (2,))]).program.ops]
-        ['f', 'out:f', 'g', 'away:f', 'back:f', 'here:f', 'h']
+    Steps of a swap are ops of this program. Raises ValueError for a swap that is impossible.
     """
     if len({swap.buffer for swap in swaps}) < len(swaps):
         raise ValueError("a buffer is swapped twice; give one swap all its returns")
@@ -193,21 +164,20 @@ def insert_swaps(program: Program, swaps: Sequence[Swap]) -> Swapped:
 
 def stretches(program: Program, swap: Swap) -> list[tuple[int, ...]]:
     """The backward readers that each return serves, without those before the first."""
-    groups: list[list[int]] = [[] for _ in swap.backs_before]
-    for reader in program.readers[swap.buffer]:
-        place = bisect_right(swap.backs_before, reader) - 1
-        if reader >= program.first_backward and place >= 0:
-            groups[place].append(reader)
-    return list(map(tuple, groups))
+    readers = [
+        reader for reader in program.readers[swap.buffer] if reader >= program.first_backward
+    ]
+    ends = [bisect_left(readers, back) for back in (*swap.backs_before, len(program.ops))]
+    return [tuple(readers[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _check(program: Program, swap: Swap) -> None:
     buffer, first = swap.buffer, program.first_backward
     if not 0 <= buffer < len(program.buffers):
         raise ValueError(f"there is no buffer {buffer} to swap")
-    producer = program.producers[buffer]
     if buffer not in program.movable:
         raise ValueError(f"buffer {buffer} is an input, an output or not made in forward")
+    producer = program.producers[buffer]
     name = program.ops[producer].name
     if not producer < swap.away_before <= first:
         raise ValueError(
@@ -215,9 +185,9 @@ def _check(program: Program, swap: Swap) -> None:
         )
     if list(swap.backs_before) != sorted({*swap.backs_before}):
         raise ValueError(f"{name} comes back before ops {swap.backs_before}: not ascending")
-    readers = [reader for reader in program.readers[buffer] if reader >= first]
     served = stretches(program, swap)
     if not served or not all(served) or swap.backs_before[0] < first:
+        readers = [reader for reader in program.readers[buffer] if reader >= first]
         raise ValueError(
             f"{name} comes back before ops {swap.backs_before}, backward (from op {first} on) "
             f"reads it in {readers}: each return needs a reader before the next"
@@ -231,7 +201,7 @@ class _Draft:
         self.program = program
         self.sizes = list(program.buffers)
         self.buffer_of = list(range(len(program.buffers)))
-        self.inserted: dict[int, list[_Inserted]] = defaultdict(list)
+        self.inserted: list[_Row] = []
         self.instead: dict[int, dict[int, int]] = defaultdict(dict)
 
     def add(self, number: int, swap: Swap) -> None:
@@ -252,7 +222,7 @@ class _Draft:
                 can_repeat=False,
                 takes_over=reads if kind == _HERE else (),
             )
-            self.inserted[place].append(_Inserted(kind, order, number, stretch, op))
+            self.inserted.append(_Row(place, kind, order, number, stretch, op))
 
         token, gone = self._new(), self._new()
         put(_OUT, producer + 1, producer, (buffer,), token)
@@ -267,36 +237,31 @@ class _Draft:
 
     def finish(self, swaps: Sequence[Swap]) -> Swapped:
         program = self.program
-        ops: list[Op] = []
-        op_of: list[int] = []
-        places: dict[tuple[int, int, int], int] = {}
-        first_backward = 0
-        for index in range(len(program.ops) + 1):
-            for extra in sorted(self.inserted[index], key=lambda extra: extra[:4]):
-                places[extra.swap, extra.kind, extra.stretch] = len(ops)
-                first_backward += index <= program.first_backward and extra.kind <= _AWAY
-                ops.append(extra.op)
-                op_of.append(-1)
-            if index < len(program.ops):
-                first_backward += index < program.first_backward
-                ops.append(program.ops[index].renamed(self.instead[index], {}))
-                op_of.append(index)
+        kept = [
+            _Row(index, _OLD, 0, 0, 0, op.renamed(self.instead[index], {}))
+            for index, op in enumerate(program.ops)
+        ]
+        rows = sorted([*self.inserted, *kept], key=lambda row: row[:-1])
+        index_of = {(row.swap, row.kind, row.stretch): index for index, row in enumerate(rows)}
         new = structs.replace(
-            program, buffers=tuple(self.sizes), ops=tuple(ops), first_backward=first_backward
+            program,
+            buffers=tuple(self.sizes),
+            ops=tuple(row.op for row in rows),
+            first_backward=sum(row[:2] < (program.first_backward, _BACK) for row in rows),
         )
         return Swapped(
             program=new,
-            new_index=tuple(index for index, old in enumerate(op_of) if old >= 0),
-            op_of=tuple(op_of),
+            new_index=tuple(index for index, row in enumerate(rows) if row.kind == _OLD),
+            op_of=tuple(row.place if row.kind == _OLD else -1 for row in rows),
             buffer_of=tuple(self.buffer_of),
             swap_ops=tuple(
                 SwapOps(
                     buffer=swap.buffer,
                     size_bytes=program.buffers[swap.buffer],
-                    out=places[number, _OUT, 0],
-                    away=places[number, _AWAY, 0],
+                    out=index_of[number, _OUT, 0],
+                    away=index_of[number, _AWAY, 0],
                     returns=tuple(
-                        (places[number, _BACK, stretch], places[number, _HERE, stretch])
+                        (index_of[number, _BACK, stretch], index_of[number, _HERE, stretch])
                         for stretch in range(len(swap.backs_before))
                     ),
                 )
@@ -411,8 +376,7 @@ class Arrangement:
     Attributes:
         schedule: op indices, repeats included.
         swaps: in numbers of the unrolled schedule: op indices are steps of the schedule, and
-            buffers that are made in forward have their own numbers. Without repeats these are the
-            program's own numbers.
+            buffers that are made in forward have their own numbers.
     """
 
     schedule: tuple[int, ...]
@@ -428,27 +392,20 @@ class Arrangement:
         swapped = insert_swaps(unrolled.program, self.swaps)
         return replace(
             swapped,
-            op_of=tuple(_through(unrolled.op_of, index) for index in swapped.op_of),
-            buffer_of=tuple(_through(unrolled.buffer_of, index) for index in swapped.buffer_of),
+            op_of=tuple(-1 if step < 0 else self.schedule[step] for step in swapped.op_of),
+            buffer_of=tuple(
+                -1 if copy < 0 else unrolled.buffer_of[copy] for copy in swapped.buffer_of
+            ),
         )
-
-
-def _through(numbers: tuple[int, ...], index: int) -> int:
-    return numbers[index] if index >= 0 else -1
 
 
 def arrangement_of(order: StepOrder) -> Arrangement:
     """A plan's order as planners and replays see it."""
-    swaps = (Swap(swap.buffer, swap.away_before, swap.backs_before) for swap in order.swaps)
-    return Arrangement(order.schedule, tuple(swaps))
+    return Arrangement(order.schedule, order.swaps)
 
 
 def apply_order(order: StepOrder, program: Program) -> Swapped:
-    """The program whose plain order is what a plan says.
-
-    Raises:
-        ForeignPlan: the order cannot be run with this program.
-    """
+    """The program whose plain order is what a plan says; ForeignPlan where that cannot run."""
     try:
         return arrangement_of(order).apply(program)
     except ValueError as fault:

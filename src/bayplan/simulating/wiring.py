@@ -6,11 +6,14 @@ SYS keep a slot, a switch's way up and the link between processors busy. NVLinks
 wires of their own, which nothing else passes.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain
 
-from bayplan.data.cluster import Cluster, Join, Joint, Link, LinkKind, numbers_text
+from bayplan.data.cluster import Cluster, Join, Joint, LinkKind, numbers_text
+from bayplan.data.device import Figure
 
 __all__ = ["Route", "Wire", "Wiring"]
 
@@ -23,7 +26,6 @@ _PASSED: dict[LinkKind, frozenset[LinkKind]] = {
     # A network card hangs on some processor, and which one is not said: SYS is left out.
     LinkKind.NET: frozenset({LinkKind.PIX, LinkKind.PXB, LinkKind.PHB}),
 }
-_MOST_ROUTES = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +56,18 @@ class Route:
     num_hops: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Medium:
-    """What joins of one joint, or of one link, have in common."""
+    """What joins of one joint have in common; a link is a joint of two devices.
 
-    kind: LinkKind
+    Attributes:
+        label: of its wires.
+        is_shared: all its wires are one, which has the label for a name.
+    """
+
+    joint: Joint
     label: str
-    latency_seconds: float
-    step_seconds: float
-    bandwidth_bytes_per_s: float
-    reduce_bytes_per_s: float
-    is_duplex: bool = True
-    shared: str = ""
+    is_shared: bool = False
 
 
 class Wiring:
@@ -85,35 +87,26 @@ class Wiring:
                 for device in side:
                     self._sides[device].append((index, side_index))
         self._hosts = [device.host for device in cluster.devices]
-        self._wires: dict[tuple[int, int, bool], Wire] = {}
-        self._names: dict[int, str] = {}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self.route = lru_cache(maxsize=2**17)(self._route)
+        self._wire = cache(self._make_wire)
+        self._members = cache(self._join_members)
 
     @property
-    def joins(self) -> Iterator[tuple[LinkKind, float, float, Join]]:
-        """Each place of each joint: kind, latency, bandwidth, sides."""
-        for medium, join in self._joins:
-            yield medium.kind, medium.latency_seconds, medium.bandwidth_bytes_per_s, join
+    def joins(self) -> Iterator[tuple[Joint, Join]]:
+        """Each place of each joint, and of each link as a joint."""
+        return ((medium.joint, join) for medium, join in self._joins)
 
-    def route(self, sender: int, receiver: int) -> Route:
+    def _route(self, sender: int, receiver: int) -> Route:
         """The fastest way for large messages, among those of the fewest hops."""
-        key = (sender, receiver)
-        route = self._routes.get(key)
-        if route is None:
-            if len(self._routes) >= _MOST_ROUTES:
-                self._routes.clear()
-            route = self._routes[key] = self._direct(sender, receiver) or self._by_others(
-                sender, receiver
-            )
-        return route
+        return self._direct(sender, receiver) or self._by_others(sender, receiver)
 
     def near_wires(self, device: int, *, outward: bool) -> tuple[Wire, ...]:
         """What a device's traffic with its host passes: its slot."""
         passed = _PASSED[LinkKind.NET]
         return tuple(
-            self._wire(index, side_index, outward=outward)
+            self._wire(index, side_index, outward)
             for index, side_index in self._sides[device]
-            if self._joins[index][0].kind in passed
+            if self._kind(index) in passed
         )
 
     def are_on_one_host(self, devices: Iterable[int]) -> bool:
@@ -122,9 +115,12 @@ class Wiring:
     def neighbours_by_pairs(self, device: int) -> Iterator[int]:
         """Devices that it has a wire to which no others use."""
         for index, side_index in self._sides[device]:
-            medium, join = self._joins[index]
-            if medium.kind is LinkKind.NVLINK and len(join) == 2 and sum(map(len, join)) == 2:
+            join = self._joins[index][1]
+            if self._kind(index) is LinkKind.NVLINK and tuple(map(len, join)) == (1, 1):
                 yield join[1 - side_index][0]
+
+    def _kind(self, index: int) -> LinkKind:
+        return self._joins[index][0].joint.kind
 
     def _direct(self, sender: int, receiver: int) -> Route | None:
         there = dict(self._sides[receiver])
@@ -141,21 +137,20 @@ class Wiring:
         return max(routes, key=lambda route: (route.bandwidth_bytes_per_s, -route.latency_seconds))
 
     def _through(self, index: int, sender: int, receiver: int) -> Route:
-        medium = self._joins[index][0]
-        passed = _PASSED.get(medium.kind, frozenset())
+        joint = self._joins[index][0].joint
+        passed = _PASSED.get(joint.kind, frozenset())
         out, back = dict(self._sides[sender]), dict(self._sides[receiver])
         wires = [
-            self._wire(join, side_index, outward=outward)
+            self._wire(join, side_index, outward)
             for here, there, outward in ((out, back, True), (back, out, False))
             for join, side_index in here.items()
-            if join == index
-            or (self._joins[join][0].kind in passed and there.get(join) != side_index)
+            if join == index or (self._kind(join) in passed and there.get(join) != side_index)
         ]
         wires = list(dict.fromkeys(wires))  # a wire for both directions counts once
         return Route(
-            kind=medium.kind,
-            latency_seconds=medium.latency_seconds,
-            step_seconds=medium.step_seconds,
+            kind=joint.kind,
+            latency_seconds=joint.latency_seconds.value,
+            step_seconds=joint.step_seconds,
             bandwidth_bytes_per_s=min(wire.bandwidth_bytes_per_s for wire in wires),
             wires=tuple(wires),
         )
@@ -192,72 +187,44 @@ class Wiring:
             num_hops=len(hops),
         )
 
-    def _wire(self, index: int, side: int, *, outward: bool) -> Wire:
+    def _make_wire(self, index: int, side: int, outward: bool) -> Wire:
         medium, join = self._joins[index]
-        key = (index, side, outward and medium.is_duplex)
-        wire = self._wires.get(key)
-        if wire is None:
-            if medium.shared:
-                name = f"shared {medium.shared}"
-            else:
-                name = f"{medium.label} {numbers_text(join[side])} of {self._members(index)}"
-                if medium.is_duplex:
-                    name += " out" if outward else " in"
-            wire = self._wires[key] = Wire(
-                name=name,
-                bandwidth_bytes_per_s=medium.bandwidth_bytes_per_s,
-                reduce_bytes_per_s=medium.reduce_bytes_per_s,
-            )
-        return wire
+        joint, name = medium.joint, medium.label
+        if not medium.is_shared:
+            name += f" {numbers_text(join[side])} of {self._members(index)}"
+        if joint.is_duplex:
+            name += " out" if outward else " in"
+        measured = joint.reduce_bandwidth_bytes_per_s or joint.bandwidth_bytes_per_s
+        return Wire(
+            name=name,
+            bandwidth_bytes_per_s=joint.bandwidth_bytes_per_s.value,
+            reduce_bytes_per_s=measured.value,
+        )
 
-    def _members(self, index: int) -> str:
-        name = self._names.get(index)
-        if name is None:
-            members = sorted(device for side in self._joins[index][1] for device in side)
-            name = self._names[index] = numbers_text(members)
-        return name
+    def _join_members(self, index: int) -> str:
+        return numbers_text(sorted(chain.from_iterable(self._joins[index][1])))
 
 
 def _joins(cluster: Cluster) -> Iterator[tuple[_Medium, Join]]:
-    counts: dict[LinkKind, int] = {}
+    counts: Counter[LinkKind] = Counter()
     for joint in cluster.joints:
-        counts[joint.kind] = number = counts.get(joint.kind, 0) + 1
-        label = str(joint.kind) if number == 1 else f"{joint.kind}.{number}"
-        medium = _of_joint(joint, label)
+        counts[joint.kind] += 1
+        number = counts[joint.kind]
+        medium = _Medium(joint, f"{joint.kind}" + (f".{number}" if number > 1 else ""))
         for join in joint.joins:
             yield medium, join
-    widest: dict[str, float] = {}
+    widest: dict[str, Figure] = {}
+    for link in sorted(cluster.links, key=lambda link: link.bandwidth_bytes_per_s.value):
+        widest[link.shared] = link.bandwidth_bytes_per_s
     for link in cluster.links:
-        bandwidth = link.bandwidth_bytes_per_s.value
-        widest[link.shared] = max(bandwidth, widest.get(link.shared, 0.0))
-    for link in cluster.links:
-        yield _of_link(link, widest), ((link.ends[0],), (link.ends[1],))
-
-
-def _of_joint(joint: Joint, label: str) -> _Medium:
-    latency, bandwidth = joint.latency_seconds, joint.bandwidth_bytes_per_s
-    step, reduce = joint.reduce_latency_seconds, joint.reduce_bandwidth_bytes_per_s
-    return _Medium(
-        kind=joint.kind,
-        label=label,
-        latency_seconds=latency.value,
-        # A step of a ring sends a part twice: when it is summed up, and when all get it.
-        step_seconds=2 * latency.value if step is None else step.value,
-        bandwidth_bytes_per_s=bandwidth.value,
-        reduce_bytes_per_s=bandwidth.value if reduce is None else reduce.value,
-        is_duplex=joint.is_duplex,
-    )
-
-
-def _of_link(link: Link, widest: dict[str, float]) -> _Medium:
-    bandwidth = widest[link.shared] if link.shared else link.bandwidth_bytes_per_s.value
-    return _Medium(
-        kind=link.kind,
-        label=f"{link.kind} link",
-        latency_seconds=link.latency_seconds.value,
-        step_seconds=2 * link.latency_seconds.value,
-        bandwidth_bytes_per_s=bandwidth,
-        reduce_bytes_per_s=bandwidth,
-        is_duplex=not link.shared,
-        shared=link.shared,
-    )
+        bandwidth = widest[link.shared] if link.shared else link.bandwidth_bytes_per_s
+        label = f"shared {link.shared}" if link.shared else f"{link.kind} link"
+        join = ((link.ends[0],), (link.ends[1],))
+        joint = Joint(
+            kind=link.kind,
+            joins=(join,),
+            latency_seconds=link.latency_seconds,
+            bandwidth_bytes_per_s=bandwidth,
+            is_duplex=not link.shared,
+        )
+        yield _Medium(joint, label, bool(link.shared)), join

@@ -321,14 +321,9 @@ def test_a_plan_is_json_and_comes_back(make_row, make_link):
 
 
 def test_nothing_to_exchange_is_a_plan_without_buckets(make_link):
-    plan = plan_buckets([], make_link(1.0), backward_seconds=2.0)
-    assert (plan.buckets, plan.end_seconds, plan.unhidden_seconds) == ((), 2.0, 0.0)
+    plan = plan_buckets([], make_link(1.0))
+    assert (plan.buckets, plan.end_seconds, plan.unhidden_seconds) == ((), 0.0, 0.0)
     assert plan.hidden_share == 1.0
-
-
-def test_a_backward_that_goes_on_hides_more(make_row, make_link):
-    plan = plan_buckets(make_row([1, 1]), make_link(0.0), backward_seconds=2.5)
-    assert plan.unhidden_seconds == pytest.approx(0.5)
 
 
 def test_gradients_out_of_order_are_refused_by_name():

@@ -68,22 +68,24 @@ def test_the_plan_can_be_run_and_says_what_its_replay_says(found):
 
 def test_it_is_the_fastest_of_what_was_looked_at(found):
     _, made = found
-    best = made.found.best.judgement.seconds
-    possible = [one for one in made.found.alternatives if one.is_possible]
+    best = made.searched.best.judgement.seconds
+    possible = [one for one in made.searched.alternatives if one.is_possible]
     assert any(one.name == "pure data parallel" for one in possible)
     assert all(one.judgement.seconds >= 0.99 * best for one in possible)
 
 
 def test_layers_and_operators_agree_about_its_time(found):
     _, made = found
-    assert made.found.best.judgement.seconds == pytest.approx(made.plan.predicted_seconds, rel=0.25)
+    assert made.searched.best.judgement.seconds == pytest.approx(
+        made.plan.predicted_seconds, rel=0.25
+    )
 
 
 def test_it_beats_data_parallel_when_replayed(found):
     question, made = found
     parallel = question.placed(RankPlanOptions(placement=Placement.parse("0:0-3")))
     assert parallel.plan.predicted_seconds > made.plan.predicted_seconds
-    assert parallel.found is None
+    assert parallel.searched is None
 
 
 def test_it_explains_itself(found):
@@ -149,10 +151,10 @@ def test_the_plan_has_one_time_and_alternatives_compare_with_it(found):
     question, made = found
     why = question.why(made)
     assert why.judgement.seconds == pytest.approx(made.plan.predicted_seconds)
-    estimate = made.found.best.judgement.seconds
+    estimate = made.searched.best.judgement.seconds
     assert why.estimate_factor == pytest.approx(made.plan.predicted_seconds / estimate, rel=0.01)
     shown = next(one for one in why.alternatives if one.name == "pure data parallel")
-    judged = made.found.named("pure data parallel").judgement.seconds
+    judged = made.searched.named("pure data parallel").judgement.seconds
     assert shown.seconds == pytest.approx(why.estimate_factor * judged)
     gained = sum(gain.seconds for gain in why.gains)
     assert why.data_parallel_seconds - gained == pytest.approx(made.plan.predicted_seconds)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bayplan.data.chain import Chain, Layer
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.partition import Partitioner
 from bayplan.planning.clusters.split import DeviceMemory, Training
@@ -46,12 +47,10 @@ def partitioner_of(case, make_hosts, **more) -> Partitioner:
     network = make_hosts(2, num_devices, inner=1e7, outer=1e6, latency=1e-3)
     chain = Chain(name="c", num_samples=4, layers=tuple(case["layers"]), source="a test")
     memory = case["memory"]
+    limit = None if memory is None else DeviceMemory(total_bytes=memory)
     tables = StageTables(
-        chains={"": chain},
-        kinds=(),
-        memory={} if memory is None else {"": DeviceMemory(total_bytes=memory)},
+        cluster=ClusterCosts.of(chain, network, memory=limit, training=TRAINING),
         layout=layout_of(network, num_devices),
-        training=TRAINING,
         passing=case["passing"],
         num_samples=8 * case["micro_batches"],
         num_micro_batches=case["micro_batches"],

@@ -10,6 +10,7 @@ from bayplan.costing.catalogue import read_cluster
 from bayplan.data.errors import DoesNotFit, ExitCode, UsageError
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.candidates import Search
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
@@ -103,7 +104,7 @@ def test_unequal_devices_get_unequal_shares(make_chain, make_hosts):
     plan = plan_cluster(chains, network, 48, num_devices=4, kinds=kinds, num_judged=4)
     even = plan_cluster(chains["slow"], network, 48, num_devices=4, num_judged=4)
     assert plan.best.judgement.seconds == pytest.approx(even.best.judgement.seconds / 1.5, rel=0.03)
-    again = judge(chains, plan.best.split, network, kinds=kinds)
+    again = judge(ClusterCosts.of(chains, network, kinds=kinds), plan.best.split)
     assert again.seconds == pytest.approx(plan.best.judgement.seconds)
 
 
@@ -189,12 +190,10 @@ def test_many_devices_are_planned_by_the_host(make_chain, make_hosts):
 
 def test_one_stage_beside_a_stale_pipeline_has_no_stale_order(make_chain, make_hosts):
     """It was once asked for with backward first, an order that only a lag makes possible."""
+    network = make_hosts(4, 4)
     search = Search(
-        chains={"": make_chain(4)},
-        kinds=(),
-        memory={},
-        layout=layout_of(make_hosts(4, 4), 4),
-        training=Training(),
+        cluster=ClusterCosts.of(make_chain(4), network),
+        layout=layout_of(network, 4),
         num_samples=8,
         staleness=1,
     )

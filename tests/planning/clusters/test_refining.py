@@ -6,6 +6,7 @@ import pytest
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.errors import DoesNotFit, UsageError
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.planner import plan_cluster
 from bayplan.planning.clusters.refining import neighbours, passings
@@ -64,6 +65,10 @@ MODEL = chain_of(FRONT, FRONT, FRONT, (0.05, 500, 40, 20), (0.05, 500, 10, 0))
 TRAINING = Training(state_per_parameter=1.0, bucket_bytes=100)
 
 
+def cluster_of(bandwidth):
+    return ClusterCosts.of(MODEL, Wires(bandwidth), training=TRAINING)
+
+
 def planned(*, staleness=1, memory_bytes=None, bandwidth=1e4, num_devices=4, **more):
     return plan_cluster(
         MODEL,
@@ -89,7 +94,7 @@ def test_no_reference_is_faster_than_the_plan(staleness, bandwidth):
     assert max(plan.best.split.lags, default=0) <= staleness
     for name in ("pipedream", "pipedream-no-transfer"):
         for way in passings(reference(name, bandwidth), staleness=staleness):
-            judged = judge(MODEL, way, Wires(bandwidth), training=TRAINING, has_interval=False)
+            judged = judge(cluster_of(bandwidth), way)
             assert seconds <= judged.seconds * 1.001
     others = [one.judgement.seconds for one in plan.alternatives if one.is_possible]
     assert seconds <= min(others) * 1.001
@@ -98,7 +103,7 @@ def test_no_reference_is_faster_than_the_plan(staleness, bandwidth):
 def test_no_small_change_makes_a_plan_faster():
     plan = planned()
     for split in neighbours(plan.best.split):
-        judged = judge(MODEL, split, Wires(1e4), training=TRAINING, has_interval=False)
+        judged = judge(cluster_of(1e4), split)
         assert judged.seconds >= plan.best.judgement.seconds * 0.999
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.memory import StageSizes, needed_parts
 from bayplan.planning.clusters.split import DeviceMemory, Training
@@ -20,12 +21,10 @@ def test_room_is_what_memory_suffices_for(passing, memory, make_chain, make_host
     chain = make_chain([{"held_bytes": 2**26 * (1 + at)} for at in range(4)], passing_bytes=2**20)
     count = 1 if passing is Passing.STALE_SUM else 3
     device = DeviceMemory(total_bytes=int(memory), context_bytes=2**20)
+    network = make_hosts(4, 4)
     tables = StageTables(
-        chains={"": chain},
-        kinds=(),
-        memory={"": device},
-        layout=layout_of(make_hosts(4, 4), 4),
-        training=TRAINING,
+        cluster=ClusterCosts.of(chain, network, memory=device, training=TRAINING),
+        layout=layout_of(network, 4),
         passing=passing,
         num_samples=24,
         num_micro_batches=count,
@@ -50,13 +49,10 @@ def test_room_is_what_memory_suffices_for(passing, memory, make_chain, make_host
 
 
 def test_a_stage_costs_what_its_layers_and_messages_take(make_chain, make_hosts):
-    chain = make_chain(4)
+    network = make_hosts(2, 4, inner=1e9, outer=1e8, latency=0.0)
     tables = StageTables(
-        chains={"": chain},
-        kinds=(),
-        memory={},
-        layout=layout_of(make_hosts(2, 4, inner=1e9, outer=1e8, latency=0.0), 4),
-        training=Training(),
+        cluster=ClusterCosts.of(make_chain(4), network),
+        layout=layout_of(network, 4),
         passing=Passing.ONE_F_ONE_B,
         num_samples=32,
         num_micro_batches=4,

@@ -8,6 +8,7 @@ import pytest
 from bayplan.costing.catalogue import read_cluster
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.judgement import Why
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.judging import judge
 from bayplan.planning.clusters.planner import plan_cluster
 from bayplan.planning.clusters.split import DeviceMemory, Training
@@ -111,7 +112,7 @@ def test_old_weights_that_gain_nothing_are_not_praised(titans, make_split):
 
 def test_the_planner_does_better_than_15_to_1(titans, make_split):
     training = Training(bucket_bytes=16 * 2**20)
-    theirs = judge(alexnet(), ratio_15_1(make_split), titans, training=training)
+    theirs = judge(ClusterCosts.of(alexnet(), titans, training=training), ratio_15_1(make_split))
     plan = plan_cluster(
         alexnet(), titans, NUM_SAMPLES, num_devices=8, training=training, num_judged=6
     )

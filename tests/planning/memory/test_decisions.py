@@ -1,6 +1,6 @@
 """A schedule told by activation, on a chain that a reader can follow."""
 
-from bayplan.data.plan import Choice, StepOrder, SwapOrder
+from bayplan.data.plan import Choice, StepOrder, Swap
 from bayplan.planning.memory.decisions import decisions_of
 
 
@@ -33,7 +33,7 @@ def test_each_repeat_is_paid_for(make_chain):
 
 def test_decisions_come_in_the_order_of_forward(make_chain):
     program = make_chain(3)
-    swaps = (SwapOrder(buffer=1, away_before=2, backs_before=(4,)),)
+    swaps = (Swap(buffer=1, away_before=2, backs_before=(4,)),)
     found = decisions_of(
         program, order_with([0, 1, 2, 3, 1, 4, 5], packs=("bits:f2",), swaps=swaps)
     )

@@ -68,7 +68,9 @@ def test_random_programs(programs, cache_dir, data):
 def test_limits_that_nothing_fits_never_come(make_chain, cache_dir):
     program = make_chain(4)
     limits = [5, 31, 1000]
-    plans = dict(pareto(program, limits, num_evaluations=20_000, cache_dir=cache_dir))
+    plans = dict(
+        pareto(program, limits, num_evaluations=20_000, time_limit_seconds=60, cache_dir=cache_dir)
+    )
     assert sorted(plans) == [31, 1000]
 
 

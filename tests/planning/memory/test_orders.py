@@ -9,7 +9,9 @@ from torch import nn
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.units import Limit
+from bayplan.planning.memory import orders
 from bayplan.planning.memory.orders import FastestWithin, as_planned, by_strategy, order_of
+from bayplan.planning.memory.search import plan_rounds
 from bayplan.planning.memory.strategies import keep
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Tier
@@ -54,6 +56,31 @@ def test_order_is_within_the_limit_and_says_what_it_costs(traced, tmp_path):
     assert order.time_ratio >= 1
     assert order.gap is None or order.gap >= 0
     assert len(order.schedule) > len(traced.with_packs().program.ops)
+
+
+def test_only_the_fastest_variant_is_searched_beyond_its_first_round(
+    context, tmp_path, monkeypatch
+):
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    step = TrainingStep(model=model, batch=torch.randn(2048, 64), loss_fn=lambda y: y.sum())
+    traced = trace_step(step, context)
+    assert len(orders.pack_variants(traced)) > 1
+    rounds: dict[str, list[float]] = {}
+
+    def counting(program, limit_bytes, **options):
+        seconds = rounds.setdefault(program.fingerprint, [])
+        for planned in plan_rounds(program, limit_bytes, **options):
+            seconds.append(planned.seconds)
+            yield planned
+
+    monkeypatch.setattr(orders, "plan_rounds", counting)
+    order = within(0.7, tmp_path, time_limit_seconds=60)(traced)
+    firsts = {seconds[0] for seconds in rounds.values()}
+    (longest,) = (seconds for seconds in rounds.values() if len(seconds) > 1)
+    assert len(rounds) > 1
+    assert longest[0] == min(firsts)
+    assert order.seconds == longest[-1]
 
 
 def test_enough_memory_needs_no_search(traced, tmp_path):

@@ -6,6 +6,7 @@ from msgspec import structs
 from torch import nn
 
 from bayplan import prepared_step
+from bayplan.costing import pricing
 from bayplan.costing.catalogue import load_device
 from bayplan.data.errors import DoesNotFit, UsageError
 from bayplan.data.program import Program
@@ -85,7 +86,7 @@ def test_prices_scaled_from_small_batches_leave_the_peak_exact(planner, tmp_path
     """Only seconds and scratch memory are scaled; what a plan holds is known to the byte."""
     limit = Limit(share=0.85)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared_step, "_PRICED_FLOPS", 1e6)
+        patch.setattr(pricing, "_PRICED_FLOPS", 1e6)
         scaled = make_planner(tmp_path)
         assert scaled.step._smaller is not None
         order = scaled.order(limit)
@@ -95,8 +96,8 @@ def test_prices_scaled_from_small_batches_leave_the_peak_exact(planner, tmp_path
     assert program.always_bytes == exact.always_bytes
     assert order.peak_bytes == replayed_peak_bytes(scaled, order)
     held = [
-        replay_schedule(without_scratch(one), order.schedule).total_bytes
-        for one in (program, exact)
+        replay_schedule(without_scratch(variant), order.schedule).total_bytes
+        for variant in (program, exact)
     ]
     assert held[0] == held[1]
     assert order.peak_bytes <= limit.of(scaled.step.plain_peak_bytes)

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,17 @@ from hypothesis import strategies as st
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
+from bayplan.planning.memory import moves, search
 from bayplan.planning.memory.annealing import checkpoint_starts
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.choices import Evaluator
-from bayplan.planning.memory.search import plan_schedule, smallest_peak
+from bayplan.planning.memory.moves import Budget
 from bayplan.simulating.schedule import alive_at, check_schedule, plain_schedule, replay_schedule
+
+# Stopped by a number of evaluations and never by the clock, however busy the machine is.
+plan_schedule = partial(search.plan_schedule, time_limit_seconds=600)
+plan_rounds = partial(search.plan_rounds, time_limit_seconds=600)
+smallest_peak = partial(search.smallest_peak, time_limit_seconds=600)
 
 
 def plain_peak(program: Program) -> int:
@@ -54,6 +61,16 @@ def test_never_slower_than_checkpointing(make_residual, cache_dir, share):
         assert planned.seconds <= min(fitting) + 1e-9
 
 
+def test_what_greedy_drops_make_fit_is_found_without_any_time(make_residual, cache_dir):
+    """No recipe of checkpointing fits here; a busy machine may have no time for anything else."""
+    program = make_residual(3)
+    limit_bytes = int(0.6 * plain_peak(program))
+    planned = plan_schedule(
+        program, limit_bytes, num_evaluations=5000, time_limit_seconds=1e-9, cache_dir=cache_dir
+    )
+    assert planned.peak_bytes <= limit_bytes
+
+
 def test_same_seed_and_evaluations_give_the_same_plan(make_residual, cache_dir):
     program = make_residual(5)
     limit_bytes = int(0.55 * plain_peak(program))
@@ -63,7 +80,6 @@ def test_same_seed_and_evaluations_give_the_same_plan(make_residual, cache_dir):
             limit_bytes,
             seed=7,
             num_evaluations=5000,
-            time_limit_seconds=600,
             cache_dir=cache_dir,
         )
         for _ in range(2)
@@ -82,7 +98,6 @@ def test_without_compiler_the_plan_is_the_same(
         program,
         limit_bytes,
         num_evaluations=2000,
-        time_limit_seconds=600,
         cache_dir=tmp_path / "empty",
     )
     assert slow == compiled
@@ -111,7 +126,6 @@ def test_a_search_that_no_longer_improves_stops_early(make_residual, cache_dir):
     planned = plan_schedule(
         program,
         int(0.6 * plain_peak(program)),
-        time_limit_seconds=600,
         num_evaluations=10**9,
         on_progress=lambda share, _: shares.append(share),
         cache_dir=cache_dir,
@@ -122,6 +136,27 @@ def test_a_search_that_no_longer_improves_stops_early(make_residual, cache_dir):
         program, int(0.6 * plain_peak(program)), num_evaluations=20_000, cache_dir=cache_dir
     )
     assert planned.seconds <= short.seconds
+
+
+def test_each_round_is_as_fast_as_the_one_before(make_residual, cache_dir):
+    program = make_residual(6)
+    question = {"limit_bytes": int(0.5 * plain_peak(program)), "num_evaluations": 200_000}
+    seconds = [plan.seconds for plan in plan_rounds(program, **question, cache_dir=cache_dir)]
+    assert len(seconds) > 1
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == plan_schedule(program, **question, cache_dir=cache_dir).seconds
+
+
+def test_time_between_rounds_is_the_callers(make_residual, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(moves.time, "monotonic", lambda: now)
+    budget = Budget(make_residual(4), time_limit_seconds=10)
+    now = 4.0
+    with budget.paused():
+        now = 1000.0
+    assert budget.share_used == pytest.approx(0.4)
+    now += 6.0
+    assert budget.is_out
 
 
 def test_interrupt_ends_a_long_search(make_residual, cache_dir):

@@ -103,7 +103,6 @@ def test_stages_of_groups_have_devices_in_each_group():
         ),
         stage_seconds=1.0,
         data_parallel_seconds=1.0,
-        single_seconds=1.0,
         num_ties=0,
     )
     split = pipedream_split(

@@ -55,7 +55,6 @@ def choice_of(keys, *, max_swap_bytes=None, **more):
     """A rank for each list of keys, with two micro-batches of each."""
     return FitChoice(
         ranks=[rank_of([key for key in own for _ in range(2)], **more) for own in keys],
-        weights={key: 1 for own in keys for key in own},
         max_swap_bytes=max_swap_bytes,
     )
 
@@ -70,17 +69,18 @@ def test_held_bytes_count_for_each_in_flight_and_passing_ones_once():
 def test_stages_share_what_a_rank_has_left_for_activations():
     fits = {(0, 4): fit(6, 3, 1.0), (1, 4): fit(2, 3, 1.0)}
     alone = choice_of([[(0, 4)]], gradient_bytes={0: 0}, staying=10)
-    assert alone.budget((0, 4), fits, 21) == (2, 21 - 10)
+    assert alone.in_flight((0, 4)) == 2
+    assert alone.budget((0, 4), fits, 21) == 21 - 10
     # Gradients are there when the second backward runs, which is not the highest moment.
     later = choice_of([[(0, 4)]], gradient_bytes={0: 5})
-    assert later.budget((0, 4), fits, 21) == (2, 21 - 10)
+    assert later.budget((0, 4), fits, 21) == 21 - 10
     # An update takes nothing from activations: none is there any more.
     updated = choice_of([[(0, 4)]], update_bytes=100)
-    assert updated.budget((0, 4), fits, 21) == (2, 21 - 10)
+    assert updated.budget((0, 4), fits, 21) == 21 - 10
     both = choice_of([[(0, 4), (1, 4)]])
     assert both.shares_a_rank((0, 4))
-    assert both.budget((0, 4), fits, 10 + 19) == (2, 15)
-    assert both.budget((1, 4), fits, 10 + 19) == (2, 7)
+    assert both.budget((0, 4), fits, 10 + 19) == 15
+    assert both.budget((1, 4), fits, 10 + 19) == 7
 
 
 def test_what_is_held_may_cost_time_that_one_forward_and_backward_does_not():

@@ -9,7 +9,12 @@ from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
 from bayplan.planning.memory.search import plan_schedule
 from bayplan.planning.memory.swaps import choose_swaps
-from bayplan.planning.pipelines.stage_orders import cap_held, handing_on, with_op_between
+from bayplan.planning.pipelines.stage_orders import (
+    cap_held,
+    handing_on,
+    with_op_between,
+    without_op_between,
+)
 from bayplan.simulating.rank_memory import StageMemory, stage_memory
 from bayplan.simulating.schedule import check_schedule, plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Arrangement, Swap, Tier
@@ -78,9 +83,11 @@ def test_waits_for_swaps_behind_the_loss_do_not_make_its_gradient_held(chain):
 @pytest.mark.parametrize("cap_bytes", [20, 30, 40, 50])
 def test_a_plan_within_the_cap_needs_no_more_than_the_budget(chain, in_flight, cap_bytes):
     budget_bytes = in_flight * cap_bytes + 50
-    capped = cap_held(chain, cap_bytes=cap_bytes, in_flight=in_flight, budget_bytes=budget_bytes)
-    planned = STEADY_PLAN(capped.program, capped.limit_bytes, time_limit_seconds=60)
-    found = capped.settle(Arrangement(planned.schedule))
+    capped, limit_bytes = cap_held(
+        chain, cap_bytes=cap_bytes, in_flight=in_flight, budget_bytes=budget_bytes
+    )
+    planned = STEADY_PLAN(capped, limit_bytes, time_limit_seconds=60)
+    found = without_op_between(capped, Arrangement(planned.schedule))
     check_schedule(chain, found.schedule)
     memory = stage_memory(chain, found.schedule)
     assert memory.needed_bytes(in_flight) <= budget_bytes
@@ -89,21 +96,21 @@ def test_a_plan_within_the_cap_needs_no_more_than_the_budget(chain, in_flight, c
 
 
 def test_a_cap_that_nothing_keeps_to_is_refused(chain):
-    capped = cap_held(chain, cap_bytes=5, in_flight=4, budget_bytes=60)  # what arrived has 10
+    capped, limit_bytes = cap_held(
+        chain, cap_bytes=5, in_flight=4, budget_bytes=60
+    )  # what arrived has 10
     with pytest.raises(DoesNotFit):
-        STEADY_PLAN(capped.program, capped.limit_bytes, time_limit_seconds=60)
+        STEADY_PLAN(capped, limit_bytes, time_limit_seconds=60)
 
 
 def test_swaps_keep_to_the_cap_as_well(chain):
     costly = structs.replace(
         chain, ops=tuple(structs.replace(op, seconds=9 * op.seconds) for op in chain.ops)
     )
-    capped = cap_held(costly, cap_bytes=20, in_flight=3, budget_bytes=100)
+    capped, limit_bytes = cap_held(costly, cap_bytes=20, in_flight=3, budget_bytes=100)
     plan = partial(plan_schedule, num_evaluations=3000)
-    chosen = choose_swaps(
-        capped.program, capped.limit_bytes, FAST, plan=plan, time_limit_seconds=60
-    )
-    found = capped.settle(chosen.arrangement)
+    chosen = choose_swaps(capped, limit_bytes, FAST, plan=plan, time_limit_seconds=60)
+    found = without_op_between(capped, chosen.arrangement)
     assert found.swaps
     assert needed_bytes(costly, found, 3) <= 100
 
@@ -111,8 +118,8 @@ def test_swaps_keep_to_the_cap_as_well(chain):
 def test_steps_after_the_op_between_are_counted_without_it(chain):
     program = with_op_between(chain, workspace_bytes=7)
     assert program.ops[8].workspace_bytes == 7
-    capped = cap_held(chain, cap_bytes=60, in_flight=2, budget_bytes=500)
+    capped, _ = cap_held(chain, cap_bytes=60, in_flight=2, budget_bytes=500)
     given = Arrangement((*range(10), 2, *range(10, 15)), (Swap(4, 8, (8,)), Swap(3, 7, (10, 13))))
-    found = capped.settle(given)
+    found = without_op_between(capped, given)
     assert found.schedule == (*range(9), 2, *range(9, 14))
     assert found.swaps == (Swap(4, 8, (8,)), Swap(3, 7, (9, 12)))

@@ -1,12 +1,14 @@
 """Plans for many ranks from what a user says, and what is said to wishes that cannot be met."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from bayplan import prepared_stages
 from bayplan.costing.pricing import samples_to_price
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import DoesNotFit, UsageError
 from bayplan.data.links import LinkSpeed, LinkSpeeds
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Route
@@ -289,6 +291,19 @@ def test_slower_links_take_longer():
     links = LinkSpeeds(message=slow, reduce=LINKS.reduce)
     plan = place(step_of(), wishes(), network=lambda: SpeedsNetwork(links))
     assert 2 < plan.predicted_seconds < 3
+
+
+@pytest.mark.parametrize("placement", [TWO, "0:0.0:1-2", "0:0.0:1.0:0.0:1"])
+def test_the_limit_that_a_refusal_names_has_a_plan_however_short_the_search(placement):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(12)]
+    prepared = PreparedStages(step=step_of(nn.Sequential(*layers), batch=4096))
+    options = wishes(placement, num_micro_batches=4, limit_bytes=1000, time_limit_seconds=2.0)
+    with pytest.raises(DoesNotFit) as refused:
+        placing.place(prepared, options)
+    named_bytes = refused.value.smallest_bytes
+    assert named_bytes
+    short = replace(options, limit_bytes=named_bytes, time_limit_seconds=1e-6)
+    assert max(placing.place(prepared, short).predicted_peak_bytes) <= named_bytes
 
 
 def test_a_step_is_traced_once_for_each_number_of_samples(monkeypatch):

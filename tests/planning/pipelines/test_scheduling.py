@@ -5,7 +5,6 @@ import pytest
 from bayplan.data.actions import ActionKind
 from bayplan.data.errors import UsageError
 from bayplan.planning.pipelines.scheduling import SCHEDULES, schedule, timeline_of
-from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import resplit, round_robin
 
 CHAIN = [[0], [1], [2], [3]]
@@ -104,11 +103,19 @@ def test_1f1b_bounds_what_is_in_flight(make_pipeline, ranks, route, depth, bound
     assert most_in_flight(lists[0]) == bounds[0] or ranks is not CHAIN
 
 
+def idle(timeline):
+    """By rank, the units in which it computes nothing, of the whole makespan."""
+    costs = {"F": 1, "B": 2, "I": 1, "W": 1}
+    return [
+        timeline.makespan - sum(costs[action.kind] for action in own) for own in timeline.actions
+    ]
+
+
 def test_zero_bubble_idles_less_than_1f1b(make_pipeline):
     pipeline = make_pipeline(CHAIN, micro_batches=8)
-    idle = {name: max(timeline_of(pipeline, name).idle) for name in SCHEDULES}
-    assert idle["1f1b"] == idle["gpipe"] == 3 * (1 + 2)  # the first and last stages' way
-    assert idle["zero-bubble"] < idle["1f1b"]
+    most_idle = {name: max(idle(timeline_of(pipeline, name))) for name in SCHEDULES}
+    assert most_idle["1f1b"] == most_idle["gpipe"] == 3 * (1 + 2)  # the first and last stages' way
+    assert most_idle["zero-bubble"] < most_idle["1f1b"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_interleaving_divides_the_idle_time(make_pipeline, num_ranks, turns, mic
     )
     timeline = timeline_of(cut, "interleaved")
     # A stage of the cut pipeline costs 1/turns of a whole one's: the same units of time, divided.
-    assert set(timeline.idle) == set(timeline_of(whole, "1f1b").idle)
+    assert set(idle(timeline)) == set(idle(timeline_of(whole, "1f1b")))
     assert timeline.keeps_queues
 
 
@@ -145,18 +152,8 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(make_pipeline):
         ([[0], [1]], {"links": ((1, 0),)}, "link 1->0 must lead from a stage to a later one of 2"),
         ([[0], [1]], {"links": ((0, 2),)}, "link 0->2 must lead"),
         ([[0], [1]], {"links": ((0, 1), (0, 1))}, "links has a pair twice"),
-        ([[0], [1]], {"buckets": ((0,),)}, "buckets of 1 stages for 2 stages"),
-        ([[0], [1]], {"buckets": ((0, 0), ())}, r"buckets\[0\] is \(0, 0\), must be distinct"),
     ],
 )
 def test_an_impossible_pipeline_is_refused(make_pipeline, ranks, more, message):
     with pytest.raises(ValueError, match=message):
         make_pipeline(ranks, micro_batches=1, **more)
-
-
-def test_a_routing_of_other_ranks_is_refused(make_stages):
-    routing = resplit(make_stages([[0, 1]]), num_samples=2, num_micro_batches=1)
-    with pytest.raises(ValueError, match=r"stage 0 is on ranks \(0,\), but rank 1 has a piece"):
-        Pipeline(make_stages([[0]]), routing)
-    with pytest.raises(ValueError, match="1 routed stages for 2 stages"):
-        Pipeline(make_stages([[0], [1]]), routing)

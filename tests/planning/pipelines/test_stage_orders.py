@@ -1,6 +1,7 @@
 """Orders of a stage with micro-batches in flight: within the budget, by whatever means help."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,17 @@ def test_the_smallest_need_is_that_of_an_order_that_is_found_again(search, stead
     smallest = min(map(needs, search.smallest(traced, in_flight=3, budget_bytes=0)))
     assert smallest < needs(search.plain(traced))
     assert search.within(traced, in_flight=3, budget_bytes=int(1.1 * smallest))
+
+
+@pytest.mark.parametrize("tier", [None, FAST])
+def test_the_smallest_order_is_found_again_however_short_the_search(search, steady_prices, tier):
+    """Here the search gets nothing done in its time, as on a machine that is busy elsewhere."""
+    traced = stage_of(layers(nn.GELU), steady_prices)
+    search, short = (replace(search, tier=tier, time_limit_seconds=limit) for limit in (1.0, 1e-9))
+    smallest = min(map(needs, search.smallest(traced, in_flight=3, budget_bytes=0)))
+    fits = short.within(traced, in_flight=3, budget_bytes=smallest)
+    assert min(map(needs, fits)) == smallest
+    assert min(map(needs, short.smallest(traced, in_flight=3, budget_bytes=0))) == smallest
 
 
 def test_what_is_sent_is_held_as_well_only_if_backward_reads_it(search, steady_prices):

@@ -29,19 +29,12 @@ def made(request):
 
 
 def chained_with(whole, joint):
-    return chained(
-        whole,
-        joint,
-        name="model",
-        device="titan-v",
-        source="derived",
-        spread=0.2,
-    )
+    return chained(whole, joint, name="model", device="titan-v", spread=0.2)
 
 
 def test_nothing_is_lost(made):
-    step, _, joint, found = made
-    chain, last = found.chain, len(found.chain.layers) - 1
+    step, _, joint, (chain, firsts) = made
+    last = len(firsts) - 1
     assert chain.num_samples == NUM_SAMPLES
     trained = sum(one.nbytes for one in step.model.parameters())
     assert chain.parameter_bytes(0, last) == trained
@@ -51,26 +44,27 @@ def test_nothing_is_lost(made):
 
 
 def test_every_layer_has_something_to_train(made):
-    assert all(layer.parameter_bytes for layer in made[3].chain.layers)
+    assert all(layer.parameter_bytes for layer in made[3][0].layers)
 
 
 def test_fewer_samples_take_less_time_and_less_memory(made):
-    chain = made[3].chain
+    chain, _ = made[3]
     last = len(chain.layers) - 1
     assert sum(chain.seconds(0, last, 2)) < sum(chain.seconds(0, last, 4))
     assert chain.held_bytes(0, last, 2) == chain.held_bytes(0, last, 4) / 2
 
 
 def test_what_does_not_grow_with_samples_is_told_apart(made):
-    step, _, _, large = made
+    step, _, _, (large, firsts) = made
     whole = trace_whole(step, num_samples=2)
     with derived_prices(KIND) as price:
         joint = analyse_joint(
             whole.joint, num_forward_outputs=whole.num_forward_outputs, cost_of=price
         )
-    small = chained_with(whole, joint)
-    chain, last = with_fixed_parts(large, small).chain, len(large.firsts) - 1
-    for samples, own in ((4, large.chain), (2, small.chain)):
+    small, small_firsts = chained_with(whole, joint)
+    assert small_firsts == firsts
+    chain, last = with_fixed_parts(large, small), len(firsts) - 1
+    for samples, own in ((4, large), (2, small)):
         for found, priced in zip(
             chain.seconds(0, last, samples), own.seconds(0, last, samples), strict=True
         ):
@@ -79,24 +73,20 @@ def test_what_does_not_grow_with_samples_is_told_apart(made):
 
 
 def test_a_cut_sends_what_stages_would_send(made):
-    _, whole, _, found = made
-    for layer in (0, len(found.firsts) // 2, len(found.firsts) - 2):
-        staged = StagedStep(whole, (0, found.firsts[layer + 1]))
-        sent = sum(staged.values[name].nbytes for name in staged.carried.forward[0, 1])
-        assert found.chain.layers[layer].sent_bytes == sent
+    _, whole, _, (chain, firsts) = made
+    for layer in (0, len(firsts) // 2, len(firsts) - 2):
+        staged = StagedStep(whole, (0, firsts[layer + 1]))
+        sent = sum(staged.whole.values[name].nbytes for name in staged.carried.forward[0, 1])
+        assert chain.layers[layer].sent_bytes == sent
 
 
 def test_too_many_layers_are_joined_where_most_would_be_sent(made, monkeypatch):
-    _, whole, joint, found = made
+    _, whole, joint, (chain, firsts) = made
     monkeypatch.setattr(chaining, "MOST_LAYERS", 5)
-    fewer = chained_with(whole, joint)
-    assert len(fewer.chain.layers) == 5
-    assert set(fewer.firsts) < set(found.firsts)
-    last = len(found.chain.layers) - 1
-    assert fewer.chain.parameter_bytes(0, 4) == found.chain.parameter_bytes(0, last)
-    dropped = set(found.firsts) - set(fewer.firsts)
-    sent = {
-        first: layer.sent_bytes
-        for first, layer in zip(found.firsts[1:], found.chain.layers, strict=False)
-    }
-    assert min(sent[at] for at in dropped) >= max(sent[at] for at in fewer.firsts[1:])
+    fewer, fewer_firsts = chained_with(whole, joint)
+    assert len(fewer.layers) == 5
+    assert set(fewer_firsts) < set(firsts)
+    assert fewer.parameter_bytes(0, 4) == chain.parameter_bytes(0, len(chain.layers) - 1)
+    dropped = set(firsts) - set(fewer_firsts)
+    sent = {first: layer.sent_bytes for first, layer in zip(firsts[1:], chain.layers, strict=False)}
+    assert min(sent[first] for first in dropped) >= max(sent[first] for first in fewer_firsts[1:])

@@ -7,7 +7,7 @@ from torch import nn
 from bayplan.step import TrainingStep
 from bayplan.tracing.joint import analyse_joint
 from bayplan.tracing.stages.assigning import (
-    Numbering,
+    by_gradient,
     parameter_bytes,
     seconds_with_backward,
     sent_bytes,
@@ -89,6 +89,6 @@ def test_a_cut_sends_what_is_made_before_it_and_read_after_it():
 
 
 def test_a_gradient_belongs_to_its_number_or_the_next_one():
-    numbering = Numbering([(2, "a"), (2, "view of a"), (4, "b"), (7, "c")])
-    found = [numbering.of_gradient(number) for number in (1, 2, 3, 4, 6, 7, 9)]
+    operator_of = by_gradient([(2, "a"), (2, "view of a"), (4, "b"), (7, "c")])
+    found = [operator_of(number) for number in (1, 2, 3, 4, 6, 7, 9)]
     assert found == ["a", "a", "b", "b", "c", "c", "c"]

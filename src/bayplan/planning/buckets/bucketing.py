@@ -35,7 +35,7 @@ So a gradient may be cut at multiples of `part_bytes`, and is where that pays: t
 later than without. A bound on messages, `most_bytes`, is another thing: it may cost latencies.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -46,10 +46,17 @@ from numpy.typing import NDArray
 
 from bayplan.data.errors import UsageError
 from bayplan.data.links import LinkCost
-from bayplan.planning.buckets.bucket_plan import BucketPlan, Gradient, GradientPart, check_order
-from bayplan.planning.buckets.timelines import Parcel, send, send_by_need
+from bayplan.planning.buckets.bucket_plan import (
+    BucketPlan,
+    Gradient,
+    GradientPart,
+    Message,
+    check_order,
+    send,
+    send_by_need,
+)
 
-__all__ = ["GRAIN_BYTES", "Atom", "Order", "best_cuts", "plan_buckets"]
+__all__ = ["Order", "plan_buckets"]
 
 _SAME = 1e-9  # ends that differ by a smaller part are the same
 
@@ -57,25 +64,15 @@ _Numbers = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True)
-class Atom:
-    """What is never cut: a gradient, or a part of one.
+class _Atom:
+    """What is never cut: a gradient, or a part of one."""
 
-    Attributes:
-        begins: whether a gradient begins with it.
-    """
-
-    size_bytes: int
-    ready_seconds: float
-    kind: str
-    begins: bool = True
+    gradient: Gradient
+    part: GradientPart
 
 
-def best_cuts(
-    atoms: Sequence[Atom],
-    link: LinkCost,
-    *,
-    most_bytes: int | None = None,
-    late_ones_small: bool = False,
+def _best_cuts(
+    atoms: Sequence[_Atom], link: LinkCost, *, most_bytes: int | None, late_ones_small: bool
 ) -> list[int]:
     """Where messages begin, and the end of the row.
 
@@ -85,7 +82,6 @@ def best_cuts(
 
     Args:
         atoms: in the order in which they are ready; one or more.
-        link: what a message costs.
         most_bytes: of a message; no atom is larger.
         late_ones_small: above all. The last message is as small as it can be, then the one before.
     """
@@ -95,7 +91,7 @@ def best_cuts(
         earliest[after] = costs.ends(earliest[:after], after).min()
     end = float(earliest[-1])
     levels = _levels(costs, end * (1 + _SAME))
-    begins = numpy.array([atom.begins for atom in atoms])
+    begins = numpy.array([not atom.part.begin_bytes for atom in atoms])
     return _path(costs, levels, end, begins, late_ones_small=late_ones_small)
 
 
@@ -114,28 +110,31 @@ class _Costs:
     number: NDArray[numpy.int64]
 
     @classmethod
-    def of(cls, atoms: Sequence[Atom], link: LinkCost, most_bytes: int | None) -> "_Costs":
-        """Price all pairs of cuts."""
+    def of(cls, atoms: Sequence[_Atom], link: LinkCost, most_bytes: int | None) -> "_Costs":
         size = len(atoms) + 1
         busy, waiting = numpy.full((size, size), inf), numpy.full((size, size), inf)
         number = numpy.zeros((size, size), numpy.int64)
-        kinds = dict.fromkeys(atom.kind for atom in atoms)
-        sums = {
-            kind: _running(atom.size_bytes * (atom.kind == kind) for atom in atoms)
-            for kind in kinds
-        }
-        counts = {kind: _running(atom.kind == kind for atom in atoms) for kind in kinds}
+        kind_of = [atom.gradient.kind for atom in atoms]
+        sizes_of = [atom.part.size_bytes for atom in atoms]
+        sums, counts = {}, {}  # by kind, of all atoms before each place
+        for kind in set(kind_of):
+            is_kind = numpy.array([False, *(own == kind for own in kind_of)])
+            counts[kind] = is_kind.cumsum()
+            sums[kind] = (is_kind * numpy.array([0, *sizes_of])).cumsum()
         ready: dict[str, float] = {}  # by kind, its last one; in the order of these
         for after, atom in enumerate(atoms, start=1):
-            ready.pop(atom.kind, None)
-            ready[atom.kind] = atom.ready_seconds
+            ready.pop(atom.gradient.kind, None)
+            ready[atom.gradient.kind] = atom.gradient.ready_seconds
             busy[:after, after], waiting[:after, after] = 0.0, -inf
             for kind, ready_seconds in ready.items():
                 # A kind is there if the first cut is before its last one.
                 first = int(numpy.searchsorted(counts[kind], counts[kind][after]))
                 own = (slice(first), after)
                 sizes = sums[kind][after] - sums[kind][:first]
-                overlapped, rest = _prices(sizes.tolist(), link, most_bytes)
+                overlapped = numpy.array(list(map(link.overlapped_seconds, sizes.tolist())))
+                rest = numpy.array(list(map(link.seconds, sizes.tolist()))) - overlapped
+                if most_bytes is not None:
+                    rest[sizes > most_bytes] = inf
                 busy[own] += rest
                 waiting[own] = numpy.maximum(waiting[own], ready_seconds + overlapped) + rest
                 number[own] += 1
@@ -145,22 +144,6 @@ class _Costs:
         """By first cut, when all up to `after` is through on a link that is free from `free` on."""
         first = len(free)
         return numpy.maximum(free + self.busy[:first, after], self.waiting[:first, after])
-
-
-def _running(numbers: Iterable[int]) -> NDArray[numpy.int64]:
-    """By place, the sum of all before it."""
-    return numpy.cumsum([0, *numbers], dtype=numpy.int64)
-
-
-def _prices(
-    sizes: Sequence[int], link: LinkCost, most_bytes: int | None
-) -> tuple[_Numbers, _Numbers]:
-    """What may overlap of some messages, and the rest."""
-    overlapped = numpy.array([link.overlapped_seconds(size) for size in sizes])
-    seconds = numpy.array([link.seconds(size) for size in sizes])
-    if most_bytes is not None:
-        seconds[numpy.array(sizes) > most_bytes] = inf
-    return overlapped, seconds - overlapped
 
 
 def _levels(costs: _Costs, goal: float) -> list[_Numbers]:
@@ -202,7 +185,9 @@ def _path(
         after = cuts[-1]
         numbers = costs.number[:after, after]
         before = numpy.maximum(number - numbers, -1)
-        free = numpy.array([levels[at][cut] if at >= 0 else inf for cut, at in enumerate(before)])
+        free = numpy.array(
+            [levels[count][cut] if count >= 0 else inf for cut, count in enumerate(before)]
+        )
         is_early = costs.ends(free, after) <= allowed + slack
         if not late_ones_small and (is_early & begins[:after]).any():
             is_early &= begins[:after]
@@ -214,9 +199,7 @@ def _path(
     return cuts[::-1]
 
 
-GRAIN_BYTES = 64  # parts begin at multiples of it, so that no number is cut
-
-_Piece = tuple[int, GradientPart]  # by the place of its gradient
+_GRAIN_BYTES = 64  # parts begin at multiples of it, so that no number is cut
 
 
 class Order(StrEnum):
@@ -233,29 +216,26 @@ def plan_buckets(
     part_bytes: int | None = None,
     most_bytes: int | None = None,
     order: Order = Order.READY,
-    backward_seconds: float | None = None,
 ) -> BucketPlan:
     """Find the messages whose exchange ends earliest; of those, the fewest.
 
-    By need, the exchange ends no later than by readiness and has as many messages, but the last
-    ones, with the first layers' gradients, are as small as they can be, for which others may be cut
-    that need not. Whenever the link is free, it takes the waiting message that the next forward
-    needs first, so a message waits for at most one that is needed later. All of that holds if
-    gradients come when they should: ranks keep to the plan's order even if one is late.
+    By need, the exchange ends no later than by readiness and has as many messages. But the last
+    ones, with the first layers' gradients, are as small as they can be, even if that cuts gradients
+    which could stay whole. Whenever the link is free, it takes the waiting message that the next
+    forward needs first, so a message waits for at most one that is needed later. All of that holds
+    if gradients come when they should: ranks keep to the plan's order even if one is late.
 
     Args:
         gradients: in the order in which backward makes them.
-        link: what a message costs.
         part_bytes: gradients larger than this may be cut at multiples of it.
         most_bytes: of a message; larger gradients have to be cut.
         order: in which messages that wait are sent.
-        backward_seconds: how long backward takes; None if it ends with the last gradient.
 
     Example:
         >>> link = LinkCost.affine(latency_seconds=1.0, bytes_per_second=64)
         >>> row = [
-        ...     Gradient(name=name, size_bytes=64, ready_seconds=at)
-        ...     for at, name in enumerate("abcd")
+        ...     Gradient(name=name, size_bytes=64, ready_seconds=second)
+        ...     for second, name in enumerate("abcd")
         ... ]
         >>> plan = plan_buckets(row, link)
         >>> ["".join(part.name for part in bucket.parts) for bucket in plan.buckets]
@@ -264,29 +244,15 @@ def plan_buckets(
         (7.0, 4.0)
     """
     check_order(gradients)
-    pieces = list(_pieces(gradients, _grain(part_bytes, most_bytes)))
-    atoms = [
-        Atom(
-            size_bytes=part.size_bytes,
-            ready_seconds=gradients[place].ready_seconds,
-            kind=gradients[place].kind,
-            begins=not part.begin_bytes,
-        )
-        for place, part in pieces
-    ]
+    atoms = list(_atoms(gradients, _grain(part_bytes, most_bytes)))
+    if not atoms:
+        return send([], gradients, link)
     is_by_need = order is Order.NEED
-    cuts = (
-        best_cuts(atoms, link, most_bytes=most_bytes, late_ones_small=is_by_need) if atoms else []
-    )
-    parcels = [
-        parcel
-        for first, last in pairwise(cuts)
-        for parcel in _parcels(gradients, pieces[first:last])
+    cuts = _best_cuts(atoms, link, most_bytes=most_bytes, late_ones_small=is_by_need)
+    messages = [
+        message for first, last in pairwise(cuts) for message in _messages(atoms[first:last])
     ]
-    last_ready = gradients[-1].ready_seconds if gradients else 0.0
-    return (send_by_need if is_by_need else send)(
-        parcels, link, backward_seconds=max(last_ready, backward_seconds or 0.0)
-    )
+    return (send_by_need if is_by_need else send)(messages, gradients, link)
 
 
 def _grain(part_bytes: int | None, most_bytes: int | None) -> int | None:
@@ -294,34 +260,34 @@ def _grain(part_bytes: int | None, most_bytes: int | None) -> int | None:
     given = {"part_bytes": part_bytes, "most_bytes": most_bytes}
     sizes = {name: size for name, size in given.items() if size is not None}
     for name, size in sizes.items():
-        if size < 1 or size % GRAIN_BYTES:
-            raise UsageError(f"{name} is {size}, must be a multiple of {GRAIN_BYTES}, at least one")
+        if size < 1 or size % _GRAIN_BYTES:
+            raise UsageError(
+                f"{name} is {size}, must be a multiple of {_GRAIN_BYTES}, at least one"
+            )
     return min(sizes.values(), default=None)
 
 
-def _pieces(gradients: Sequence[Gradient], grain: int | None) -> Iterator[_Piece]:
-    """All that is never cut."""
-    for place, gradient in enumerate(gradients):
+def _atoms(gradients: Sequence[Gradient], grain: int | None) -> Iterator[_Atom]:
+    for gradient in gradients:
         size = gradient.size_bytes
         step = grain or size or 1
         for begin in range(0, max(size, 1), step):
-            yield place, GradientPart(gradient.name, begin, min(size, begin + step))
+            yield _Atom(gradient, GradientPart(gradient.name, begin, min(size, begin + step)))
 
 
-def _parcels(gradients: Sequence[Gradient], pieces: Sequence[_Piece]) -> Iterator[Parcel]:
+def _messages(atoms: Sequence[_Atom]) -> Iterator[Message]:
     """A message for each kind, in the order in which their last gradients are ready."""
-    by_kind: dict[str, list[_Piece]] = {}
-    for place, part in pieces:
-        kind = gradients[place].kind
-        own = by_kind.pop(kind, [])
-        if own and own[-1][0] == place:  # goes on where the one before ends
-            part = GradientPart(part.name, own.pop()[1].begin_bytes, part.end_bytes)
-        by_kind[kind] = [*own, (place, part)]
+    by_kind: dict[str, list[_Atom]] = {}
+    for atom in atoms:
+        own = by_kind.pop(atom.gradient.kind, [])
+        if own and own[-1].gradient is atom.gradient:  # goes on where the one before ends
+            begin_bytes = own.pop().part.begin_bytes
+            part = GradientPart(atom.part.name, begin_bytes, atom.part.end_bytes)
+            atom = _Atom(atom.gradient, part)
+        by_kind[atom.gradient.kind] = [*own, atom]
     for kind, own in by_kind.items():
-        place, _ = own[-1]
-        yield Parcel(
-            parts=tuple(part for _, part in own),
+        yield Message(
+            parts=tuple(atom.part for atom in own),
             kind=kind,
-            ready_seconds=gradients[place].ready_seconds,
-            place=place,
+            ready_seconds=own[-1].gradient.ready_seconds,
         )

@@ -6,20 +6,22 @@ connection passes. Small changes to the best split move its cuts layer by layer 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from math import gcd
-from typing import Any
+from math import gcd, inf
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.plan import Stage
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import Layout
 from bayplan.planning.clusters.partition import Partition, Partitioner
-from bayplan.planning.clusters.split import DeviceMemory, Split, Training, shares_by_speed
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.clusters.stage_tables import Passing, StageTables
 
 __all__ = ["Estimate", "Search", "counts_up_to", "cut_places", "in_columns", "merged"]
@@ -32,8 +34,7 @@ _MOST_STALE = 16  # micro-batches where batches overlap: more hide no more
 _PATIENCE = 2  # counts of micro-batches that may be slower before fewer are no longer tried
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     split: Split
     seconds: float
 
@@ -43,75 +44,80 @@ class Search:
     """What may be decided, and what that depends on.
 
     Attributes:
-        chains: by kind; one under an empty name where kinds do not matter.
-        kinds: by device; empty where they do not matter.
-        memory: by kind; empty if it is no concern.
         staleness: batches that backward may be behind.
         passings: ways to pass that may be chosen, beside stale ones.
         micro_batches: numbers of them that may be chosen; empty for any.
-        lasts: by layer of these chains, its last layer in the whole model, where several of that
-            were merged into one; empty where none were.
+        ends: where several layers of the model were merged into one, by merged layer how many of
+            the model's are before it, and their whole number; empty where none were.
     """
 
-    chains: Mapping[str, Chain]
-    kinds: Sequence[str]
-    memory: Mapping[str, DeviceMemory]
+    cluster: ClusterCosts
     layout: Layout
-    training: Training
     num_samples: int
     staleness: int = 0
     passings: Sequence[Passing] = (Passing.ONE_F_ONE_B, Passing.GPIPE)
     micro_batches: Sequence[int] = ()
     may_recompute: bool = True
     tolerance: float = 0.005
-    lasts: Sequence[int] = ()
+    ends: Sequence[int] = ()
     _known: dict[object, Any] = field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:
         return len(self.layout.order)
 
+    def coarser(self, most: int) -> "Search":
+        """The same with so many places to cut at most."""
+        lasts = cut_places(self.cluster.any_chain, most=most)
+        chains = {kind: merged(chain, lasts) for kind, chain in self.cluster.chains.items()}
+        ends = (0, *(last + 1 for last in lasts))
+        return replace(self, cluster=replace(self.cluster, chains=chains), ends=ends, _known={})
+
     def estimates(self) -> list[Estimate]:
         """All that is worth a look, the fastest first."""
-        found: dict[tuple[object, ...], Estimate] = {}
+        best: dict[tuple[object, ...], Estimate] = {}
         for unit in self.units:
-            for one in self._of_unit(unit):
-                if len(one.split.stages) == 1 and one.split.schedule not in self.passings:
+            for estimate in self._of_unit(unit):
+                split = estimate.split
+                if len(split.stages) == 1 and split.schedule not in self.passings:
                     continue  # nothing lags there
-                key = _shape(one.split)
-                if key not in found or one.seconds < found[key].seconds:
-                    found[key] = one
-        return sorted(found.values(), key=lambda one: one.seconds)
+                shape = (
+                    tuple((stage.first, stage.last, len(stage.devices)) for stage in split.stages),
+                    split.num_micro_batches,
+                    split.schedule if len(split.stages) > 1 else "",
+                    split.recomputed,
+                )
+                if shape not in best or estimate.seconds < best[shape].seconds:
+                    best[shape] = estimate
+        return sorted(best.values(), key=attrgetter("seconds"))
 
     def by_stages(self, like: Split) -> dict[int, Estimate]:
         """For each number of stages the best, with micro-batches and schedule of another split."""
-        unit = gcd(*(len(stage.devices) for stage in like.stages))
-        units = [one for one in self.units if unit % one == 0 or one <= unit] or self.units
         passing = Passing(like.schedule)
         if len(like.stages) == 1 and passing is Passing.GPIPE:
             passing = Passing.ONE_F_ONE_B  # for one stage they are the same
-        one = self.partitioner(min(units), like.num_micro_batches, passing)
+        count = like.num_micro_batches
+        best = self.partitioner(min(self.units), count, passing).best_by_stages()
         return {
-            number: Estimate(self._split(found, passing, like.num_micro_batches), found.seconds)
-            for number, found in one.best_by_stages().items()
+            number: Estimate(self._split(partition, passing, count), partition.seconds)
+            for number, partition in best.items()
             if number > 1 or not passing.is_stale  # one stage has nothing to lag behind
         }
 
     @cached_property
     def units(self) -> tuple[int, ...]:
         """Devices that replicas are counted in: one, unless there are too many devices."""
-        layers = len(next(iter(self.chains.values())).layers)
         most = _MOST_UNITS
-        while most > 8 and self._work(most, layers) > _MOST_WORK:
+        while most > 8 and self._work(most) > _MOST_WORK:
             most //= 2
         if self.num_devices <= most:
             return (1,)
         parts = [2**power for power in range(most.bit_length())]
         return tuple(sorted({-(-self.num_devices // number) for number in parts}))
 
-    def _work(self, num_units: int, layers: int) -> float:
-        width = self._width
-        is_tight = bool(self.memory) and width < layers
+    def _work(self, num_units: int) -> float:
+        layers, width = self.cluster.num_layers, self._width
+        is_tight = bool(self.cluster.memory) and width < layers
         numbers = layers * width * (num_units / 2 if is_tight else 1)
         return num_units**2 / 2 * (numbers + _WORK_OF_A_RUN)
 
@@ -122,57 +128,49 @@ class Search:
         return max(1, least.width)
 
     def _of_unit(self, unit: int) -> Iterator[Estimate]:
-        counts = [one for one in self.counts if self.num_samples // one >= unit]
+        counts = [count for count in self.counts if self.num_samples // count >= unit]
         best_count: int | None = None  # of the way before
-        for passing in self._ways:
-            found = self._of_passing(unit, passing, counts, best_count)
+        stale = (Passing.STALE, Passing.STALE_SUM) if self.staleness else ()
+        for passing in (*self.passings, *stale):
+            by_count = self._of_passing(unit, passing, counts, best_count)
             if passing in self.passings:
-                best_count = _best_count(found)
-            for count, own in found.items():
-                yield from (Estimate(self._split(one, passing, count), one.seconds) for one in own)
+                best_count = _best_count(by_count)
+            for count, partitions in by_count.items():
+                for partition in partitions:
+                    yield Estimate(self._split(partition, passing, count), partition.seconds)
 
     def _of_passing(
         self, unit: int, passing: Passing, counts: Sequence[int], best_count: int | None
     ) -> dict[int, list[Partition]]:
         """The best ones, by micro-batches; around what is known to suit a similar way."""
-        found: dict[int, list[Partition]] = {}
+        by_count: dict[int, list[Partition]] = {}
+
+        def look(some_counts: Iterable[int]) -> None:
+            """Until it gets slower and slower."""
+            least, num_slower = inf, 0
+            for count in some_counts:
+                if num_slower >= _PATIENCE:
+                    return
+                if count not in by_count:
+                    by_count[count] = self.partitioner(unit, count, passing).best()
+                seconds = by_count[count][0].seconds if by_count[count] else inf
+                num_slower = 0 if seconds < least else num_slower + 1
+                least = min(least, seconds)
+
         if passing.is_stale:
             most = 1 if passing is Passing.STALE_SUM else _MOST_STALE
-            counts, best_count = [one for one in counts if one <= most], None
+            counts, best_count = [count for count in counts if count <= most], None
         if best_count is None:
             # Pipelines like many micro-batches, data parallel few: come from both ends, in large
             # steps, and look around what was best.
             coarse = counts if self.micro_batches else [*counts[:-1:2], *counts[-1:]]
-            for row in (coarse, coarse[::-1]):
-                self._look(unit, passing, row, found)
-            best_count = _best_count(found)
+            look(coarse)
+            look(reversed(coarse))
+            best_count = _best_count(by_count)
         if best_count is not None:
-            at = counts.index(best_count)
-            self._look(unit, passing, counts[max(0, at - 1) : at + 2], found)
-        return found
-
-    def _look(
-        self,
-        unit: int,
-        passing: Passing,
-        counts: Sequence[int],
-        found: dict[int, list[Partition]],
-    ) -> None:
-        """Find the best for numbers of micro-batches, until it gets slower and slower."""
-        least, num_slower = float("inf"), 0
-        for count in counts:
-            if num_slower >= _PATIENCE:
-                return
-            if count not in found:
-                found[count] = self.partitioner(unit, count, passing).best()
-            seconds = found[count][0].seconds if found[count] else float("inf")
-            num_slower = 0 if seconds < least else num_slower + 1
-            least = min(least, seconds)
-
-    @cached_property
-    def _ways(self) -> tuple[Passing, ...]:
-        stale = (Passing.STALE, Passing.STALE_SUM) if self.staleness else ()
-        return (*self.passings, *stale)
+            place = counts.index(best_count)
+            look(counts[max(0, place - 1) : place + 2])
+        return by_count
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -184,67 +182,52 @@ class Search:
     def partitioner(
         self, unit: int, count: int, passing: Passing, *, num_units: int | None = None
     ) -> Partitioner:
-        most_layers = None if num_units == 1 else self._width
-        row = [self.kinds[device] for device in self.layout.order] if self.kinds else []
         tables = StageTables(
-            chains=self.chains,
-            kinds=row,
-            memory=self.memory,
+            cluster=self.cluster,
             layout=self.layout,
-            training=self.training,
             passing=passing,
             num_samples=self.num_samples,
             num_micro_batches=count,
             may_recompute=self.may_recompute,
-            most_layers=most_layers,
+            most_layers=None if num_units == 1 else self._width,
             known=self._known,
         )
-        most = len(self.layout.order)
-        if passing is Passing.STALE:
-            most = self.staleness + 1
-        elif passing is Passing.STALE_SUM:
-            most = 2  # with more, stages would wait for each other
+        # With more than 2, stages that do backward first would wait for each other.
+        most_stages = {Passing.STALE: self.staleness + 1, Passing.STALE_SUM: 2}
         return Partitioner(
             tables=tables,
             unit=unit,
             num_units=self.num_devices // unit if num_units is None else num_units,
-            most_stages=most,
+            most_stages=most_stages.get(passing, self.num_devices),
             tolerance=self.tolerance,
         )
 
-    def _split(self, one: Partition, passing: Passing, count: int) -> Split:
-        lags = tuple(range(len(one.parts) - 1, -1, -1)) if passing.is_stale else ()
-        lasts = self.lasts or range(len(next(iter(self.chains.values())).layers))
-        return Split(
-            stages=tuple(
-                Stage(
-                    first=lasts[part.first - 1] + 1 if part.first else 0,
-                    last=lasts[part.last],
-                    devices=self.layout.run(part.begin, part.number),
-                    shares=self.shares(self.layout.run(part.begin, part.number)),
-                )
-                for part in one.parts
+    def _split(self, partition: Partition, passing: Passing, count: int) -> Split:
+        parts = partition.parts
+        ends = self.ends or range(self.cluster.num_layers + 1)
+        split = Split(
+            stages=equal_stages(
+                [(ends[part.first], ends[part.last + 1]) for part in parts],
+                [self.layout.run(part.begin, part.number) for part in parts],
             ),
             num_samples=self.num_samples,
             num_micro_batches=count,
             schedule=str(passing),
-            lags=lags if any(lags) else (),
-            recomputed=tuple(part.is_recomputed for part in one.parts),
+            lags=tuple(range(len(parts)))[::-1] if passing.is_stale and len(parts) > 1 else (),
+            recomputed=tuple(part.is_recomputed for part in parts),
             partitioner="bayplan",
         )
-
-    def shares(self, devices: Sequence[int]) -> tuple[int, ...]:
-        if not self.kinds:
-            return (1,) * len(devices)
-        return shares_by_speed(devices, lambda device: self.chains[self.kinds[device]])
+        return self.cluster.with_shares(split)
 
 
-def _best_count(found: Mapping[int, Sequence[Partition]]) -> int | None:
+def _best_count(by_count: Mapping[int, Sequence[Partition]]) -> int | None:
     """The number of micro-batches with the fastest pipeline; if there is none, of all."""
-    seconds = {
-        (len(one.parts) == 1, one.seconds): count for count, own in found.items() for one in own
+    counts = {
+        (len(partition.parts) == 1, partition.seconds): count
+        for count, partitions in by_count.items()
+        for partition in partitions
     }
-    return seconds[min(seconds)] if seconds else None
+    return counts[min(counts)] if counts else None
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:
@@ -255,8 +238,7 @@ def counts_up_to(most: int) -> tuple[int, ...]:
         (1, 2, 3, 4, 6, 8, 12, 16)
     """
     powers = [2**power for power in range(most.bit_length())]
-    found = {*powers, *(3 * power for power in powers)}
-    return tuple(sorted(one for one in found if one <= most))
+    return tuple(sorted(count for count in {*powers, *(3 * p for p in powers)} if count <= most))
 
 
 def in_columns(split: Split) -> Split | None:
@@ -264,31 +246,20 @@ def in_columns(split: Split) -> Split | None:
 
     Where the replicas of all stages have a common number of columns, each column gets neighbours.
     """
-    num_columns = gcd(*(len(stage.devices) for stage in split.stages))
+    num_columns = gcd(*split.replicas)
     if num_columns < 2 or len(split.stages) < 2:
         return None
-    widths = [len(stage.devices) // num_columns for stage in split.stages]
     row = [device for stage in split.stages for device in stage.devices]
+    length = len(row) // num_columns
+    columns = [row[begin : begin + length] for begin in range(0, len(row), length)]
     stages: list[Stage] = []
-    before = 0
-    for stage, width in zip(split.stages, widths, strict=True):
-        devices = tuple(
-            row[column * sum(widths) + before + at]
-            for column in range(num_columns)
-            for at in range(width)
-        )
+    begin = 0
+    for stage in split.stages:
+        end = begin + len(stage.devices) // num_columns
+        devices = tuple(device for column in columns for device in column[begin:end])
         stages.append(msgspec.structs.replace(stage, devices=devices))
-        before += width
+        begin = end
     return replace(split, stages=tuple(stages))
-
-
-def _shape(split: Split) -> tuple[object, ...]:
-    return (
-        tuple((stage.first, stage.last, len(stage.devices)) for stage in split.stages),
-        split.num_micro_batches,
-        split.schedule if len(split.stages) > 1 else "",
-        split.recomputed,
-    )
 
 
 def cut_places(chain: Chain, *, most: int) -> tuple[int, ...]:
@@ -309,10 +280,7 @@ def cut_places(chain: Chain, *, most: int) -> tuple[int, ...]:
     total = ends[-1] or 1.0
     bounds = [total * (place + 1) / (most - 1) for place in range(most - 2)]
     groups = groupby(range(last), key=lambda cut: bisect_right(bounds, ends[cut]))
-    return (
-        *(min(cuts, key=lambda cut: chain.layers[cut].sent_bytes) for _, cuts in groups),
-        last,
-    )
+    return (*(min(cuts, key=lambda cut: chain.layers[cut].sent_bytes) for _, cuts in groups), last)
 
 
 def merged(chain: Chain, lasts: Sequence[int]) -> Chain:

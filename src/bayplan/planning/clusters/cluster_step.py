@@ -6,7 +6,7 @@ planned as for any other placement, and the result is replayed on the cluster. T
 the replay predicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,7 @@ from bayplan.data.placement import Place, Placement
 from bayplan.data.plan import RankPlan, Stage
 from bayplan.data.record import RunRecord
 from bayplan.planning.clusters.planner import ClusterPlan, memory_of, plan_on
-from bayplan.planning.clusters.simulated import host_tier, simulate_plan
+from bayplan.planning.clusters.simulated import Progress, host_tier, simulate_plan
 from bayplan.planning.clusters.split import Split, Training, state_per_parameter
 from bayplan.planning.clusters.why import explain
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
@@ -34,20 +34,18 @@ from bayplan.simulating.swaps import Tier
 
 __all__ = ["ClusterQuestion", "Clustered", "data_parallel_placement"]
 
-Progress = Callable[[str, int, int], None]
 _UPDATE_PASSES = 5  # over the weights' bytes: parameter, gradient and state, read and written
 
 
 def data_parallel_placement(cluster: Cluster, num_ranks: int | None = None) -> Placement:
     """One stage on all devices of a cluster, or on the first so many, host by host."""
     places = tuple(_places(cluster).values())
-    number = len(places) if num_ranks is None else num_ranks
-    if not 1 <= number <= len(places):
+    if num_ranks is not None and not 1 <= num_ranks <= len(places):
         raise UsageError(
-            f"--ranks is {number}, cluster {cluster.name} has {len(places)} devices; name 1 to"
+            f"--ranks is {num_ranks}, cluster {cluster.name} has {len(places)} devices; name 1 to"
             f" {len(places)}"
         )
-    return Placement((places[:number],))
+    return Placement((places[:num_ranks],))
 
 
 def _places(cluster: Cluster) -> dict[int, Place]:
@@ -66,13 +64,13 @@ class Clustered:
     Attributes:
         plan: with what the replay predicts.
         record: of the replay.
-        found: all that was looked at, where the split was searched for. Its times are estimates
-            by layers; the plan's own time is that of the replay.
+        searched: all candidates, where the split was searched for. Their times are estimates by
+            layers; the plan's own time is that of the replay.
     """
 
     plan: RankPlan
     record: RunRecord
-    found: ClusterPlan | None = None
+    searched: ClusterPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,9 @@ class ClusterQuestion:
             UsageError: one device is fastest, which needs no plan for many.
         """
         self.on_progress("splitting the model over devices", 0, 3)
+        chains, _ = self._layers
         searched = plan_on(
-            self._chains,
+            chains,
             self.cluster,
             self.source.num_samples,
             training=self._training,
@@ -131,7 +130,7 @@ class ClusterQuestion:
             )
         others = tuple(candidate for candidate in candidates if candidate is not best)
         searched = replace(searched, best=best, alternatives=others)
-        return replace(self.placed(self._options_of(split, options)), found=searched)
+        return replace(self.placed(self._options_of(split, options)), searched=searched)
 
     def placed(self, options: RankPlanOptions) -> Clustered:
         """The plan for a placement that is given, or was found.
@@ -185,22 +184,17 @@ class ClusterQuestion:
                 host = self.cluster.hosts[self.cluster.devices[device].host]
                 raise UsageError(
                     f"--swap-size: host {host.name} of cluster {self.cluster.name} has no"
-                    " copy_bytes_per_s, so nothing is known of how fast its devices swap; add it to"
-                    " the cluster's file, or leave out --swap-size"
+                    " copy_bytes_per_s, so its devices' swap speed is unknown; add it to the"
+                    " cluster's file, or leave out --swap-size"
                 )
             tiers.append(tier)
         return min(tiers, key=lambda tier: tier.out_bytes_per_second)
 
     def _devices(self, placement: Placement) -> tuple[int, ...]:
         """By rank, the cluster's number of its device."""
-        number_at = {
-            place: number
-            for stage, numbers in zip(
-                placement.stages, self.cluster.numbers_of(placement), strict=True
-            )
-            for place, number in zip(stage, numbers, strict=True)
-        }
-        return tuple(number_at[place] for place in placement.places)
+        by_stage = zip(placement.stages, self.cluster.numbers_of(placement), strict=True)
+        devices = {place: device for pair in by_stage for place, device in zip(*pair, strict=True)}
+        return tuple(devices[place] for place in placement.places)
 
     def _options_of(self, split: Split, options: RankPlanOptions | None) -> RankPlanOptions:
         places = _places(self.cluster)
@@ -208,14 +202,13 @@ class ClusterQuestion:
             sorted(zip(map(places.__getitem__, stage.devices), stage.shares, strict=True))
             for stage in split.stages
         ]
-        placement = Placement(
-            tuple(tuple(place for place, _ in stage) for stage in replicas)
-        ).without_gaps()
+        stages = tuple(tuple(place for place, _ in stage) for stage in replicas)
+        placement = Placement(stages).without_gaps()
         given = RankPlanOptions(placement=placement) if options is None else options
         limit_bytes = given.limit_bytes
         if limit_bytes is None and any(split.recomputed):
             limit_bytes = self._usable_bytes
-        firsts = self._firsts
+        _, firsts = self._layers
         return replace(
             given,
             placement=placement,
@@ -234,9 +227,9 @@ class ClusterQuestion:
     def why(self, made: Clustered) -> Why:
         """Take a plan apart: what binds it, and where its gain over data parallel comes from."""
         plan, devices = made.plan, self._devices(Placement.parse(made.plan.placement))
-        chains = self._chains_with([stage.first for stage in plan.stages])
-        firsts = next(iter(chains.values()))[1]
+        chains, firsts = self._layers_with([stage.first for stage in plan.stages])
         begins = [firsts.index(stage.first) for stage in plan.stages]
+        spans = pairwise([*begins, len(firsts)])
         split = Split(
             stages=tuple(
                 Stage(
@@ -245,9 +238,7 @@ class ClusterQuestion:
                     devices=tuple(devices[rank] for rank in stage.devices),
                     shares=stage.shares,
                 )
-                for (begin, end), stage in zip(
-                    pairwise([*begins, len(firsts)]), plan.stages, strict=True
-                )
+                for (begin, end), stage in zip(spans, plan.stages, strict=True)
             ),
             num_samples=self.source.num_samples,
             num_micro_batches=plan.num_micro_batches,
@@ -256,43 +247,34 @@ class ClusterQuestion:
         )
         self.on_progress("taking the plan apart", 0, 1)
         return explain(
-            {name: chain for name, (chain, _) in chains.items()},
+            chains,
             split,
             ClusterNetwork(self.cluster),
             num_devices=len(self.cluster.devices),
             kinds=tuple(device.kind for device in self.cluster.devices),
             memory=memory_of(self.cluster),
             training=self._training,
-            plan=made.found,
+            plan=made.searched,
             replayed_seconds=plan.predicted_seconds,
         )
 
     @cached_property
-    def _layers(self) -> dict[str, tuple[Chain, tuple[int, ...]]]:
-        return self._chains_with(())
+    def _layers(self) -> tuple[dict[str, Chain], tuple[int, ...]]:
+        return self._layers_with(())
 
-    @property
-    def _chains(self) -> dict[str, Chain]:
-        """By kind of device, the step as layers."""
-        return {name: chain for name, (chain, _) in self._layers.items()}
+    def _layers_with(self, also: Sequence[int]) -> tuple[dict[str, Chain], tuple[int, ...]]:
+        """By kind of device, the step as layers; and the operators that these begin with.
 
-    @property
-    def _firsts(self) -> tuple[int, ...]:
-        """The operators that layers begin with."""
-        return next(iter(self._layers.values()))[1]
-
-    def _chains_with(self, also: Sequence[int]) -> dict[str, tuple[Chain, tuple[int, ...]]]:
-        """Layers, some of which begin with given operators in any case.
-
-        They are priced at the samples that each device has if all share the batch, and at fewer.
+        Some layers begin with given operators in any case. They are priced at the samples that each
+        device has if all share the batch, and at fewer.
         """
         large = max(4, self.source.num_samples // len(self.cluster.devices))
-        chains: dict[str, tuple[Chain, tuple[int, ...]]] = {}
+        chains, firsts = dict[str, Chain](), tuple[int, ...]()
         for name, kind in self._kinds.items():
             self.on_progress(f"pricing operators on {name}", 0, 1)
             sizes = (large, max(2, large // 4))
-            chains[name] = self.source.chain(kind, sizes, name=name, also=also)
-        return chains
+            chains[name], firsts = self.source.chain(kind, sizes, name=name, also=also)
+        return chains, firsts
 
     @property
     def _training(self) -> Training:
@@ -310,6 +292,5 @@ class ClusterQuestion:
     @property
     def _usable_bytes(self) -> int:
         """Of the device with the least memory."""
-        return int(
-            min(kind.memory_bytes.value - kind.context_bytes.value for kind in self._kinds.values())
-        )
+        memory = memory_of(self.cluster)
+        return min(memory[kind].usable_bytes for kind in self._kinds)

@@ -7,35 +7,16 @@ lets them, and so are stages that follow each other.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from bayplan.simulating.network import Network
 
-__all__ = ["Layout", "MessageCost", "layout_of"]
+__all__ = ["Layout", "layout_of"]
 
-# Sizes of sums that are looked up; between them lines, for the best way changes with the size.
+# All-reduces are looked up at these sizes and interpolated, because the best way changes with size.
 _SIZES = np.array([0, *(4**power for power in range(5, 19))], dtype=float)
 _MOST_SENDERS = 64  # of a run, next to its end; farther ones share no wire with these
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    """Of messages that all devices of a run send, or get, at once.
-
-    Attributes:
-        seconds_per_byte: of what one device sends.
-    """
-
-    latency_seconds: float
-    seconds_per_byte: float
-
-    def seconds(self, size_bytes: Any) -> Any:
-        """Of so many bytes per device; nothing for nothing."""
-        return np.where(
-            size_bytes > 0, self.latency_seconds + size_bytes * self.seconds_per_byte, 0.0
-        )
 
 
 @dataclass(frozen=True)
@@ -50,15 +31,16 @@ class Layout:
     order: tuple[int, ...]
     period: int = 0
     _sums: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    _messages: dict[tuple[int, int], MessageCost] = field(default_factory=dict)
+    # Latency, and seconds for a byte that one device sends, where all of a run send at once.
+    _messages: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def run(self, begin: int, number: int) -> tuple[int, ...]:
         return self.order[begin : begin + number]
 
-    def sum_seconds(self, begin: int, number: int, size_bytes: Any) -> Any:
+    def sum_seconds(self, begin: int, number: int, size_bytes: np.ndarray) -> np.ndarray:
         if number < 2:
             return 0.0 * size_bytes
-        key = self._key(begin, number)
+        key = self.key(begin, number)
         if key not in self._sums:
             devices = sorted(self.run(begin, number))
             self._sums[key] = np.array(
@@ -70,43 +52,39 @@ class Layout:
             0.0, size_bytes - _SIZES[-1]
         )
 
-    def message_cost(self, border: int, number: int) -> MessageCost:
-        """Of what goes over a border of the row, with so many devices on one side of it.
+    def message_seconds(self, border: int, number: int, size_bytes: np.ndarray) -> np.ndarray:
+        """Of what each of so many devices on one side of a border of the row sends or gets at once.
 
         Each device before the border talks to the one as far behind it.
         """
         if not 0 < border < len(self.order):
-            return MessageCost(0.0, 0.0)
+            return 0.0 * size_bytes
         width = min(number, border, len(self.order) - border, _MOST_SENDERS)
-        key = self._key(border, width)
+        key = self.key(border, width)
         if key not in self._messages:
-            self._messages[key] = self._message_cost(border, width)
-        return self._messages[key]
+            self._messages[key] = self._message_costs(border, width)
+        latency_seconds, seconds_per_byte = self._messages[key]
+        return np.where(size_bytes > 0, latency_seconds + size_bytes * seconds_per_byte, 0.0)
 
-    def _message_cost(self, border: int, width: int) -> MessageCost:
+    def _message_costs(self, border: int, width: int) -> tuple[float, float]:
         size = float(2**20)
         pairs = zip(self.run(border - width, width), self.run(border, width), strict=True)
-        at_once = [self.network.message(sender, receiver, size) for sender, receiver in pairs]
-        users = Counter(wire for message in at_once for wire in message.wires)
-        return MessageCost(
-            latency_seconds=max(message.latency_seconds for message in at_once),
-            seconds_per_byte=max(
-                message.seconds * max((users[wire] for wire in message.wires), default=1) / size
-                for message in at_once
-            ),
+        messages = [self.network.message(*pair, size) for pair in pairs]
+        users = Counter(wire for message in messages for wire in message.wires)
+        return max(message.latency_seconds for message in messages), max(
+            message.seconds * max((users[wire] for wire in message.wires), default=1) / size
+            for message in messages
         )
 
-    def _key(self, begin: int, number: int) -> tuple[int, int]:
+    def key(self, begin: int, number: int) -> tuple[int, int]:
+        """The same for runs that are alike."""
         return (begin % self.period if self.period else begin, number)
 
 
 def layout_of(network: Network, num_devices: int, *, kinds: Sequence[str] = ()) -> Layout:
     """Put devices in a row by the network's levels, if it has any, else by their numbers.
 
-    Args:
-        network: between them.
-        num_devices: that there are, from 0.
-        kinds: of devices; those of one kind come together within each group.
+    Those of one kind come together within each group.
     """
     named = kinds or ("",) * num_devices
     places: list[list[int]] = [[] for _ in range(num_devices)]

@@ -10,7 +10,6 @@ transfers       on each side a message that comes and one that goes
 buckets         one that is filled and one that is summed up, where there are replicas
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +19,15 @@ from bayplan.data.chain import Chain
 from bayplan.data.judgement import MemoryNeed
 from bayplan.planning.clusters.split import DeviceMemory, Split, Training
 
-__all__ = ["BACKWARD_FIRST", "Parts", "StageSizes", "in_flight_of", "memory_need", "needed_parts"]
+__all__ = [
+    "BACKWARD_FIRST",
+    "Parts",
+    "StageSizes",
+    "in_flight",
+    "in_flight_of",
+    "memory_need",
+    "needed_parts",
+]
 
 # Where backward lags: its old batch comes before the new one's forward, which hides the sum.
 BACKWARD_FIRST = "backward-first"
@@ -69,7 +76,8 @@ class StageSizes:
         return cls(
             parameter_bytes=chain.parameter_bytes(first, last),
             held_bytes=chain.held_bytes(first, last, num_samples),
-            passing_bytes=share * max(one.passing_bytes for one in chain.layers[first : last + 1]),
+            passing_bytes=share
+            * max(layer.passing_bytes for layer in chain.layers[first : last + 1]),
             input_bytes=chain.sent_bytes(first - 1, num_samples) if first else 0.0,
             output_bytes=0.0 if is_last else chain.sent_bytes(last, num_samples),
         )
@@ -91,14 +99,6 @@ def needed_parts(
         lag: batches that backward is behind forward.
         is_recomputed: whether it keeps only its input and repeats its forward.
         is_replicated: whether its gradients are summed up with those of others.
-
-    Example:
-        >>> sizes = StageSizes(parameter_bytes=100, held_bytes=50, passing_bytes=5, input_bytes=2,
-        ...     output_bytes=3)
-        >>> needed_parts(sizes, Training(), in_flight=4).activations
-        205
-        >>> needed_parts(sizes, Training(), in_flight=4, is_recomputed=True).activations
-        63
     """
     weights = sizes.parameter_bytes
     gradients = training.gradient_per_parameter * weights
@@ -129,16 +129,30 @@ def memory_need(parts: Parts, training: Training, memory: DeviceMemory | None = 
     )
 
 
+def in_flight(schedule: str, count: int, stages_left: int, lag: int) -> int:
+    """Of so many micro-batches of each batch, how many are past their forward at once in a stage.
+
+    Args:
+        stages_left: from the stage to the end, itself included.
+        lag: batches that backward is behind forward.
+    """
+    if lag:
+        # A backward that comes first makes room for the forward behind it.
+        return lag * count + (schedule != BACKWARD_FIRST)
+    if schedule in (_ONE_BY_ONE, BACKWARD_FIRST):
+        return 1
+    return count if schedule == _FILLS_FIRST else min(count, stages_left)
+
+
 def in_flight_of(split: Split) -> tuple[int, ...]:
     """By stage, the most micro-batches that are past their forward, of all batches at once."""
-    num_stages, count = len(split.stages), split.num_micro_batches
-    lags: Sequence[int] = split.lags or (0,) * num_stages
-    if any(lags):
-        is_first = split.schedule == BACKWARD_FIRST
-        # A backward that comes first makes room for the forward behind it.
-        return tuple(lag * count + (not (is_first and lag)) for lag in lags)
-    if split.schedule == _ONE_BY_ONE:
-        return (1,) * num_stages
-    if split.schedule == _FILLS_FIRST and num_stages > 1:
-        return (count,) * num_stages
-    return tuple(min(count, num_stages - stage) for stage in range(num_stages))
+    num_stages, schedule = len(split.stages), split.schedule
+    if any(split.lags) and schedule != BACKWARD_FIRST:
+        schedule = _ONE_BY_ONE  # stale batches overlap, so micro-batches need not
+    elif num_stages == 1:
+        schedule = "1f1b"  # nobody to fill
+    lags = split.lags or (0,) * num_stages
+    return tuple(
+        in_flight(schedule, split.num_micro_batches, num_stages - index, lag)
+        for index, lag in enumerate(lags)
+    )

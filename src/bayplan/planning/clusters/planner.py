@@ -5,32 +5,19 @@ PipeDream's optimizer, passed in every way, are simulated beside them, and the f
 changed a little for as long as that helps; on more devices that would take too long.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import attrgetter
 
-import msgspec
-
-from bayplan.data.chain import Chain
 from bayplan.data.cluster import Cluster
 from bayplan.data.errors import BayplanError, DoesNotFit, UsageError, did_you_mean
 from bayplan.data.judgement import Judgement
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.planning.clusters.candidates import (
-    Estimate,
-    Search,
-    cut_places,
-    in_columns,
-    merged,
-)
-from bayplan.planning.clusters.judging import (
-    Chains,
-    Memory,
-    chain_finder,
-    judge,
-    simulated_work,
-    split_memory,
-)
+from bayplan.planning.clusters.candidates import Estimate, Search, in_columns
+from bayplan.planning.clusters.cluster_costs import Chains, ClusterCosts, Memory
+from bayplan.planning.clusters.judging import judge, simulated_work, with_interval
 from bayplan.planning.clusters.layout import layout_of
 from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
 from bayplan.planning.clusters.refining import (
@@ -49,14 +36,7 @@ from bayplan.planning.partitioners.registry import find_partitioner
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import Network
 
-__all__ = [
-    "AUTO",
-    "Candidate",
-    "ClusterPlan",
-    "memory_of",
-    "plan_cluster",
-    "plan_on",
-]
+__all__ = ["AUTO", "Candidate", "ClusterPlan", "memory_of", "plan_cluster", "plan_on"]
 
 AUTO = "auto"  # our own search
 PLAN = "plan"
@@ -64,7 +44,6 @@ _CLOSE_ENOUGH = 1.01  # of the smallest memory that is looked for
 _MIB = 2**20
 
 # Work is counted in micro-batches on devices, of which about ten are simulated in a millisecond.
-_MOST_MICRO_BATCHES = 32  # that are simulated; the time of more follows from these
 _MOST_WORK = 25_000  # of all candidates of the dynamic programme together
 _LEAST_JUDGED = 2
 _AS_FAST = 0.001  # by which part of its time one may be slower and still be chosen
@@ -87,9 +66,8 @@ _PARTITIONED_COUNTS = (1, 2, 4, 8, 16, 32)  # micro-batches that a named partiti
 
 def _refusal(search: Search) -> DoesNotFit:
     """Why nothing was found, and the smallest change that helps."""
-    kind, chain = next(iter(search.chains.items()))
-    has = search.memory[kind]
-    training = search.training
+    kind, chain = next(iter(search.cluster.chains.items()))
+    memory, training = search.cluster.memory[kind], search.cluster.training
     needs = [
         needed_parts(
             StageSizes.of(chain, layer, layer, 1),
@@ -99,29 +77,28 @@ def _refusal(search: Search) -> DoesNotFit:
         )
         for layer in range(len(chain.layers))
     ]
+    kept = [parts.weights + parts.gradients + parts.state for parts in needs]
     largest = max(range(len(needs)), key=lambda layer: needs[layer].total)
     alone_bytes = int(needs[largest].total * (1 + training.allocator_slack)) + 1
-    whole_bytes = sum(int(parts.weights + parts.gradients + parts.state) for parts in needs)
-    room = f"{format_bytes(has.usable_bytes)} are usable of {format_bytes(has.total_bytes)}"
-    if alone_bytes > has.usable_bytes:
-        parts = needs[largest]
-        kept = parts.weights + parts.gradients + parts.state
+    room = f"{format_bytes(memory.usable_bytes)} are usable of {format_bytes(memory.total_bytes)}"
+    if alone_bytes > memory.usable_bytes:
+        smallest = alone_bytes + memory.context_bytes
         return DoesNotFit(
             f"nothing fits: layer {chain.layers[largest].name} alone needs"
-            f" {format_bytes(alone_bytes)} with one sample ({format_bytes(kept)} of it weights,"
-            f" gradients and optimizer state), {room}. Fits with devices of"
-            f" {format_bytes(alone_bytes + has.context_bytes)}, or with the layer cut in two",
-            smallest_bytes=alone_bytes + has.context_bytes,
+            f" {format_bytes(alone_bytes)} with one sample ({format_bytes(kept[largest])} of it"
+            f" weights, gradients and optimizer state), {room}. Fits with devices of"
+            f" {format_bytes(smallest)}, or with the layer cut in two",
+            smallest_bytes=smallest,
         )
-    smallest = _smallest_memory(search, alone_bytes)
+    smallest = _smallest_memory(search, alone_bytes, memory.context_bytes)
     number = search.num_devices
     text = (
         f"nothing fits on {number} device{'s' * (number > 1)}: weights, gradients and optimizer"
-        f" state take {format_bytes(whole_bytes)} in all, and {room} on each."
+        f" state take {format_bytes(sum(map(int, kept)))} in all, and {room} on each."
     )
     if smallest is None:
         return DoesNotFit(f"{text} Try a smaller batch than {search.num_samples}")
-    more = -(-number * (smallest - has.context_bytes) // max(1, has.usable_bytes))
+    more = -(-number * (smallest - memory.context_bytes) // max(1, memory.usable_bytes))
     return DoesNotFit(
         f"{text} Fits with devices of {format_bytes(smallest)}, or with about"
         f" {max(number + 1, int(more))} of these",
@@ -129,16 +106,13 @@ def _refusal(search: Search) -> DoesNotFit:
     )
 
 
-def _smallest_memory(search: Search, least_bytes: int) -> int | None:
-    """About the smallest device memory with which something is found; None if none is."""
-    kind = next(iter(search.memory))
-    context = search.memory[kind].context_bytes
+def _smallest_memory(search: Search, least_bytes: int, context_bytes: int) -> int | None:
+    """About the smallest device memory with which something fits; None if nothing does."""
 
-    def is_found(usable: int) -> bool:
-        memory = dict.fromkeys(
-            search.memory, DeviceMemory(total_bytes=usable + context, context_bytes=context)
-        )
-        trial = replace(search, memory=memory)
+    def has_any(usable: int) -> bool:
+        memory = DeviceMemory(total_bytes=usable + context_bytes, context_bytes=context_bytes)
+        by_kind = dict.fromkeys(search.cluster.memory, memory)
+        trial = replace(search, cluster=replace(search.cluster, memory=by_kind))
         return any(
             trial.partitioner(unit, trial.counts[0], Passing.ONE_F_ONE_B).has_any()
             for unit in trial.units
@@ -146,14 +120,14 @@ def _smallest_memory(search: Search, least_bytes: int) -> int | None:
         )
 
     low, high = least_bytes, max(2 * least_bytes, _MIB)
-    while not is_found(high):
+    while not has_any(high):
         low, high = high, 2 * high
         if high > 2**50:
             return None
     while high > low * _CLOSE_ENOUGH:
         middle = (low + high) // 2
-        low, high = (low, middle) if is_found(middle) else (middle, high)
-    return high + context
+        low, high = (low, middle) if has_any(middle) else (middle, high)
+    return high + context_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +138,16 @@ class Candidate:
         name: what it is, in a few words.
         estimate_seconds: its time in the cost model of the dynamic programme; None if that did
             not make it.
-        refusal: why it is no choice; empty if it is one.
     """
 
     name: str
     split: Split
     judgement: Judgement
     estimate_seconds: float | None = None
-    refusal: str = ""
 
     @property
     def is_possible(self) -> bool:
-        return not self.refusal
+        return self.judgement.fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +213,10 @@ def plan_cluster(
     _check(num_samples, num_devices, kinds, staleness, schedules, micro_batches)
     if partitioner != AUTO:
         find_partitioner(partitioner)  # an unknown name is refused before anything is searched
-    by_kind, used_kinds, memory_by_kind = _by_kind(chains, kinds, memory)
+    cluster = ClusterCosts.of(chains, network, kinds=kinds, memory=memory, training=training)
     search = Search(
-        chains=by_kind,
-        kinds=used_kinds,
-        memory=memory_by_kind,
-        layout=layout_of(network, num_devices, kinds=used_kinds),
-        training=training or Training(),
+        cluster=cluster,
+        layout=layout_of(network, num_devices, kinds=cluster.kinds),
         num_samples=num_samples,
         staleness=staleness,
         passings=tuple(Passing(name) for name in schedules),
@@ -255,11 +224,11 @@ def plan_cluster(
         may_recompute=may_recompute,
         tolerance=tolerance,
     )
-    return _Planning(search, network, num_judged).plan(partitioner)
+    return _Planning(search, num_judged).plan(partitioner)
 
 
 def plan_on(
-    chains: Chains, cluster: Cluster, num_samples: int, *, memory: Memory = None, **wishes: object
+    chains: Chains, cluster: Cluster, num_samples: int, *, memory: Memory = None, **options: object
 ) -> ClusterPlan:
     """`plan_cluster` with a cluster's network, kinds and, unless it is given, memory."""
     return plan_cluster(
@@ -269,7 +238,7 @@ def plan_on(
         num_devices=len(cluster.devices),
         kinds=tuple(device.kind for device in cluster.devices),
         memory=memory_of(cluster) if memory is None else memory,
-        **wishes,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 
@@ -285,7 +254,6 @@ def memory_of(cluster: Cluster) -> dict[str, DeviceMemory]:
 @dataclass(frozen=True)
 class _Planning:
     search: Search
-    network: Network
     num_judged: int
     _judged: dict[Split, Judgement] = field(default_factory=dict)
 
@@ -294,13 +262,13 @@ class _Planning:
         references = list(self._references())
         if self._is_small:
             references += self._of_partitioners(min(map(_seconds, possible)))
-        possible += [one for one in references if one.is_possible]
+        possible += [candidate for candidate in references if candidate.is_possible]
         if self._is_small:
             possible += self._changed(_best(possible))
         best = _best(possible)
-        ranked = sorted((one for one in possible if one is not best), key=_seconds)
-        refused = [one for one in references if not one.is_possible]
-        others = (*map(_named, _distinct(ranked, best)), *refused)
+        ranked = sorted((each for each in possible if each is not best), key=_seconds)
+        refused = [candidate for candidate in references if not candidate.is_possible]
+        others = (*_distinct(ranked, best), *refused)
         if partitioner == AUTO:
             return ClusterPlan(best=self._with_interval(best, PLAN), alternatives=others)
         asked = self._asked(partitioner, best)
@@ -313,14 +281,11 @@ class _Planning:
     def _is_small(self) -> bool:
         return self.search.num_devices <= _MOST_COMPARED
 
-    @property
-    def _chain(self) -> Chain:
-        """Of any kind of device: all have the same layers."""
-        return next(iter(self.search.chains.values()))
-
     def _searched(self) -> list[Candidate]:
         """What the dynamic programme finds, simulated."""
-        search = self._coarse() or self.search
+        search, most = self.search, max(_LEAST_LAYERS, _MOST_SEARCHED // self.search.num_devices)
+        if self._is_small and search.cluster.num_layers > most:
+            search = search.coarser(most)
         estimates = search.estimates()
         if not estimates and search is not self.search:
             search = self.search  # merged layers may be too large where single ones fit
@@ -338,25 +303,16 @@ class _Planning:
         judged += self._afforded(others, 0, _MOST_WORK / 2)
         return [candidate for candidate in judged if candidate.is_possible]
 
-    def _coarse(self) -> Search | None:
-        """The search with fewer places to cut, where there are few devices and many layers."""
-        most = max(_LEAST_LAYERS, _MOST_SEARCHED // self.search.num_devices)
-        if not self._is_small or len(self._chain.layers) <= most:
-            return None
-        lasts = cut_places(self._chain, most=most)
-        chains = {kind: merged(chain, lasts) for kind, chain in self.search.chains.items()}
-        return replace(self.search, chains=chains, lasts=lasts, _known={})
-
-    def _chosen(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
+    def _chosen(self, estimates: Sequence[Estimate]) -> list[Estimate]:
         """The fastest in the cost model, not too many of one kind."""
-        seen: dict[object, int] = {}
-        number = 0
+        chosen: list[Estimate] = []
+        seen: Counter[tuple[int, str]] = Counter()
         for estimate in estimates:
             kind = (len(estimate.split.stages), estimate.split.schedule)
-            if number < self.num_judged and seen.get(kind, 0) < max(1, self.num_judged // 3):
-                seen[kind] = seen.get(kind, 0) + 1
-                number += 1
-                yield estimate
+            if seen[kind] < max(1, self.num_judged // 3):
+                seen[kind] += 1
+                chosen.append(estimate)
+        return chosen[: self.num_judged]
 
     def _afforded(
         self, estimates: Iterable[Estimate], least: int, most_work: float
@@ -364,44 +320,32 @@ class _Planning:
         """Simulations of as many as can be had for some work, but of some in any case."""
         work = 0.0
         for number, estimate in enumerate(estimates):
-            work += _work(estimate.split)
+            work += simulated_work(estimate.split)
             if number >= least and work > most_work:
                 return
             yield self._candidate(estimate.split, estimate_seconds=estimate.seconds)
 
     def _columns(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same with stages close together, where devices are alike."""
-        moved = None if self.search.kinds else in_columns(candidate.split)
-        if moved is not None and _work(candidate.split) < _MOST_WORK / 4:
+        moved = None if self.search.cluster.kinds else in_columns(candidate.split)
+        if moved is not None and simulated_work(candidate.split) < _MOST_WORK / 4:
             seconds = candidate.judgement.seconds
             yield self._candidate(moved, "stages close together", estimate_seconds=seconds)
 
     def _references(self) -> Iterator[Candidate]:
         """What every plan is compared with; maybe it does not fit."""
-        search, row = self.search, self.search.layout.order
-        shares = search.shares(row)
-        for name, split in (
-            (DATA_PARALLEL, data_parallel(self._chain, row, search.num_samples, shares=shares)),
-            (EVEN_PIPELINE, even_pipeline(self._chain, row, search.num_samples)),
-        ):
+        search, cluster, row = self.search, self.search.cluster, self.search.layout.order
+        for make_split in (data_parallel, even_pipeline):
+            split = make_split(cluster.any_chain, row, search.num_samples)
             if split is None:
                 continue
+            split = cluster.with_shares(split)
             if search.micro_batches:
                 split = replace(split, num_micro_batches=min(search.micro_batches))
             least = smallest_that_fits(
-                split, search.counts, self._fits, may_recompute=search.may_recompute
+                split, search.counts, cluster.fits, may_recompute=search.may_recompute
             )
-            yield self._candidate(least, name)
-
-    def _fits(self, split: Split) -> bool:
-        needs = split_memory(
-            self.search.chains,
-            split,
-            kinds=self.search.kinds,
-            memory=self.search.memory or None,
-            training=self.search.training,
-        )
-        return all(need.fits for need in needs)
+            yield self._candidate(least, split.partitioner)
 
     def _of_partitioners(self, to_beat: float) -> Iterator[Candidate]:
         """The splits of others, passed in the fastest way that fits, if any does.
@@ -416,26 +360,22 @@ class _Planning:
                 continue  # it knows no way, which is no reason against ours
             ways = passings(split, staleness=search.staleness, micro_batches=search.micro_batches)
             tried: list[Candidate] = []
-            for way in sorted(ways, key=_work):
-                is_long = _work(way) > _QUICK_WORK and len(tried) >= _LEAST_WAYS
-                fastest = min((one.judgement.seconds for one in tried), default=inf)
+            for way in sorted(ways, key=simulated_work):
+                is_long = simulated_work(way) > _QUICK_WORK and len(tried) >= _LEAST_WAYS
+                fastest = min((candidate.judgement.seconds for candidate in tried), default=inf)
                 if is_long and fastest > _FAR * to_beat:
                     break
                 tried.append(self._candidate(way, name))
-            yield from [_best(fitting)] if (fitting := [x for x in tried if x.is_possible]) else ()
+            fitting = [candidate for candidate in tried if candidate.is_possible]
+            if fitting:
+                yield _best(fitting)
 
     def _partitioned(self, name: str) -> Split:
         """What a partitioner finds; shares of the batch by the speed of devices."""
-        search = self.search
-        split = find_partitioner(name)(
-            self._chain, self._machines(name), num_samples=search.num_samples
-        )
-        return replace(
-            split,
-            stages=tuple(
-                msgspec.structs.replace(stage, shares=search.shares(stage.devices))
-                for stage in split.stages
-            ),
+        cluster, num_samples = self.search.cluster, self.search.num_samples
+        partition = find_partitioner(name)
+        return cluster.with_shares(
+            partition(cluster.any_chain, self._machines(name), num_samples=num_samples)
         )
 
     def _machines(self, name: str) -> Machines:
@@ -443,19 +383,17 @@ class _Planning:
 
         Only PipeDream looks at more than the order of devices, and refuses uneven groups.
         """
-        row = self.search.layout.order
-        levels = getattr(self.network, "levels", tuple)()
+        network, row = self.search.cluster.network, self.search.layout.order
+        levels = getattr(network, "levels", tuple)()
         try:
             if levels:
                 return machines_of(levels)
         except UsageError:
             if name == "straight" or name.startswith("pipedream"):
                 raise
-        seconds = self.network.message(row[0], row[-1], _MIB).alone_seconds
-        level = MachineLevel(
-            count=len(row), bandwidth_bytes_per_s=_MIB / seconds if seconds else float(_MIB)
-        )
-        return Machines((level,), row)
+        seconds = network.message(row[0], row[-1], _MIB).alone_seconds
+        bandwidth = _MIB / seconds if seconds else float(_MIB)
+        return Machines((MachineLevel(count=len(row), bandwidth_bytes_per_s=bandwidth),), row)
 
     def _asked(self, name: str, ours: Candidate) -> Candidate:
         """The split of a partitioner that was asked for, passed in the fastest way that fits."""
@@ -472,10 +410,10 @@ class _Planning:
                 f"{name} has a stage on {max(split.replicas)} devices, more than the samples of a"
                 f" micro-batch of {search.num_samples}; give a larger batch, or fewer micro-batches"
             )
-        if search.may_recompute and not any(map(self._fits, ways)):
+        if search.may_recompute and not any(map(search.cluster.fits, ways)):
             ways = [replace(way, recomputed=(True,) * len(way.stages)) for way in ways]
-        ways = [way for way in ways if self._fits(way)] or ways[-1:]
-        estimates = (Estimate(way, 0.0) for way in sorted(ways, key=_work))
+        ways = [way for way in ways if search.cluster.fits(way)] or ways[-1:]
+        estimates = (Estimate(way, 0.0) for way in sorted(ways, key=simulated_work))
         tried = list(self._afforded(estimates, _LEAST_JUDGED, _MOST_WORK))
         best = replace(min(tried, key=_seconds), estimate_seconds=None)
         if not best.is_possible:
@@ -493,51 +431,37 @@ class _Planning:
     def _changed(self, best: Candidate) -> list[Candidate]:
         """Neighbours of the best split that are faster than all before them."""
         faster: list[Candidate] = []
-        left = min(_MOST_CHANGES, max(_LEAST_CHANGES, _CHANGE_WORK // max(1, _work(best.split))))
+        left = min(
+            _MOST_CHANGES, max(_LEAST_CHANGES, _CHANGE_WORK // max(1, simulated_work(best.split)))
+        )
         while True:
             splits = list(neighbours(best.split, micro_batches=self.search.micro_batches))[:left]
             left -= len(splits)
-            possible = [one for one in map(self._candidate, splits) if one.is_possible]
-            if not possible or min(map(_seconds, possible)) >= _seconds(best):
+            fastest = min(map(self._candidate, splits), key=_seconds, default=best)
+            if _seconds(fastest) >= _seconds(best):
                 return faster
-            best = min(possible, key=_seconds)
+            best = fastest
             faster.append(best)
 
     def _candidate(
         self, split: Split, name: str = "", *, estimate_seconds: float | None = None
     ) -> Candidate:
-        key = replace(split, partitioner="")
+        recomputed = split.recomputed if any(split.recomputed) else ()
+        key = replace(split, partitioner="", recomputed=recomputed)
         if key not in self._judged:
-            self._judged[key] = self._judge(split, has_interval=False)
-        judgement = self._judged[key]
+            self._judged[key] = judge(self.search.cluster, split)
         return Candidate(
-            name=name,
-            split=split,
-            judgement=judgement,
-            estimate_seconds=estimate_seconds,
-            refusal="" if judgement.fits else "does not fit",
+            name=name, split=split, judgement=self._judged[key], estimate_seconds=estimate_seconds
         )
 
     def _with_interval(self, candidate: Candidate, name: str) -> Candidate:
-        judgement = self._judge(candidate.split, has_interval=True)
+        judgement = with_interval(candidate.judgement, self.search.cluster, candidate.split)
         return replace(candidate, name=candidate.name or name, judgement=judgement)
-
-    def _judge(self, split: Split, *, has_interval: bool) -> Judgement:
-        return judge(
-            self.search.chains,
-            split,
-            self.network,
-            kinds=self.search.kinds,
-            memory=self.search.memory or None,
-            training=self.search.training,
-            has_interval=has_interval,
-            most_micro_batches=_MOST_MICRO_BATCHES,
-        )
 
 
 def _by_stages(search: Search, estimates: Sequence[Estimate]) -> list[Estimate]:
     """The best of some numbers of stages, as the best pipeline passes its batch."""
-    like = next((one.split for one in estimates if len(one.split.stages) > 1), None)
+    like = next((split for split, _ in estimates if len(split.stages) > 1), None)
     if like is None:
         return []
     best = search.by_stages(like)
@@ -545,11 +469,7 @@ def _by_stages(search: Search, estimates: Sequence[Estimate]) -> list[Estimate]:
         number = len(estimate.split.stages)
         if number not in best or estimate.seconds < best[number].seconds:
             best[number] = estimate
-    return sorted(best.values(), key=lambda estimate: estimate.seconds)[:_MOST_BY_STAGES]
-
-
-def _work(split: Split) -> int:
-    return simulated_work(split, _MOST_MICRO_BATCHES)
+    return sorted(best.values(), key=attrgetter("seconds"))[:_MOST_BY_STAGES]
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -559,7 +479,7 @@ def _seconds(candidate: Candidate) -> float:
 def _best(possible: Sequence[Candidate]) -> Candidate:
     """The fastest; of those as fast, whoever has fresher weights, fewer stages, less memory."""
     least = min(map(_seconds, possible))
-    fast = [one for one in possible if _seconds(one) <= least * (1 + _AS_FAST)]
+    fast = [each for each in possible if _seconds(each) <= least * (1 + _AS_FAST)]
 
     def taste(candidate: Candidate) -> tuple[float, ...]:
         split = candidate.split
@@ -579,38 +499,14 @@ def _devices(split: Split) -> object:
 
 
 def _distinct(ranked: Sequence[Candidate], best: Candidate) -> Iterator[Candidate]:
-    """Each split once, but always what has a name."""
+    """Each split once, but always plain data parallel and pipelines; all get a name."""
     seen = {_devices(best.split)}
     for candidate in ranked:
-        key = _devices(candidate.split)
-        if candidate.name in (DATA_PARALLEL, EVEN_PIPELINE) or key not in seen:
-            seen.add(key)
-            yield candidate
-
-
-def _named(candidate: Candidate) -> Candidate:
-    if candidate.name:
-        return candidate
-    split, number = candidate.split, len(candidate.split.stages)
-    return replace(candidate, name=f"{number} stage{'s' * (number > 1)}, {split.schedule}")
-
-
-def _by_kind(
-    chains: Chains, kinds: Sequence[str], memory: Memory
-) -> tuple[Mapping[str, Chain], Sequence[str], Mapping[str, DeviceMemory]]:
-    """Everything by kind, and nothing by kind where there is only one."""
-    used = sorted(set(kinds))
-    if len(used) < 2 or (isinstance(chains, Chain) and not isinstance(memory, Mapping)):
-        chain = chain_finder(chains, kinds)(0)
-        if isinstance(memory, Mapping):
-            memory = next(iter(memory.values())) if len(memory) == 1 else memory[used[0]]
-        return {"": chain}, (), {} if memory is None else {"": memory}
-    finder = chain_finder(chains, kinds)
-    by_kind = {kind: finder(list(kinds).index(kind)) for kind in used}
-    if memory is None:
-        return by_kind, kinds, {}
-    own = memory if isinstance(memory, Mapping) else dict.fromkeys(used, memory)
-    return by_kind, kinds, {kind: own[kind] for kind in used}
+        split, number = candidate.split, len(candidate.split.stages)
+        if candidate.name in (DATA_PARALLEL, EVEN_PIPELINE) or _devices(split) not in seen:
+            seen.add(_devices(split))
+            shape = f"{number} stage{'s' * (number > 1)}, {split.schedule}"
+            yield replace(candidate, name=candidate.name or shape)
 
 
 def _check(
@@ -621,13 +517,15 @@ def _check(
     schedules: Sequence[str],
     micro_batches: Sequence[int],
 ) -> None:
-    for name, figure in (("num_samples", num_samples), ("num_devices", num_devices)):
-        if figure < 1:
-            raise UsageError(f"{name} is {figure}, must be at least 1")
+    for name, figure, least in (
+        ("num_samples", num_samples, 1),
+        ("num_devices", num_devices, 1),
+        ("staleness", staleness, 0),
+    ):
+        if figure < least:
+            raise UsageError(f"{name} is {figure}, must be at least {least}")
     if kinds and len(kinds) < num_devices:
         raise UsageError(f"{len(kinds)} kinds for {num_devices} devices; name one for each")
-    if staleness < 0:
-        raise UsageError(f"staleness is {staleness}, must be 0 or more")
     known = [str(Passing.ONE_F_ONE_B), str(Passing.GPIPE)]
     for name in schedules:
         if name not in known:

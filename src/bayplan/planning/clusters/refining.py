@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import msgspec
+from msgspec.structs import replace as _with
 
 from bayplan.data.chain import Chain
 from bayplan.data.plan import Stage
 from bayplan.planning.clusters.memory import BACKWARD_FIRST
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.pipelines.cuts import cuts_by_share
 
 __all__ = [
@@ -38,18 +38,10 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _STEPS = (-1, 1, -3, 3)  # layers; a residual branch is about three long
 
 
-def data_parallel(
-    chain: Chain, devices: Sequence[int], num_samples: int, *, shares: Sequence[int] = ()
-) -> Split:
+def data_parallel(chain: Chain, devices: Sequence[int], num_samples: int) -> Split:
     """All layers on all devices, or on as many as there are samples."""
-    row = tuple(devices)[:num_samples]
-    stage = Stage(
-        first=0,
-        last=len(chain.layers) - 1,
-        devices=row,
-        shares=tuple(shares)[: len(row)] or (1,) * len(row),
-    )
-    return Split(stages=(stage,), num_samples=num_samples, partitioner=DATA_PARALLEL)
+    stages = equal_stages([(0, len(chain.layers))], [devices[:num_samples]])
+    return Split(stages=stages, num_samples=num_samples, partitioner=DATA_PARALLEL)
 
 
 def even_pipeline(chain: Chain, devices: Sequence[int], num_samples: int) -> Split | None:
@@ -58,14 +50,9 @@ def even_pipeline(chain: Chain, devices: Sequence[int], num_samples: int) -> Spl
     if number < 2:
         return None
     seconds = [layer.forward_seconds + layer.backward_seconds for layer in chain.layers]
-    firsts = cuts_by_share(seconds, (1,) * number)
+    spans = pairwise((*cuts_by_share(seconds, (1,) * number), len(seconds)))
     return Split(
-        stages=tuple(
-            Stage(first=first, last=after - 1, devices=(device,), shares=(1,))
-            for (first, after), device in zip(
-                pairwise((*firsts, len(seconds))), devices, strict=False
-            )
-        ),
+        stages=equal_stages(spans, [(device,) for device in devices[:number]]),
         num_samples=num_samples,
         num_micro_batches=min(num_samples, 4 * number),
         partitioner=EVEN_PIPELINE,
@@ -79,15 +66,11 @@ def smallest_that_fits(
     *,
     may_recompute: bool = True,
 ) -> Split:
-    """The split with as few micro-batches as fit; if none do, with as many as there can be.
+    """The split with as few micro-batches as fit, but no fewer than it has.
 
-    Args:
-        plain: with its fewest micro-batches.
-        counts: of micro-batches that may be chosen.
-        fits: whether a split fits into memory.
-        may_recompute: whether stages may repeat their forward.
+    If none of `counts` does, with as many as there can be.
     """
-    most = plain.num_samples // max(len(stage.devices) for stage in plain.stages)
+    most = plain.num_samples // max(plain.replicas)
     split = plain
     for count in sorted({plain.num_micro_batches, *counts}):
         if not plain.num_micro_batches <= count <= most:
@@ -106,10 +89,7 @@ def passings(
 ) -> Iterator[Split]:
     """The ways for batches to pass the stages of a split, which stay as they are.
 
-    Args:
-        split: of any partitioner.
-        staleness: batches that a backward may be behind its forward.
-        micro_batches: the only counts that may be chosen; empty for a few typical ones.
+    With `micro_batches`, only these numbers of them; else a few typical ones.
     """
     num_stages = len(split.stages)
     most = split.num_samples // max(split.replicas)
@@ -133,7 +113,8 @@ def neighbours(split: Split, *, micro_batches: Sequence[int] = ()) -> Iterator[S
         for step in _STEPS:
             last = before.last + step
             if before.first <= last < after.last:
-                yield _replaced(split, index, _cut(before, after, last))
+                both = _with(before, last=last), _with(after, first=last + 1)
+                yield _replaced(split, index, both)
         for step in (-1, 1):
             number = len(before.devices) + step
             others = len(after.devices) - step
@@ -154,16 +135,10 @@ def _replaced(split: Split, index: int, both: Sequence[Stage]) -> Split:
     return replace(split, stages=stages, partitioner="bayplan")
 
 
-def _cut(before: Stage, after: Stage, last: int) -> tuple[Stage, Stage]:
-    return msgspec.structs.replace(before, last=last), msgspec.structs.replace(
-        after, first=last + 1
-    )
-
-
 def _moved(before: Stage, after: Stage, number: int) -> tuple[Stage, Stage]:
     """With so many of both stages' devices in the first."""
     devices, shares = (*before.devices, *after.devices), (*before.shares, *after.shares)
     return (
-        msgspec.structs.replace(before, devices=devices[:number], shares=shares[:number]),
-        msgspec.structs.replace(after, devices=devices[number:], shares=shares[number:]),
+        _with(before, devices=devices[:number], shares=shares[:number]),
+        _with(after, devices=devices[number:], shares=shares[number:]),
     )

@@ -6,9 +6,10 @@ in the stage's time and memory. Then the lists of all ranks are replayed.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,11 +23,11 @@ from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source, me
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.stage_fits import StageFits, keys_of, peak_bytes
+from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
 from bayplan.simulating.checking import check_actions, check_rank_plan
-from bayplan.simulating.clock import Loading, StepCosts, StepTimes, step_times
+from bayplan.simulating.clock import Loading, StepTimes, step_times
 from bayplan.simulating.cluster_network import ClusterNetwork
 from bayplan.simulating.network import (
     Renumbered,
@@ -41,7 +42,7 @@ from bayplan.simulating.rank_memory import Key, RankMemory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, Tier, apply_order, lane_seconds
 
-__all__ = ["devices_for", "host_tier", "simulate_plan"]
+__all__ = ["Progress", "devices_for", "host_tier", "simulate_plan"]
 
 Progress = Callable[[str, int, int], None]
 _K = ActionKind
@@ -50,6 +51,7 @@ _NOT_COUNTED = (
     "blocks that the allocator keeps for later, and its fragments",
     "scratch memory of kernels",
 )
+_SUMS_OF_NORMS = "the time of sums inside BatchNorm"
 
 
 def simulate_plan(
@@ -74,11 +76,27 @@ def simulate_plan(
         DoesNotFit: a device has less memory than it would need.
     """
     if isinstance(plan, DevicePlan):
-        record = _simulate_alone(plan, source, cluster, 0)
+        simulated = _simulate_alone(plan, source, cluster)
     else:
-        devices = devices_for(plan, cluster)
+        replay = _RankReplay(plan, source, cluster, devices_for(plan, cluster))
         check_rank_plan(plan)
-        record = _simulate_ranks(plan, source, cluster, devices, on_progress)
+        simulated = replay.simulated(on_progress)
+    is_synchronised = isinstance(plan, RankPlan) and plan.sync_batch_norm
+    record = RunRecord(
+        source=Source.SIMULATED,
+        method="liveness",
+        model=plan.model,
+        fingerprint=plan.graph_fingerprint if isinstance(plan, DevicePlan) else "",
+        step_seconds=(simulated.seconds,),
+        step_spread_seconds=simulated.spread_seconds,
+        devices=tuple(simulated.devices),
+        not_counted=(*_NOT_COUNTED, *((_SUMS_OF_NORMS,) if is_synchronised else ())),
+        versions={
+            "torch": source.torch_version,
+            "cluster": f"{cluster.name} {cluster.fingerprint}",
+        },
+        num_samples=simulated.num_samples,
+    )
     _check_fits(plan, record)
     return record
 
@@ -116,27 +134,53 @@ def host_tier(cluster: Cluster, device: int) -> Tier | None:
     )
 
 
+class _Simulated(NamedTuple):
+    seconds: float
+    spread_seconds: float
+    num_samples: int | None
+    devices: Sequence[DeviceRecord]
+
+
 @dataclass(frozen=True)
 class _OnKind:
-    """What is known of all ranks if they had one kind of device."""
+    """All ranks, if each had a device of one kind."""
 
     memory: Sequence[RankMemory]
-    fits: Mapping[Key, Fit]
     seconds: RankSeconds
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _RankReplay:
-    """A plan for many ranks, which was checked, on a cluster.
-
-    Attributes:
-        devices: by rank, the number of its device.
-    """
+    """A plan for many ranks on a cluster; `devices` are the numbers of its ranks' devices."""
 
     plan: RankPlan
     source: StepSource
     cluster: Cluster
     devices: Sequence[int]
+
+    def simulated(self, on_progress: Progress) -> _Simulated:
+        if not (self.cluster.links or self.cluster.joints):
+            raise UsageError(
+                f"cluster {self.cluster.name} does not say how its {len(self.cluster.devices)}"
+                f" devices are joined, and {len(self.devices)} ranks exchange messages; add joints"
+                " to its file"
+            )
+        on_progress("pricing stages", 0, 3)
+        records = [self._memory(rank) for rank in self.pipeline.ranks]
+        on_progress("replaying", 1, 3)
+        times = self._times()
+        on_progress("replaying with slower figures", 2, 3)
+        sums: list[list[tuple[int, float]]] = [[] for _ in self.devices]
+        for moved in times.moved:
+            if moved.lane is Lane.REDUCE:
+                for rank in moved.ranks:
+                    sums[rank].append((int(moved.size_bytes), moved.seconds))
+        devices = [
+            msgspec.structs.replace(record, events=events, messages=message_classes(own_sums))
+            for record, events, own_sums in zip(records, times.events, sums, strict=True)
+        ]
+        spread_seconds = self._spread_seconds(times.seconds)
+        return _Simulated(times.seconds, spread_seconds, self.source.num_samples, devices)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -150,94 +194,82 @@ class _RankReplay:
     def _network(self) -> ClusterNetwork:
         return ClusterNetwork(self.cluster)
 
-    def kind(self, rank: int) -> DeviceKind:
+    def _kind(self, rank: int) -> DeviceKind:
         return self.cluster.kind_of(self.devices[rank])
 
-    def times(
+    def _times(
         self, *, compute_factor: float = 1.0, loading_factor: float = 1.0, link_factor: float = 1.0
     ) -> StepTimes:
         """Replay the lists; factors say how many times longer than derived something takes."""
-        on_rank = [self._by_kind[self.kind(rank).name].seconds for rank in self.pipeline.ranks]
-        network = Renumbered(self._network, self.devices)
+        ranks = self.pipeline.ranks
+        on_rank = [self._by_kind[self._kind(rank).name].seconds for rank in ranks]
 
         def early(rank: int, action: Action) -> dict[int, float]:
             by_bucket = on_rank[rank].early(rank, action)
             return {bucket: compute_factor * seconds for bucket, seconds in by_bucket.items()}
 
-        costs = StepCosts(
+        costs = replace(
+            on_rank[0].costs(Slowed(Renumbered(self._network, self.devices), link_factor)),
             seconds=lambda rank, action: compute_factor * on_rank[rank].seconds(rank, action),
             update_seconds=[
-                compute_factor * on_rank[rank].needs.update(rank).seconds
-                for rank in self.pipeline.ranks
+                compute_factor * on_rank[rank].needs.update(rank).seconds for rank in ranks
             ],
-            message_bytes=lambda message, is_back: on_rank[0].needs.message_bytes(
-                message, is_back=is_back
-            ),
-            bucket_bytes=[bucket.size_bytes for bucket in self.plan.buckets],
-            network=network if link_factor == 1.0 else Slowed(network, link_factor),
             early=early,
             copies=self._copy,
             loading=self._loading(loading_factor),
         )
         return step_times(self.pipeline, self._actions, costs, lags=self.plan.lags)
 
-    def spread_seconds(self, seconds: float) -> float:
+    def _spread_seconds(self, seconds: float) -> float:
         """What the step would change by: devices, links and input err each on their own."""
-        kinds = {kind.name: kind for kind in map(self.kind, self.pipeline.ranks)}
+        kinds = {kind.name: kind for kind in map(self._kind, self.pipeline.ranks)}
         slower = [
-            self.times(compute_factor=1.0 + compute_spread(kinds.values())),
-            self.times(link_factor=1.0 + link_spread(self.cluster)),
+            self._times(compute_factor=1.0 + compute_spread(kinds.values())),
+            self._times(link_factor=1.0 + link_spread(self.cluster)),
         ]
         if self._input_figures:
-            slower.append(self.times(loading_factor=1.0 + worst_spread(self._input_figures)))
+            slower.append(self._times(loading_factor=1.0 + worst_spread(self._input_figures)))
         return math.hypot(*(times.seconds - seconds for times in slower))
 
-    def memory(self, rank: int) -> DeviceRecord:
-        stages, kind = self.pipeline.stages_of(rank), self.kind(rank)
+    def _memory(self, rank: int) -> DeviceRecord:
+        stages, kind = self.pipeline.stages_of(rank), self._kind(rank)
         on_kind = self._by_kind[kind.name]
-        allocated_bytes = peak_bytes(on_kind.memory[rank], on_kind.fits)
-        return DeviceRecord(
-            device=f"{kind.name} {self.devices[rank]}, rank {rank}, stage"
-            f" {'+'.join(map(str, stages))}",
-            stages=stages,
-            peak_bytes=allocated_bytes,
+        return _device_record(
+            kind,
+            f"{kind.name} {self.devices[rank]}, rank {rank}, stage {'+'.join(map(str, stages))}",
+            allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
-            total_bytes=allocated_bytes + int(kind.context_bytes.value),
-            capacity_bytes=int(kind.memory_bytes.value),
+            stages=stages,
         )
 
     @cached_property
     def _by_kind(self) -> dict[str, _OnKind]:
-        kinds = {self.kind(rank).name: rank for rank in reversed(self.pipeline.ranks)}
+        kinds = {self._kind(rank).name: rank for rank in reversed(self.pipeline.ranks)}
         return {name: self._on_kind(rank) for name, rank in kinds.items()}
 
     def _on_kind(self, rank: int) -> _OnKind:
-        """Everything as if all ranks had the device of one of them."""
-        plan, pipeline, kind = self.plan, self.pipeline, self.kind(rank)
+        plan, pipeline, kind = self.plan, self.pipeline, self._kind(rank)
         kinds = (kind,) * len(plan.stages)
         cut = self.source.on_kinds(kinds, where=self.cluster.fingerprint).cut(self._firsts)
         needs = RankNeeds(
+            plan=plan,
+            pipeline=pipeline,
             cut=cut,
             values=self._values,
-            pipeline=pipeline,
-            buckets=plan.buckets,
-            lags=plan.lags or (0,) * len(plan.stages),
             state_per_parameter=state_per_parameter(self.source.optimizer_name),
             batch_bytes=self.source.batch_bytes,
-            is_static=plan.static_order,
         )
         proof = check_actions(pipeline, self._actions, has_tags=True)
         memory = [needs.memory(rank, self._actions[rank], proof) for rank in pipeline.ranks]
-        alike = [memory[rank] for rank in pipeline.ranks if self.kind(rank).name == kind.name]
+        alike = [memory[rank] for rank in pipeline.ranks if self._kind(rank).name == kind.name]
         fits = self._fits(cut, alike, host_tier(self.cluster, self.devices[rank]))
-        return _OnKind(memory, fits, RankSeconds(needs=needs, fits=fits))
+        return _OnKind(memory, RankSeconds(needs=needs, fits=fits))
 
     def _fits(
         self, cut: CutSource, ranks: Sequence[RankMemory], tier: Tier | None
     ) -> dict[Key, Fit]:
         """How stages run as the plan says."""
         search = StageSearch(cache=self.source.cache, tier=tier)
-        stages = StageFits(cut=cut, search=search)
         planned = {
             (given.stage, given.num_samples): given.order for given in self.plan.stage_orders
         }
@@ -245,7 +277,7 @@ class _RankReplay:
         return {
             key: search.ordered(cut.traced(*key), planned[key])
             if key in planned
-            else stages.plain(key)
+            else search.plain(cut.traced(*key))
             for key in keys
         }
 
@@ -277,81 +309,55 @@ class _RankReplay:
         """What a forward swaps out and its backward brings back."""
         if action.kind not in (_K.FORWARD, _K.BACKWARD, _K.BACKWARD_INPUT):
             return None
-        size_bytes = self._by_kind[self.kind(rank).name].seconds.fit(rank, action).swap_bytes
+        size_bytes = self._by_kind[self._kind(rank).name].seconds.fit(rank, action).swap_bytes
         if not size_bytes or host_tier(self.cluster, self.devices[rank]) is None:
             return None
         outward = action.kind is _K.FORWARD
         return self._network.host_copy(self.devices[rank], size_bytes, outward=outward)
 
     @cached_property
+    def _hosts(self) -> list[int]:
+        """By rank."""
+        return [self.cluster.devices[device].host for device in self.devices]
+
+    @cached_property
     def _input_figures(self) -> list[Figure]:
         """How fast the hosts' input pipelines are, where that is said."""
-        hosts = {self.cluster.devices[device].host: None for device in self.devices}
-        rates = (self.cluster.hosts[host].input_samples_per_s for host in hosts)
+        rates = (self.cluster.hosts[host].input_samples_per_s for host in set(self._hosts))
         return [rate for rate in rates if rate is not None]
 
     def _loading(self, factor: float) -> Loading | None:
         """How the hosts' input pipelines feed the first stage; None where none is described."""
         if not self._input_figures:
             return None
-        hosts = [self.cluster.devices[device].host for device in self.devices]
-        rates = {host: self.cluster.hosts[host].input_samples_per_s for host in hosts}
 
         def seconds(rank: int, action: Action) -> float:
-            rate = rates[hosts[rank]]
+            rate = self.cluster.hosts[self._hosts[rank]].input_samples_per_s
             if rate is None or action.stage != 0:
                 return 0.0
             pieces = self.pipeline.routing.pieces_of(action.stage, rank)
             (size,) = (piece.end - piece.begin for index, piece in pieces if index == action.index)
             return factor * size / rate.value
 
-        return Loading(loader=hosts.__getitem__, seconds=seconds)
+        return Loading(loader=self._hosts.__getitem__, seconds=seconds)
 
 
-def _simulate_ranks(
-    plan: RankPlan,
-    source: StepSource,
-    cluster: Cluster,
-    devices: Sequence[int],
-    on_progress: Progress,
-) -> RunRecord:
-    if not (cluster.links or cluster.joints):
-        raise UsageError(
-            f"cluster {cluster.name} does not say how its {len(cluster.devices)} devices are"
-            f" joined, and {len(devices)} ranks exchange messages; add joints to its file"
-        )
-    replay = _RankReplay(plan=plan, source=source, cluster=cluster, devices=devices)
-    on_progress("pricing stages", 0, 3)
-    memory = [replay.memory(rank) for rank in replay.pipeline.ranks]
-    on_progress("replaying", 1, 3)
-    times = replay.times()
-    on_progress("replaying with slower figures", 2, 3)
-    sums: list[list[tuple[int, float]]] = [[] for _ in devices]
-    for moved in times.moved:
-        if moved.lane is Lane.REDUCE:
-            for rank in moved.ranks:
-                sums[rank].append((int(moved.size_bytes), moved.seconds))
-    return _record(
-        plan,
-        cluster,
-        source,
-        seconds=times.seconds,
-        spread_seconds=replay.spread_seconds(times.seconds),
-        num_samples=source.num_samples,
-        devices=[
-            msgspec.structs.replace(
-                memory[rank], events=times.events[rank], messages=message_classes(sums[rank])
-            )
-            for rank in replay.pipeline.ranks
-        ],
+def _device_record(
+    kind: DeviceKind, name: str, *, allocated_bytes: int, needed_bytes: int, **more: Any
+) -> DeviceRecord:
+    return DeviceRecord(
+        device=name,
+        peak_bytes=allocated_bytes,
+        needed_bytes=needed_bytes,
+        total_bytes=allocated_bytes + int(kind.context_bytes.value),
+        capacity_bytes=int(kind.memory_bytes.value),
+        **more,
     )
 
 
-def _simulate_alone(
-    plan: DevicePlan, source: StepSource, cluster: Cluster, device: int
-) -> RunRecord:
-    """A plan for one device, as it runs on a device of a cluster."""
-    kind = cluster.kind_of(device)
+def _simulate_alone(plan: DevicePlan, source: StepSource, cluster: Cluster) -> _Simulated:
+    """A plan for one device, as it runs on the first device of a cluster."""
+    kind = cluster.kind_of(0)
     step = source.alone(kind)
     if plan.graph_fingerprint not in step.fingerprints:
         raise ForeignPlan(
@@ -363,29 +369,19 @@ def _simulate_alone(
         apply_order(plan.order, traced.for_order(plan.order, is_here=False).program)
         for traced in (step.traced, step.unrounded)
     )
-    forward, backward = _halves_seconds(swapped, host_tier(cluster, device))
+    forward, backward = _halves_seconds(swapped, host_tier(cluster, 0))
     seconds, events = 0.0, list[Event]()
     for name, part in (("0F0", forward), ("0B0", backward), ("0U0", step.outside_seconds)):
         events.append(Event(lane=Lane.COMPUTE, name=name, start_seconds=seconds, seconds=part))
         seconds += part
-    allocated_bytes = _peak_bytes(swapped)
-    record = DeviceRecord(
-        device=f"{kind.name} {device}",
-        peak_bytes=allocated_bytes,
+    record = _device_record(
+        kind,
+        f"{kind.name} 0",
+        allocated_bytes=_peak_bytes(swapped),
         needed_bytes=_peak_bytes(unrounded),
-        total_bytes=allocated_bytes + int(kind.context_bytes.value),
-        capacity_bytes=int(kind.memory_bytes.value),
         events=tuple(events),
     )
-    return _record(
-        plan,
-        cluster,
-        source,
-        seconds=seconds,
-        spread_seconds=compute_spread([kind]) * seconds,
-        num_samples=step.num_samples,
-        devices=[record],
-    )
+    return _Simulated(seconds, compute_spread([kind]) * seconds, step.num_samples, [record])
 
 
 def _peak_bytes(swapped: Swapped) -> int:
@@ -402,56 +398,20 @@ def _halves_seconds(swapped: Swapped, tier: Tier | None) -> tuple[float, float]:
     return sum(seconds[:first]), sum(seconds[first:])
 
 
-def _record(
-    plan: Plan,
-    cluster: Cluster,
-    source: StepSource,
-    *,
-    seconds: float,
-    spread_seconds: float,
-    num_samples: int | None,
-    devices: Sequence[DeviceRecord],
-) -> RunRecord:
-    return RunRecord(
-        source=Source.SIMULATED,
-        method="liveness",
-        model=plan.model,
-        fingerprint=plan.graph_fingerprint if isinstance(plan, DevicePlan) else "",
-        step_seconds=(seconds,),
-        step_spread_seconds=spread_seconds,
-        devices=tuple(devices),
-        not_counted=_NOT_COUNTED
-        + (
-            ("the time of sums inside BatchNorm",)
-            if isinstance(plan, RankPlan) and plan.sync_batch_norm
-            else ()
-        ),
-        versions={
-            "torch": source.torch_version,
-            "cluster": f"{cluster.name} {cluster.fingerprint}",
-        },
-        num_samples=num_samples,
-    )
-
-
 def _check_fits(plan: Plan, record: RunRecord) -> None:
     """Refuse what would run out of memory, with both numbers."""
-
-    def over_bytes(device: DeviceRecord) -> int:
-        return (device.total_bytes or 0) - (device.capacity_bytes or 0)
-
-    worst = max(record.devices, key=over_bytes)
-    if over_bytes(worst) <= 0:
+    sizes = [
+        (device.total_bytes or 0, device.capacity_bytes or 0, device) for device in record.devices
+    ]
+    total_bytes, capacity_bytes, worst = max(sizes, key=lambda own: own[0] - own[1])
+    if total_bytes <= capacity_bytes:
         return
-    assert worst.total_bytes is not None, "a cluster's devices say what they take"
-    assert worst.capacity_bytes is not None, "and what they have"
-    context_bytes = worst.total_bytes - worst.peak_bytes
-    room_bytes = worst.capacity_bytes - context_bytes
+    context_bytes = total_bytes - worst.peak_bytes
+    room_bytes = max(0, capacity_bytes - context_bytes)
     option = "--memory" if isinstance(plan, DevicePlan) else "--memory-per-rank"
     raise DoesNotFit(
-        f"{worst.device} needs {format_bytes(worst.total_bytes)},"
-        f" {format_bytes(context_bytes)} of it before the first tensor, and has"
-        f" {format_bytes(worst.capacity_bytes)}; plan with {option}"
-        f" {max(0, room_bytes) // 2**20}MiB",
+        f"{worst.device} needs {format_bytes(total_bytes)}, {format_bytes(context_bytes)} of it"
+        f" before the first tensor, and has {format_bytes(capacity_bytes)}; plan with {option}"
+        f" {room_bytes // 2**20}MiB",
         smallest_bytes=worst.peak_bytes,
     )

@@ -1,20 +1,13 @@
 """`Split`: which layers are on which devices; `Training`: what a step keeps beside them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from bayplan.data.chain import Chain
 from bayplan.data.errors import check_not_negative
 from bayplan.data.plan import Stage
 
-__all__ = [
-    "DeviceMemory",
-    "Split",
-    "Training",
-    "shares_by_speed",
-    "speed_of",
-    "state_per_parameter",
-]
+__all__ = ["DeviceMemory", "Split", "Training", "equal_stages", "state_per_parameter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +47,10 @@ class Training:
     link_spread: float = 0.0
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            state_per_parameter=self.state_per_parameter,
-            gradient_per_parameter=self.gradient_per_parameter,
-            update_seconds_per_byte=self.update_seconds_per_byte,
-            allocator_slack=self.allocator_slack,
-            link_spread=self.link_spread,
-        )
         for name in ("bucket_bytes", "most_buckets"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        check_not_negative(**vars(self))
 
     def num_buckets(self, parameter_bytes: float) -> int:
         """Of a stage that has so many weights.
@@ -100,7 +87,7 @@ class Split:
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].first != 0:
             raise ValueError("the first stage begins with layer 0")
-        for before, after in zip(self.stages, self.stages[1:], strict=False):
+        for before, after in pairwise(self.stages):
             if after.first != before.last + 1:
                 raise ValueError(
                     f"a stage ends with layer {before.last}, the next begins with {after.first}"
@@ -119,41 +106,16 @@ class Split:
         return tuple(len(stage.devices) for stage in self.stages)
 
 
-_SHARES = 1000  # that the fastest device has
-
-
-def speed_of(chain: Chain) -> float:
-    """Samples in a second, of the whole chain on one device."""
-    seconds = sum(chain.seconds(0, len(chain.layers) - 1, chain.num_samples))
-    return chain.num_samples / max(1e-12, seconds)
-
-
-def shares_by_speed(devices: Sequence[int], chain_of: Callable[[int], Chain]) -> tuple[int, ...]:
-    """In proportion to how fast each device is with the whole chain; ones if all are alike.
-
-    Example:
-        >>> from bayplan.data.chain import Layer
-        >>> slow, fast = (Chain(name="c", num_samples=1, source="guess", layers=(
-        ...     Layer(name="x", forward_seconds=s, backward_seconds=s),)) for s in (2.0, 1.0))
-        >>> shares_by_speed([0, 1], [slow, fast].__getitem__)
-        (500, 1000)
-    """
-    speeds = [speed_of(chain_of(device)) for device in devices]
-    fastest = max(speeds)
-    if min(speeds) == fastest:
-        return (1,) * len(devices)
-    return tuple(max(1, round(_SHARES * speed / fastest)) for speed in speeds)
-
-
-_PER_PARAMETER = {"none": 0.0, "sgd": 1.0, "adam": 2.0, "adamw": 2.0}
-_MOST = 2.0
+def equal_stages(
+    spans: Iterable[tuple[int, int]], devices: Iterable[Sequence[int]]
+) -> tuple[Stage, ...]:
+    """Stages from a first layer up to an end, which is not included, with equal shares."""
+    return tuple(
+        Stage(first=first, last=end - 1, devices=tuple(own), shares=(1,) * len(own))
+        for (first, end), own in zip(spans, devices, strict=True)
+    )
 
 
 def state_per_parameter(optimizer: str) -> float:
-    """Bytes of state for a byte of parameters, by the optimizer's name; of an unknown one, most.
-
-    Example:
-        >>> state_per_parameter("sgd"), state_per_parameter("adamw")
-        (1.0, 2.0)
-    """
-    return _PER_PARAMETER.get(optimizer, _MOST)
+    """Bytes of state for a byte of parameters; an unknown optimizer counts as Adam."""
+    return {"none": 0.0, "sgd": 1.0}.get(optimizer, 2.0)

@@ -9,20 +9,22 @@ where `passing` is what a micro-batch takes to go through, once, and `staying` w
 for all others behind it, with the part of its sum over replicas that nothing hides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bayplan.data.chain import Chain
+from bayplan.planning.clusters.cluster_costs import ClusterCosts
 from bayplan.planning.clusters.layout import Layout
-from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, needed_parts
-from bayplan.planning.clusters.split import DeviceMemory, Training, speed_of
+from bayplan.planning.clusters.memory import BACKWARD_FIRST, StageSizes, in_flight, needed_parts
+from bayplan.planning.clusters.split import Training
 
 __all__ = ["Passing", "Run", "StageTable", "StageTables"]
+
+_ANY = np.iinfo(np.int32).max  # number of stages
 
 
 class Passing(StrEnum):
@@ -65,18 +67,12 @@ class StageTables:
     """Tables by run, each made when it is first asked for.
 
     Attributes:
-        chains: by kind; one under an empty name where kinds do not matter.
-        kinds: by place in the row; empty where they do not matter.
-        memory: by kind; empty if it is no concern.
         most_layers: of a stage; None for any number.
         known: sums over layers and of gradients, which other tables of the same chains may share.
     """
 
-    chains: Mapping[str, Chain]
-    kinds: Sequence[str]
-    memory: Mapping[str, DeviceMemory]
+    cluster: ClusterCosts
     layout: Layout
-    training: Training
     passing: Passing
     num_samples: int
     num_micro_batches: int
@@ -86,18 +82,16 @@ class StageTables:
     _tables: dict[object, StageTable] = field(default_factory=dict)
 
     def table(self, run: Run) -> StageTable:
-        period = self.layout.period
         # No message comes into the row at its begin or leaves it at its end.
         is_at_end = run.begin + run.number == len(self.layout.order)
-        begin = run.begin % period if period else run.begin
-        key = (begin, run.number, run.begin == 0, is_at_end)
+        key = (*self.layout.key(*run), run.begin == 0, is_at_end)
         if key not in self._tables:
             self._tables[key] = self._made(run)
         return self._tables[key]
 
-    @cached_property
+    @property
     def num_layers(self) -> int:
-        return len(next(iter(self.chains.values())).layers)
+        return self.cluster.num_layers
 
     @property
     def micro_batch(self) -> int:
@@ -109,48 +103,37 @@ class StageTables:
         """Each replica needs a sample of it."""
         return self.num_samples // self.num_micro_batches
 
-    def shares(self, run: Run) -> dict[str, int]:
+    def _shares(self, run: Run) -> dict[str, int]:
         """By kind, the samples of a micro-batch that one device of a run takes.
 
         In proportion to how fast a kind is with the whole chain.
         """
-        counts: dict[str, int] = {}
-        for kind in self.kinds[run.begin : run.begin + run.number]:
-            counts[kind] = counts.get(kind, 0) + 1
-        if len(counts) < 2:
-            kind = next(iter(counts), next(iter(self.chains)))
-            return {kind: -(-self.micro_batch // run.number)}
-        speeds = {kind: speed_of(self.chains[kind]) for kind in counts}
+        counts = Counter(map(self.cluster.kind_of, self.layout.run(*run)))
+        if len(counts) == 1:
+            return dict.fromkeys(counts, -(-self.micro_batch // run.number))
+        speeds = {kind: self.cluster.samples_per_second(kind) for kind in counts}
         whole = sum(speeds[kind] * number for kind, number in counts.items())
         return {kind: max(1, round(self.micro_batch * speeds[kind] / whole)) for kind in counts}
 
     def _made(self, run: Run) -> StageTable:
         """The slowest kind of a run decides about its seconds, the fullest about its memory."""
-        made = [self._of_kind(run, kind, samples) for kind, samples in self.shares(run).items()]
+        tables = [self._of_kind(run, kind, samples) for kind, samples in self._shares(run).items()]
         return StageTable(
-            np.max([one.passing for one in made], axis=0),
-            np.max([one.staying for one in made], axis=0),
-            np.min([one.room for one in made], axis=0),
+            np.max([table.passing for table in tables], axis=0),
+            np.max([table.staying for table in tables], axis=0),
+            np.min([table.room for table in tables], axis=0),
         )
 
     def _of_kind(self, run: Run, kind: str, samples: int) -> StageTable:
         columns = self._columns(kind)
         share = samples / columns.num_samples
-        forward, backward = (
-            fixed + (whole - fixed) * share
-            for whole, fixed in (
-                (columns.forward, columns.fixed_forward),
-                (columns.backward, columns.fixed_backward),
-            )
-        )
+        forward = columns.fixed_forward + (columns.forward - columns.fixed_forward) * share
+        backward = columns.fixed_backward + (columns.backward - columns.fixed_backward) * share
         # The narrower side of a border decides; a stage knows its own side alone.
-        each_bytes = self.micro_batch / run.number / columns.num_samples
-        came = self.layout.message_cost(run.begin, run.number).seconds(
-            columns.input_bytes * each_bytes
-        )
-        gone = self.layout.message_cost(run.begin + run.number, run.number).seconds(
-            columns.output_bytes * each_bytes
-        )
+        each = self.micro_batch / run.number / columns.num_samples
+        begin, end = run.begin, run.begin + run.number
+        came = self.layout.message_seconds(begin, run.number, columns.input_bytes * each)
+        gone = self.layout.message_seconds(end, run.number, columns.output_bytes * each)
         sizes = StageSizes(
             parameter_bytes=columns.parameters,
             held_bytes=columns.held * share,
@@ -158,52 +141,46 @@ class StageTables:
             input_bytes=columns.input_bytes * share,
             output_bytes=columns.output_bytes * share,
         )
-        modes = [False, True] if self.may_recompute else [False]
+        each_sum, number = self._sum(run, kind), columns.num_buckets
+        # The last micro-batch's backward hides all but the last bucket.
+        left_sum = number * each_sum - backward * columns.hiding
+        update = columns.parameters * self.cluster.training.update_seconds_per_byte
         passing, staying, room = [], [], []
-        for is_recomputed in modes:
-            compute = forward * (1 + is_recomputed) + backward
-            one, others = self._batch_seconds(
-                compute, backward, forward, came + gone, columns, self._sum(run, kind)
+        for is_recomputed in (False, True)[: 1 + self.may_recompute]:
+            passes, stays = self._batch_seconds(
+                forward * (1 + is_recomputed) + backward, came + gone
             )
-            passing.append(np.where(columns.exists, one, np.inf))
-            staying.append(np.where(columns.exists, others, np.inf))
+            if self.passing is Passing.STALE_SUM:
+                # A sum has all of the next forward to hide behind.
+                passes, stays = passes + update, np.maximum(0.0, left_sum - forward)
+            else:
+                stays = stays + np.maximum(each_sum, left_sum) + update
+            passing.append(np.where(columns.exists, passes, np.inf))
+            staying.append(np.where(columns.exists, stays, np.inf))
             room.append(self._room(run, kind, sizes, is_recomputed) * columns.exists)
         return StageTable(np.array(passing), np.array(staying), np.array(room))
 
     def _batch_seconds(
-        self,
-        compute: np.ndarray,
-        backward: np.ndarray,
-        forward: np.ndarray,
-        messages: np.ndarray,
-        columns: "_Columns",
-        each: np.ndarray,
+        self, compute: np.ndarray, messages: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        count, number = self.num_micro_batches, columns.num_buckets
-        # The last micro-batch's backward hides all but the last bucket.
-        hiding = backward * columns.hiding
-        bare = np.maximum(each, number * each - hiding)
-        update = columns.parameters * self.training.update_seconds_per_byte
+        """What passes and what stays, but for sums and updates."""
+        count = self.num_micro_batches
         if self.passing is Passing.STALE_SUM:
-            # Stages wait for each other, but a sum has all of the next forward to hide behind.
-            return count * (compute + messages) + update, np.maximum(
-                0.0, number * each - hiding - forward
-            )
+            load = count * (compute + messages)  # stages wait for each other
+            return load, 0.0 * load
         if self.passing is Passing.STALE:
             # Between batches there is no wait, unless one batch is one message.
             load = compute + messages if count == 1 else np.maximum(compute, messages)
-            return 0.0 * load, count * load + bare + update
+            return 0.0 * load, count * load
         # With 1F1B a stage has just as many micro-batches in flight as messages that take no time
         # need, so their time is not hidden; GPipe has them all.
         is_hidden = self.passing is Passing.GPIPE
         load = np.maximum(compute, messages) if is_hidden else compute + messages
-        return load, (count - 1) * load + bare + update
+        return load, (count - 1) * load
 
     def _sum(self, run: Run, kind: str) -> np.ndarray:
-        """What the sum of one bucket takes over a run."""
-        period = self.layout.period
-        begin = run.begin % period if period else run.begin
-        key = ("sum", kind, self.most_layers, begin, run.number)
+        """What the all-reduce of one bucket takes over a run."""
+        key = ("sum", kind, self.most_layers, *self.layout.key(*run))
         if key not in self.known:
             columns = self._columns(kind)
             each = self.layout.sum_seconds(run.begin, run.number, columns.bucket_bytes)
@@ -212,14 +189,12 @@ class StageTables:
 
     def _room(self, run: Run, kind: str, sizes: StageSizes, is_recomputed: bool) -> np.ndarray:
         """The most stages from here on to the end, this one included, for which memory suffices."""
-        if not self.memory:
-            return np.full(sizes.parameter_bytes.shape, np.iinfo(np.int32).max)
-        usable = self.memory[kind].usable_bytes / (1 + self.training.allocator_slack)
+        if not self.cluster.memory:
+            return np.full(sizes.parameter_bytes.shape, _ANY)
+        training = self.cluster.training
+        usable = self.cluster.memory[kind].usable_bytes / (1 + training.allocator_slack)
         alone, with_next = self.in_flight(1), self.in_flight(2)
-        is_replicated = run.number > 1
-        first = needed_parts(
-            sizes, self.training, in_flight=alone, is_replicated=is_replicated
-        ).total
+        first = needed_parts(sizes, training, in_flight=alone, is_replicated=run.number > 1).total
         each = sizes.held_bytes
         if is_recomputed:  # what `needed_parts` would say, without its tables once more
             each = sizes.input_bytes
@@ -230,34 +205,22 @@ class StageTables:
             added = added + sizes.parameter_bytes
         more = np.maximum(added, 1e-9)
         room = np.where(first <= usable, 1 + np.floor((usable - first) / more), 0)
-        most = self.most_in_flight
-        if most is not None:
-            least = first + (most - 1) * added
-            room = np.where(least <= usable, np.iinfo(np.int32).max, room)
-        return np.minimum(room, np.iinfo(np.int32).max).astype(np.int64)
-
-    @property
-    def most_in_flight(self) -> int | None:
-        """Stages from the end on from which on memory no longer grows; None if it always does."""
-        if self.passing is Passing.GPIPE:
-            return 1
-        return None if self.passing.is_stale else self.num_micro_batches
+        if not self.passing.is_stale:
+            # From so many stages on memory no longer grows.
+            most = 1 if self.passing is Passing.GPIPE else self.num_micro_batches
+            room = np.where(first + (most - 1) * added <= usable, _ANY, room)
+        return np.minimum(room, _ANY).astype(np.int64)
 
     def in_flight(self, stages_left: int) -> int:
         """Micro-batches in flight in a stage with so many from it to the end, itself included."""
-        count = self.num_micro_batches
-        if self.passing is Passing.GPIPE:
-            return count
-        if self.passing is Passing.STALE_SUM:
-            return max(1, (stages_left - 1) * count)
-        if self.passing is Passing.STALE:
-            return 1 + (stages_left - 1) * count
-        return min(count, stages_left)
+        lag = stages_left - 1 if self.passing.is_stale else 0
+        return in_flight(self.passing, self.num_micro_batches, stages_left, lag)
 
     def _columns(self, kind: str) -> "_Columns":
         key = ("columns", kind, self.most_layers)
         if key not in self.known:
-            self.known[key] = _Columns(self.chains[kind], self.most_layers, self.training)
+            chain = self.cluster.chains[kind]
+            self.known[key] = _Columns(chain, self.most_layers, self.cluster.training)
         return self.known[key]
 
 

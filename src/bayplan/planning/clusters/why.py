@@ -21,25 +21,18 @@ import msgspec
 from bayplan.data.judgement import Alternative, Binding, Gain, Judgement, StageJudgement, Why
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.planning.clusters.candidates import counts_up_to
-from bayplan.planning.clusters.judging import (
-    Chains,
-    Memory,
-    ScaledNetwork,
-    chain_finder,
-    judge,
-    split_memory,
-)
+from bayplan.planning.clusters.cluster_costs import Chains, ClusterCosts, Memory
+from bayplan.planning.clusters.judging import judge, with_interval
 from bayplan.planning.clusters.planner import Candidate, ClusterPlan
 from bayplan.planning.clusters.refining import data_parallel, smallest_that_fits
-from bayplan.planning.clusters.split import Split, Training, shares_by_speed
-from bayplan.simulating.network import Network
+from bayplan.planning.clusters.split import Split, Training
+from bayplan.simulating.network import Network, Transfer
 
 __all__ = ["explain", "shape_of"]
 
 _IDLE = 0.02  # of its time that a device computes in and still counts as idle
 _HIDDEN = 0.5  # of a sum's wait that must be gone for it to be called hidden
 _ALL = 0.9  # of a gain that is called all of it
-_MOST_MICRO_BATCHES = 32
 _MOST_ALTERNATIVES = 12
 
 
@@ -54,55 +47,44 @@ def explain(
     training: Training | None = None,
     plan: ClusterPlan | None = None,
     replayed_seconds: float | None = None,
-    name: str = "plan",
 ) -> Why:
     """Take a split apart, any partitioner's.
 
     Args:
-        chains, kinds, memory, training: as for `judge`.
+        chains, network, kinds, memory, training: as for `plan_cluster`.
         split: to be explained.
-        network: between devices.
         num_devices: that data parallel would use; None for those of the split.
         plan: whose alternatives are told as well.
         replayed_seconds: the split's own time, where it was replayed operator by operator. All
             estimates by layers are scaled by the same factor, so that the split has one time and
             others compare with it.
-        name: of the split.
     """
-    explaining = _Explaining(chains, network, kinds, memory, training or Training())
-    judged = explaining.judged(split, memory=memory, has_interval=True)
-    if replayed_seconds and judged.seconds:
-        explaining = replace(explaining, factor=replayed_seconds / judged.seconds)
-        judged = _scaled(judged, explaining.factor)
+    cluster = ClusterCosts.of(chains, network, kinds=kinds, memory=memory, training=training)
+    judged = with_interval(judge(cluster, split), cluster, split)
+    factor = replayed_seconds / judged.seconds if replayed_seconds and judged.seconds else 1.0
+    judged = _scaled(judged, factor)
+    explaining = _Explaining(cluster, factor)
     used = sorted(device for stage in split.stages for device in stage.devices)
     everyone = used if num_devices is None else list(range(num_devices))
     gains, parallel = explaining.gains(split, judged.seconds, everyone)
     return Why(
-        name=name,
+        name="plan",
         shape=shape_of(split),
         num_micro_batches=split.num_micro_batches,
         schedule=split.schedule,
         staleness=max(split.lags, default=0),
         judgement=judged,
-        binding=_binding(chains, judged, kinds),
+        binding=_binding(cluster, judged),
         findings=tuple(_findings(split, judged, gains)),
         data_parallel_seconds=parallel,
         gains=gains,
-        alternatives=() if plan is None else tuple(_alternatives(plan, judged, explaining.factor)),
-        estimate_factor=explaining.factor,
+        alternatives=() if plan is None else tuple(_alternatives(plan, judged, factor)),
+        estimate_factor=factor,
     )
 
 
 def shape_of(split: Split) -> str:
-    """Its devices by stage; where many stages have as many, once.
-
-    Example:
-        >>> from bayplan.data.plan import Stage
-        >>> stages = [Stage(first=at, last=at, devices=(at,), shares=(1,)) for at in range(8)]
-        >>> shape_of(Split(stages=tuple(stages), num_samples=8)), shape_of(
-        ...     Split(stages=tuple(stages[:2]), num_samples=8))
-        ('8 x 1', '1:1')
-    """
+    """Its devices by stage, as `7:1`; where more than four stages have as many, as `8 x 1`."""
     replicas = split.replicas
     if len(replicas) > 4 and len(set(replicas)) == 1:
         return f"{len(replicas)} x {replicas[0]}"
@@ -110,51 +92,36 @@ def shape_of(split: Split) -> str:
 
 
 @dataclass(frozen=True)
-class _Explaining:
-    chains: Chains
-    network: Network
-    kinds: Sequence[str]
-    memory: Memory
-    training: Training
-    factor: float = 1.0
+class _FreeSums:
+    """A network where all-reduces take no time."""
 
-    def judged(
-        self,
-        split: Split,
-        *,
-        network: Network | None = None,
-        memory: Memory = None,
-        has_interval: bool = False,
-    ) -> Judgement:
-        judgement = judge(
-            self.chains,
-            split,
-            network or self.network,
-            kinds=self.kinds,
-            memory=memory,
-            training=self.training,
-            has_interval=has_interval,
-            most_micro_batches=_MOST_MICRO_BATCHES,
-        )
-        return _scaled(judgement, self.factor)
+    network: Network
+
+    def message(self, sender: int, receiver: int, size_bytes: float) -> Transfer:
+        return self.network.message(sender, receiver, size_bytes)
+
+    def reduce(self, devices: Sequence[int], size_bytes: float) -> Transfer:
+        return replace(self.network.reduce(devices, size_bytes), latency_seconds=0.0, seconds=0.0)
+
+
+@dataclass(frozen=True)
+class _Explaining:
+    cluster: ClusterCosts
+    factor: float
 
     def seconds(self, split: Split, *, has_sums: bool = True) -> float:
-        network = self.network if has_sums else ScaledNetwork(self.network, sums=0.0)
-        return self.judged(split, network=network).seconds
+        network = self.cluster.network
+        cluster = replace(self.cluster, network=network if has_sums else _FreeSums(network))
+        return self.factor * judge(cluster, split).seconds
 
     def gains(
         self, split: Split, seconds: float, devices: Sequence[int]
     ) -> tuple[tuple[Gain, ...], float | None]:
         """What each thing saves, and data parallel's seconds if it fits."""
-        chain_of = chain_finder(self.chains, self.kinds)
-        ideal = data_parallel(
-            chain_of(devices[0]),
-            devices,
-            split.num_samples,
-            shares=shares_by_speed(devices, chain_of),
-        )
-        real = smallest_that_fits(ideal, counts_up_to(split.num_samples), self._fits)
-        real_fits = self._fits(real)
+        cluster = self.cluster
+        ideal = cluster.with_shares(data_parallel(cluster.any_chain, devices, split.num_samples))
+        real = smallest_that_fits(ideal, counts_up_to(split.num_samples), cluster.fits)
+        real_fits = cluster.fits(real)
         bare = self.seconds(ideal)
         parallel = self.seconds(real) if real_fits else None
         fresh = replace(split, lags=(), schedule="1f1b") if any(split.lags) else split
@@ -188,18 +155,13 @@ class _Explaining:
         """What old weights save, and of that, by hiding sums."""
         hidden = (fresh - fresh_bare) - (seconds - self.seconds(split, has_sums=False))
         hidden = min(max(0.0, hidden), max(0.0, fresh - seconds))
+        oldest = max(split.lags)
         return Gain(
             name="staleness",
             seconds=fresh - seconds,
-            note=f"weights are up to {_batches_old(max(split.lags))};"
+            note=f"weights are up to {oldest} batch{'es' * (oldest > 1)} old;"
             f" {format_seconds(hidden)} of it are sums hidden behind the next batch",
         )
-
-    def _fits(self, split: Split) -> bool:
-        needs = split_memory(
-            self.chains, split, kinds=self.kinds, memory=self.memory, training=self.training
-        )
-        return all(need.fits for need in needs)
 
 
 def _scaled(judgement: Judgement, factor: float) -> Judgement:
@@ -213,10 +175,6 @@ def _scaled(judgement: Judgement, factor: float) -> Judgement:
     return msgspec.structs.replace(judgement, **times(judgement), stages=tuple(stages))
 
 
-def _batches_old(number: int) -> str:
-    return f"{number} batch{'es' * (number > 1)} old"
-
-
 def _memory_note(real: Split, fits: bool) -> str:
     if not fits:
         return "data parallel does not fit; compared is what it would take if it did"
@@ -228,75 +186,64 @@ def _memory_note(real: Split, fits: bool) -> str:
     return "data parallel " + (" and ".join(ways) or "fits as it is")
 
 
-def _binding(chains: Chains, judged: Judgement, kinds: Sequence[str]) -> str:
-    at, stage = judged.binding_stage, judged.stages[judged.binding_stage]
-    layers = chain_finder(chains, kinds)(stage.devices[0]).layers
-    span = f"{layers[stage.first].name} to {layers[stage.last].name}"
-    if stage.first == stage.last:
-        span = layers[stage.first].name
-    share = f"of {format_seconds(judged.seconds)}"
+def _binding(cluster: ClusterCosts, judged: Judgement) -> str:
+    index, stage = judged.binding_stage, judged.stages[judged.binding_stage]
+    first, last = (cluster.any_chain.layers[layer].name for layer in (stage.first, stage.last))
+    where = f"stage {index} ({first if stage.first == stage.last else f'{first} to {last}'})"
+    number, share = len(stage.devices), f"of {format_seconds(judged.seconds)}"
     if judged.binding is Binding.MEMORY:
-        memory = stage.memory
-        return (
-            f"memory: stage {at} ({span}) needs {format_bytes(memory.total_bytes)}, a device has"
-            f" {format_bytes(memory.device_bytes)}"
-        )
+        return f"memory: {where} {_lacking(stage)}"
     if judged.binding is Binding.SUM:
         return (
-            f"the sum of gradients of stage {at} ({span}) over {len(stage.devices)} devices:"
+            f"the sum of gradients of {where} over {number} devices:"
             f" {format_seconds(stage.sum_seconds)} {share}"
         )
     if judged.binding is Binding.TRANSFER:
         return (
-            f"the link from stage {at} to {at + 1}: messages behind {layers[stage.last].name} take"
+            f"the link from stage {index} to {index + 1}: messages behind {last} take"
             f" {format_seconds(stage.transfer_seconds)} {share}"
         )
+    computes = format_seconds(stage.compute_seconds)
+    return f"{where} computes {computes} {share} on {number} device{'s' * (number > 1)}"
+
+
+def _lacking(stage: StageJudgement) -> str:
     return (
-        f"stage {at} ({span}) computes {format_seconds(stage.compute_seconds)} {share} on"
-        f" {len(stage.devices)} device{'s' * (len(stage.devices) > 1)}"
+        f"needs {format_bytes(stage.memory.total_bytes)}, a device has"
+        f" {format_bytes(stage.memory.device_bytes)}"
     )
 
 
-def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> list[str]:
-    idle = [at for at, stage in enumerate(judged.stages) if max(stage.busy) < _IDLE]
-    working = [at for at in range(len(judged.stages)) if at not in idle]
-    found: list[str] = []
-    hides = _hides_sums(split, judged, gains)
-    if idle and len(working) == 1:
-        number = len(split.stages[working[0]].devices)
-        wasted = sum(len(split.stages[at].devices) for at in idle)
+def _findings(split: Split, judged: Judgement, gains: Sequence[Gain]) -> Iterator[str]:
+    is_idle = [max(stage.busy) < _IDLE for stage in judged.stages]
+    idle = [index for index in range(len(is_idle)) if is_idle[index]]
+    stale_seconds = sum(gain.seconds for gain in gains if gain.name == "staleness")
+    longest = max(judged.stages, key=lambda stage: stage.sum_seconds)
+    hides = stale_seconds > 0 and longest.sum_wait_seconds < _HIDDEN * longest.sum_seconds
+    if idle and is_idle.count(False) == 1:
+        number = split.replicas[is_idle.index(False)]
+        wasted = sum(split.replicas[index] for index in idle)
         ways = "with a hidden all-reduce" if hides else "whose all-reduce is not hidden"
-        found.append(
+        yield (
             f"this is {number}-way data parallel {ways}, no pipeline:"
             f" {wasted} device{'s' * (wasted > 1)} idle"
         )
     elif idle:
         names = ", ".join(map(str, idle))
-        found.append(f"stage {names} computes next to nothing; its devices are idle")
+        yield f"stage {names} computes next to nothing; its devices are idle"
     elif hides:
-        found.append("the all-reduce is hidden behind the next batch, which old weights allow")
-    staleness = next((gain for gain in gains if gain.name == "staleness"), None)
-    if staleness is not None and staleness.seconds > 0:
+        yield "the all-reduce is hidden behind the next batch, which old weights allow"
+    if stale_seconds > 0:
         total = sum(gain.seconds for gain in gains)
         if total <= 0:
-            found.append("data parallel is faster, and with fresh weights")
-        elif staleness.seconds >= _ALL * total:
-            found.append("all that it gains over data parallel is bought with old weights")
+            yield "data parallel is faster, and with fresh weights"
+        elif stale_seconds >= _ALL * total:
+            yield "all that it gains over data parallel is bought with old weights"
     if judged.bubble > 0.1:
-        found.append(f"even the busiest device does nothing for {judged.bubble:.0%} of the time")
+        yield f"even the busiest device does nothing for {judged.bubble:.0%} of the time"
     if any(split.recomputed):
         number = sum(split.recomputed)
-        found.append(f"{number} of {len(split.stages)} stages repeat their forward, for memory")
-    return found
-
-
-def _hides_sums(split: Split, judged: Judgement, gains: Sequence[Gain]) -> bool:
-    """Whether most of the longest sum has nobody waiting, thanks to old weights."""
-    if not any(split.lags):
-        return False
-    stage = max(judged.stages, key=lambda one: one.sum_seconds)
-    gained = sum(gain.seconds for gain in gains if gain.name == "staleness")
-    return gained > 0 and stage.sum_wait_seconds < _HIDDEN * stage.sum_seconds
+        yield f"{number} of {len(split.stages)} stages repeat their forward, for memory"
 
 
 def _alternatives(plan: ClusterPlan, judged: Judgement, factor: float) -> Iterator[Alternative]:
@@ -314,21 +261,17 @@ def _alternatives(plan: ClusterPlan, judged: Judgement, factor: float) -> Iterat
 
 
 def _reason(candidate: Candidate, judged: Judgement) -> str:
-    other = candidate.judgement
-    index, stage = other.binding_stage, other.stages[other.binding_stage]
+    theirs = candidate.judgement
+    index = theirs.binding_stage
     if not candidate.is_possible:
-        memory = stage.memory
-        return (
-            f"does not fit: stage {index} needs {format_bytes(memory.total_bytes)}, a device has"
-            f" {format_bytes(memory.device_bytes)}"
-        )
-    over = other.seconds / judged.seconds - 1 if judged.seconds else 0.0
-    waits = max(stage.sum_wait_seconds for stage in other.stages)
-    if waits > 0.25 * other.seconds:
+        return f"does not fit: stage {index} {_lacking(theirs.stages[index])}"
+    over = theirs.seconds / judged.seconds - 1 if judged.seconds else 0.0
+    waits = max(stage.sum_wait_seconds for stage in theirs.stages)
+    if waits > 0.25 * theirs.seconds:
         cause = f"waits {format_seconds(waits)} for sums of gradients"
-    elif other.bubble > 0.1:
-        cause = f"{other.bubble:.0%} bubble"
-    elif other.binding is Binding.TRANSFER:
+    elif theirs.bubble > 0.1:
+        cause = f"{theirs.bubble:.0%} bubble"
+    elif theirs.binding is Binding.TRANSFER:
         cause = f"bound by the link behind stage {index}"
     elif any(candidate.split.recomputed):
         cause = "repeats its forward"

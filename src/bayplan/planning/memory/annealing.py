@@ -131,9 +131,12 @@ def drop(space: SearchSpace, choices: Choices, limit_bytes: int) -> tuple[Choice
     Single drops are ranked together and taken in that order as long as each still does about what
     it promised; then they are ranked again. Returns the price paid last as well, in seconds for a
     byte less during one op.
+
+    The clock does not end it: it is short, and whether anything fits must not depend on how busy
+    the machine is.
     """
     current, price = space.judge(choices, limit_bytes), 0.0
-    while current.excess > 0 and current.length > 0 and not space.budget.is_out:
+    while current.excess > 0 and current.length > 0 and space.budget.share_judged < 1:
         over = space.evaluator.trace(choices).ops_over(limit_bytes)
         ranked = space.rank(choices, space.context.single_drops(choices, over), limit_bytes)
         promises = [(_worth(space, current, after), move) for move, after in ranked]

@@ -1,18 +1,16 @@
 """The largest batch that fits, strategy by strategy, without a single trial run.
 
 The ops of a model are the same at every batch size, and each buffer is a fixed part plus a part per
-sample, so two sizes determine all others exactly. Seconds and scratch memory are only nearly so.
+sample, so programs at two sizes determine all others. Seconds and scratch memory follow nearly.
 
-The ops of a model are the same at every batch size, so what made one size fit is the first thing
-to try at another, and a search is the last.
-
-The step is traced at two small batch sizes, from which its program at any size follows nearly.
-A size found on those programs is traced itself, which gives a better line and so a better size,
-until the line and the trace agree.
+The step is traced at two small batch sizes. The largest size that fits by extrapolation is traced
+itself, which gives a better line and so a better size, until line and trace agree. What made one
+size fit is tried first at the next one; a search comes last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -60,11 +58,7 @@ class AffineProgram:
 
     def __post_init__(self) -> None:
         assert self.small_batch != self.large_batch, "two different batch sizes"
-        shapes = [
-            (one.first_backward, list(map(_shape, one.ops)), list(map(_shape, one.repeats)))
-            for one in (self.small, self.large)
-        ]
-        if shapes[0] != shapes[1]:
+        if _shape(self.small) != _shape(self.large):
             raise CaptureError(
                 f"the step runs other operators at batch {self.small_batch} than at batch"
                 f" {self.large_batch}, so its largest batch cannot be searched; give --batch"
@@ -74,14 +68,12 @@ class AffineProgram:
         """The program at a batch size."""
         return structs.replace(
             self.large,
-            buffers=tuple(map(self._integer(batch), self.small.buffers, self.large.buffers)),
+            buffers=tuple(map(partial(self._bytes, batch), self.small.buffers, self.large.buffers)),
             ops=tuple(
                 self._op(batch, small, large)
                 for small, large in zip(self.small.ops, self.large.ops, strict=True)
             ),
-            resident_bytes=self._integer(batch)(
-                self.small.resident_bytes, self.large.resident_bytes
-            ),
+            resident_bytes=self._bytes(batch, self.small.resident_bytes, self.large.resident_bytes),
         )
 
     def _op(self, batch: int, small: Op, large: Op) -> Op:
@@ -97,24 +89,20 @@ class AffineProgram:
         )
 
     def _costs(self, batch: int, small: Op, large: Op) -> tuple[float, int]:
-        seconds = small.seconds + self._share(batch) * (large.seconds - small.seconds)
-        workspace_bytes = self._integer(batch)(small.workspace_bytes, large.workspace_bytes)
+        share = (batch - self.small_batch) / (self.large_batch - self.small_batch)
+        seconds = small.seconds + share * (large.seconds - small.seconds)
+        workspace_bytes = self._bytes(batch, small.workspace_bytes, large.workspace_bytes)
         return max(0.0, seconds), workspace_bytes
 
-    def _share(self, batch: int) -> float:
-        return (batch - self.small_batch) / (self.large_batch - self.small_batch)
-
-    def _integer(self, batch: int):  # noqa: ANN202 - a function of two integers to one
+    def _bytes(self, batch: int, small: int, large: int) -> int:
         distance = self.large_batch - self.small_batch
-
-        def between(small: int, large: int) -> int:
-            return max(0, small + (large - small) * (batch - self.small_batch) // distance)
-
-        return between
+        return max(0, small + (large - small) * (batch - self.small_batch) // distance)
 
 
-def _shape(op: Op) -> tuple[object, ...]:
-    return op.name, op.reads, op.writes, op.can_repeat
+def _shape(program: Program) -> tuple[object, ...]:
+    """All of a program but its sizes and costs."""
+    ops = [(op.name, op.reads, op.writes, op.can_repeat) for op in (*program.ops, *program.repeats)]
+    return program.first_backward, ops
 
 
 Packs = tuple[str, ...]  # what is packed in a variant of a step
@@ -161,9 +149,9 @@ def by_any(
                 if _peak_bytes(program, arrangement) <= limit_bytes:
                     return packs, arrangement
         for strategy in strategies:
-            found = by_one(strategy)(programs, limit_bytes)
-            if found is not None:
-                return found
+            fitting = by_one(strategy)(programs, limit_bytes)
+            if fitting is not None:
+                return fitting
         seconds = time_limit_seconds / len(programs)
         for packs, program in programs.items():
             for arrangement in _searched(program, limit_bytes, tier, seconds, cache_dir):
@@ -270,20 +258,20 @@ class _Search:
     def row(self, name: str) -> LargestBatch:
         """The largest size of one strategy."""
         way, lines = self._way(name), self._lines
-        found: dict[int, StepOrder | None] = {}
+        orders: dict[int, StepOrder | None] = {}
         batch = self._largest(way, lines)
-        while batch and batch not in found and len(found) < _MOST_TRACES:
+        while batch and batch not in orders and len(orders) < _MOST_TRACES:
             programs = self._programs(batch, tuple(lines))
-            found[batch] = self._order(name, way, programs, batch)
+            orders[batch] = self._order(name, way, programs, batch)
             lines = self._lines_to(batch, programs)
             batch = self._largest(way, lines)
-        fitting = [size for size, order in found.items() if order is not None]
-        batch = max(fitting, default=min(found, default=0))
-        while batch and found.get(batch) is None:
+        fitting = [size for size, order in orders.items() if order is not None]
+        batch = max(fitting, default=min(orders, default=0))
+        while batch and orders.get(batch) is None:
             batch -= max(1, batch // 16)
             programs = self._programs(batch, tuple(lines)) if batch else {}
-            found[batch] = self._order(name, way, programs, batch) if batch else None
-        order = found.get(batch)
+            orders[batch] = self._order(name, way, programs, batch) if batch else None
+        order = orders.get(batch)
         if order is None:
             return LargestBatch(name, 0)
         rate = batch / max(order.seconds, 1e-12)
@@ -292,12 +280,12 @@ class _Search:
     def _way(self, name: str) -> FittingWay:
         if name != "auto":
             return by_one(strategy_named(name, tier=self.tier))
-        others = [one for one in STRATEGIES if one != "auto"]
+        others = [other for other in STRATEGIES if other != "auto"]
         return by_any(
             [
-                strategy_named(one, tier=self.tier)
-                for one in others
-                if one not in _SWAPPING or self.tier is not None
+                strategy_named(other, tier=self.tier)
+                for other in others
+                if other not in _SWAPPING or self.tier is not None
             ],
             tier=self.tier,
             time_limit_seconds=_SEARCH_SHARE * self._planner.time_limit_seconds,
@@ -308,10 +296,10 @@ class _Search:
         self, name: str, way: FittingWay, programs: Mapping[Packs, Program], batch: int
     ) -> StepOrder | None:
         """What the strategy does at a size, if that fits; of ours the fastest that is known."""
-        found = way(programs, self._limit_bytes)
+        fitting = way(programs, self._limit_bytes)
         orders: list[StepOrder] = []
-        if found is not None:
-            packs, arrangement = found
+        if fitting is not None:
+            packs, arrangement = fitting
             order = order_of(
                 programs[packs],
                 arrangement,

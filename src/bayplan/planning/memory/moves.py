@@ -9,12 +9,13 @@ ops around it) form a row, in plain order. Moves change single gaps, exchange tw
 of a row, change all gaps of neighbouring ops, or copy one block's choices to another.
 """
 
+import contextlib
 import math
 import random
 import re
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy
@@ -81,6 +82,16 @@ class Budget:
         self._round_begin, self._round_used = time.monotonic(), self.used
         self._round_size = max(1, min(num_evaluations, self.total - self.used))
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count against the time limit."""
+        begin = time.monotonic()
+        yield
+        elapsed = time.monotonic() - begin
+        self._begin += elapsed
+        self._deadline += elapsed
+        self._round_begin += elapsed
+
     def stop(self, *, best_seconds: float) -> None:
         """Tell the listener that the search is done, whatever is left."""
         if self._on_progress is not None:
@@ -97,12 +108,16 @@ class Budget:
         return (time.monotonic() - begin) / max(self._deadline - begin, 1e-9)
 
     @property
-    def share_used(self) -> float:
-        """Of this round: 0 at its start; from 1 on it must end."""
+    def share_judged(self) -> float:
+        """Of this round's schedules; unlike `share_used`, the same on a slow or busy machine."""
         if self.used >= self.total:
             return 1.0
-        by_count = (self.used - self._round_used) / self._round_size
-        return max(by_count, self._share_of_time(self._round_begin))
+        return (self.used - self._round_used) / self._round_size
+
+    @property
+    def share_used(self) -> float:
+        """Of this round: 0 at its start; from 1 on it must end."""
+        return max(self.share_judged, self._share_of_time(self._round_begin))
 
     @property
     def is_out(self) -> bool:

@@ -3,22 +3,22 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from bayplan.data import files
 from bayplan.data.errors import DoesNotFit, FileFault
-from bayplan.data.plan import StepOrder, SwapOrder
+from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory.bounds import gap
 from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.search import plan_schedule
+from bayplan.planning.memory.search import plan_rounds, plan_schedule
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -27,6 +27,7 @@ from bayplan.simulating.swaps import Arrangement, Tier, arrangement_of, lane_sec
 __all__ = [
     "Decide",
     "FastestWithin",
+    "KeptOrder",
     "PackedVariants",
     "arrange",
     "as_planned",
@@ -74,8 +75,8 @@ Decide = Callable[[PackedVariants], StepOrder]
 class FastestWithin:
     """Our own way: the fastest order found within a memory limit.
 
-    Packed variants of the step are planned beside the plain one, and the fastest wins. What was
-    found is kept on disk, so that the same step is planned once.
+    One round of search ranks the packed variants of the step and the plain one; only the fastest
+    goes on. Orders are kept on disk, so that the same step is planned once.
 
     Attributes:
         limit: bytes, or a share of the plain step's peak.
@@ -106,7 +107,7 @@ class FastestWithin:
         known = {"plain_peak_bytes": plain_peak_bytes, "plain_seconds": program.plain_seconds}
         if plain.peak_bytes <= limit_bytes:
             return order_of(program, Arrangement(plain_schedule(program)), strategy=AUTO, **known)
-        kept = _Kept(self.cache, self._key(program, limit_bytes))
+        kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
             compile_inner_loop(self.cache)
@@ -121,40 +122,59 @@ class FastestWithin:
         self, traced: PackedVariants, limit_bytes: int, known: dict[str, int | float]
     ) -> StepOrder:
         variants = pack_variants(traced) if self.may_pack else [()]
-        found: list[StepOrder] = []
+        searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
         refusals: list[DoesNotFit] = []
-        for number, packs in enumerate(variants):
 
-            def tell(share: float, _: float, number: int = number) -> None:
-                self.on_progress((number + share) / len(variants))
+        def tell(share: float, _: float) -> None:
+            # First each variant once, then the fastest again.
+            num_done = len(searches) + len(refusals)
+            self.on_progress((num_done + share) / (len(variants) + 1))
 
-            program = traced.with_packs(packs).program
-            as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
-            smallest = _Kept(self.cache, f"smallest-{program.fingerprint}")
-            seconds = self.time_limit_seconds / len(variants)
+        seconds = self.time_limit_seconds / len(variants)
+        for packs in variants:
+            rounds = self._rounds(traced, packs, limit_bytes, known, seconds, tell)
             try:
-                arrangement = arrange(
-                    program,
-                    limit_bytes,
-                    tier=self.tier,
-                    cache=self.cache,
-                    time_limit_seconds=seconds,
-                    on_progress=tell,
-                )
+                searches.append((next(rounds), rounds))
             except DoesNotFit as refusal:
-                # Whoever comes back with the limit that a refusal named finds its plan.
-                known_small = smallest.read(traced, limit_bytes)
-                if known_small is None:
-                    refusals.append(refusal)
-                    named_bytes = refusal.smallest_bytes or 0
-                    if refusal.smallest_schedule and smallest.read(traced, named_bytes) is None:
-                        smallest.write(as_order(Arrangement(refusal.smallest_schedule)))
-                    continue
-                arrangement = Arrangement(known_small.schedule)
-            found.append(as_order(arrangement, tier=self.tier, limit_bytes=limit_bytes))
-        if not found:
+                refusals.append(refusal)
+        if not searches:
             raise min(refusals, key=lambda refusal: refusal.smallest_bytes or math.inf)
-        return min(found, key=lambda order: order.seconds)
+        first, rounds = min(searches, key=lambda search: search[0].seconds)
+        return min([first, *rounds], key=lambda order: order.seconds)
+
+    def _rounds(
+        self,
+        traced: PackedVariants,
+        packs: tuple[str, ...],
+        limit_bytes: int,
+        known: dict[str, int | float],
+        time_limit_seconds: float,
+        on_progress: Callable[[float, float], None],
+    ) -> Iterator[StepOrder]:
+        """The fastest order of one variant that is known after each round of its search."""
+        program = traced.with_packs(packs).program
+        as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
+        as_plan = partial(as_order, tier=self.tier, limit_bytes=limit_bytes)
+        arrangements = arrange_rounds(
+            program,
+            limit_bytes,
+            tier=self.tier,
+            cache=self.cache,
+            time_limit_seconds=time_limit_seconds,
+            on_progress=on_progress,
+        )
+        try:
+            yield from map(as_plan, arrangements)
+        except DoesNotFit as refusal:
+            # Whoever comes back with the limit that a refusal named finds its plan.
+            smallest = KeptOrder(self.cache, f"smallest-{program.fingerprint}")
+            known_small = smallest.read(traced, limit_bytes)
+            if known_small is None:
+                named_bytes = refusal.smallest_bytes or 0
+                if refusal.smallest_schedule and smallest.read(traced, named_bytes) is None:
+                    smallest.write(as_order(Arrangement(refusal.smallest_schedule)))
+                raise
+            yield as_plan(Arrangement(known_small.schedule))
 
     def _key(self, program: Program, limit_bytes: int) -> str:
         settings = (limit_bytes, self.time_limit_seconds, self.may_pack, self.tier)
@@ -162,7 +182,7 @@ class FastestWithin:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def arrange(
+def arrange_rounds(
     program: Program,
     limit_bytes: int,
     *,
@@ -170,28 +190,35 @@ def arrange(
     cache: Path,
     time_limit_seconds: float,
     on_progress: Callable[[float, float], None] | None = None,
-) -> Arrangement:
-    """The fastest repeats found within a limit, and swaps where there is a tier.
+) -> Iterator[Arrangement]:
+    """The fastest repeats within a limit after each round; with a tier, one plan with swaps.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if tier is not None:
-        return choose_swaps(
+        yield choose_swaps(
             program,
             limit_bytes,
             tier,
             plan=partial(plan_schedule, cache_dir=cache),
             time_limit_seconds=time_limit_seconds,
         ).arrangement
-    planned = plan_schedule(
+        return
+    for planned in plan_rounds(
         program,
         limit_bytes,
         time_limit_seconds=time_limit_seconds,
         cache_dir=cache,
         on_progress=on_progress,
-    )
-    return Arrangement(planned.schedule)
+    ):
+        yield Arrangement(planned.schedule)
+
+
+def arrange(program: Program, limit_bytes: int, **options: Any) -> Arrangement:
+    """The fastest repeats and swaps of a whole search; see `arrange_rounds`."""
+    *_, arrangement = arrange_rounds(program, limit_bytes, **options)
+    return arrangement
 
 
 def planned_bytes(limit_bytes: int) -> int:
@@ -255,12 +282,7 @@ def order_of(
         program_fingerprint=program.fingerprint,
         schedule=tuple(arrangement.schedule),
         packs=tuple(packs),
-        swaps=tuple(
-            SwapOrder(
-                buffer=swap.buffer, away_before=swap.away_before, backs_before=swap.backs_before
-            )
-            for swap in arrangement.swaps
-        ),
+        swaps=arrangement.swaps,
         strategy=strategy,
         peak_bytes=replay.peak_bytes,
         plain_peak_bytes=int(plain_peak_bytes),
@@ -280,7 +302,7 @@ def pack_variants(traced: PackedVariants) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(), worth_most, everything]))
 
 
-class _KeptOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _OrderFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of the cache."""
 
     schema: str = "bayplan/order"
@@ -288,7 +310,7 @@ class _KeptOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     order: StepOrder
 
 
-class _Kept:
+class KeptOrder:
     """One order in the cache; a damaged file counts as none, and a full disk costs time only."""
 
     def __init__(self, cache: Path, key: str) -> None:
@@ -297,7 +319,7 @@ class _Kept:
     def read(self, traced: PackedVariants, limit_bytes: int) -> StepOrder | None:
         with contextlib.suppress(FileFault, OSError, ValueError, AssertionError):
             if self._path.exists():
-                order = files.read(self._path, _KeptOrder).order
+                order = files.read(self._path, _OrderFile).order
                 program = traced.with_packs(order.packs).program
                 order.check_belongs_to(program)
                 swapped = arrangement_of(order).apply(program).program
@@ -307,4 +329,4 @@ class _Kept:
 
     def write(self, order: StepOrder) -> None:
         with contextlib.suppress(FileFault):
-            files.write(self._path, _KeptOrder(order=order))
+            files.write(self._path, _OrderFile(order=order))

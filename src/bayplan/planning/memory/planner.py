@@ -157,14 +157,14 @@ class Planner:
         for number, packs in enumerate(variants):
             program = self.step.traced.with_packs(packs).program
             seconds = time_limit_seconds / len(variants)
-            found = pareto(
+            plans = pareto(
                 program,
                 limit_of,
                 time_limit_seconds=seconds,
                 starts=[starts[packs].schedule] if packs in starts else [],
                 cache_dir=self.cache,
             )
-            for within_bytes, planned in found:
+            for within_bytes, planned in plans:
                 limit_bytes = limit_of[within_bytes]
                 self.on_progress("planning the curve", number, len(variants))
                 known = best.get(limit_bytes)
@@ -255,12 +255,12 @@ def write_curve(
         limit_bytes = Limit(share=percent / 100).of(plain_bytes)
         if limit_bytes > floor_bytes:
             name_of[limit_bytes] = f"{percent / 100:.2f}"
-    found: dict[int, StepOrder] = {}
+    orders: dict[int, StepOrder] = {}
     curve = planner.curve(
         sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4, starts=smallest
     )
     for limit_bytes, order in curve:
-        found[limit_bytes] = order
+        orders[limit_bytes] = order
         made = planner.plan(order, limit=Limit(size_bytes=limit_bytes))
         files.write(folder / f"{name_of[limit_bytes]}.json", made)
-    return sorted(found.items())
+    return sorted(orders.items())

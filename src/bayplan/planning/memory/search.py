@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Program
@@ -37,7 +38,7 @@ from bayplan.planning.memory.moves import Budget, Progress, SearchSpace
 from bayplan.planning.memory.native_evaluator import open_evaluator
 from bayplan.simulating.schedule import check_schedule, replay_schedule
 
-__all__ = ["Curve", "Planned", "fastest", "pareto", "plan_schedule", "smallest_peak", "squeeze"]
+__all__ = ["Curve", "Planned", "pareto", "plan_rounds", "plan_schedule", "smallest_peak", "squeeze"]
 
 _FIRST_STEP, _LAST_STEP = 0.08, 1e-3  # shares of the bytes that can be released at all
 
@@ -93,14 +94,19 @@ _FROM_DROPPED, _FROM_PLAIN, _FROM_BEST = 8e-4, 2e-3, (2e-4, 5e-5, 1e-5)
 _FIRST_ROUND, _WORTH_A_ROUND = 30_000, 5e-4
 
 
-def fastest(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices] = ()) -> Choices:
-    """The fastest choices found within the limit; if none fit, those of the smallest peak found.
+def improving(
+    space: SearchSpace, limit_bytes: int, starts: Sequence[Choices] = ()
+) -> Iterator[Choices]:
+    """After each round, the fastest choices found within the limit.
+
+    If none fit, those of the smallest peak found come once, and nothing after them.
 
     `starts` are choices to begin with, whether they fit or not. If greedy drops make one fit, the
     search stays around it, which is much quicker than from nothing.
     """
     if space.fits(space.plain, limit_bytes) or not space.context.by_place:
-        return space.plain
+        yield space.plain
+        return
     bound_seconds = least_seconds(space.program, limit_bytes)
     space.budget.start_round(_FIRST_ROUND)
     dropped = [drop(space, start, limit_bytes) for start in starts]
@@ -121,12 +127,15 @@ def fastest(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices] = ()
             space.budget.start_round(space.budget.total)
             best = squeeze(space, goal_bytes=limit_bytes, start=best)
             if not space.fits(best, limit_bytes):
-                return best
+                yield best
+                return
             space.budget.start_round(_FIRST_ROUND)
         best = _settle(space, best, price, limit_bytes)
         space.budget.start_round(_FIRST_ROUND * 2**round_number)
         best = refill(space, best, limit_bytes)
         seconds = space.judge(best, limit_bytes).seconds
+        with space.budget.paused():
+            yield best
         if (
             seconds <= bound_seconds * (1 + 1e-9)
             or seconds > best_seconds * (1 - _WORTH_A_ROUND)
@@ -135,7 +144,6 @@ def fastest(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices] = ()
             break
         best_seconds = seconds
     space.budget.stop(best_seconds=seconds)
-    return best
 
 
 def _wander(
@@ -212,7 +220,7 @@ class Curve:
 _DOWN, _UP = 2, 1
 
 
-def plan_schedule(
+def plan_rounds(
     program: Program,
     limit_bytes: int,
     *,
@@ -222,14 +230,16 @@ def plan_schedule(
     starts: Sequence[Sequence[int]] = (),
     on_progress: Progress | None = None,
     cache_dir: Path | None = None,
-) -> Planned:
-    """Find the fastest schedule whose peak is within the limit.
+) -> Iterator[Planned]:
+    """Find the fastest schedule whose peak is within the limit; a plan comes after each round.
+
+    Whoever does not ask for the next plan ends the search.
 
     Args:
         program: the step.
         limit_bytes: for everything, inputs included.
-        time_limit_seconds: when to stop at the latest; the search stops by itself when it no
-            longer improves.
+        time_limit_seconds: when to stop; the search stops by itself when it no longer improves.
+            Starts are judged and greedy drops finished in any case.
         seed: of the search.
         num_evaluations: how many schedules to judge at most; by default as many as the time allows.
         starts: schedules to start from, whether they fit or not; the result is never slower than
@@ -241,24 +251,30 @@ def plan_schedule(
         DoesNotFit: no schedule within the limit was found, or none exists.
     """
     space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
+    known = _fitting(program, starts, limit_bytes)[:1]
     if least_peak(program).peak_bytes <= limit_bytes:
         begin = [choices_of_schedule(program, space.evaluator.gaps, start) for start in starts]
-        choices = fastest(space, limit_bytes, begin)
+        rounds = improving(space, limit_bytes, begin)
     else:
-        choices = squeeze(space)
-    schedule = space.evaluator.schedule(choices)
-    plans = _fitting(program, starts, limit_bytes)[:1]
-    peak_bytes = replay_schedule(program, schedule).peak_bytes
-    if peak_bytes <= limit_bytes:
-        plans.append(schedule)
-    if not plans:
-        raise DoesNotFit(
-            refusal(program, schedule, limit_bytes),
-            smallest_bytes=peak_bytes,
-            smallest_schedule=schedule,
-        )
-    finished = [finish(space.evaluator, plan, limit_bytes) for plan in plans]
-    return min(finished, key=lambda planned: planned.seconds)
+        rounds = iter([squeeze(space)])
+    for choices in rounds:
+        schedule = space.evaluator.schedule(choices)
+        peak_bytes = replay_schedule(program, schedule).peak_bytes
+        plans = [*known, schedule] if peak_bytes <= limit_bytes else known
+        if not plans:
+            raise DoesNotFit(
+                refusal(program, schedule, limit_bytes),
+                smallest_bytes=peak_bytes,
+                smallest_schedule=schedule,
+            )
+        finished = [finish(space.evaluator, plan, limit_bytes) for plan in plans]
+        yield min(finished, key=lambda planned: planned.seconds)
+
+
+def plan_schedule(program: Program, limit_bytes: int, **options: Any) -> Planned:
+    """The fastest schedule of the whole search; see `plan_rounds`."""
+    *_, planned = plan_rounds(program, limit_bytes, **options)
+    return planned
 
 
 def _open(
@@ -301,7 +317,7 @@ def smallest_peak(
     on_progress: Progress | None = None,
     cache_dir: Path | None = None,
 ) -> Planned:
-    """The schedule of the smallest peak found, whatever it costs; see `plan_schedule`."""
+    """The schedule of the smallest peak found, whatever it costs; see `plan_rounds`."""
     space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
     choices = squeeze(space)
     peak_bytes = space.judge(choices, 0).peak_bytes
@@ -333,8 +349,8 @@ def pareto(
         time_limit_seconds: for all limits together.
         seed: of each search.
         num_evaluations: how many schedules to judge at most, for all limits together.
-        starts: see `plan_schedule`.
-        cache_dir: see `plan_schedule`.
+        starts: see `plan_rounds`.
+        cache_dir: see `plan_rounds`.
     """
     floor_bytes = least_peak(program).peak_bytes
     curve = Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])

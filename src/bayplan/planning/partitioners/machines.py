@@ -7,11 +7,11 @@ hosts in a rack, joined by another. Any described cluster whose groups are of eq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from bayplan.data.errors import UsageError
+from bayplan.simulating.cluster_network import Level
 
-__all__ = ["Grouping", "MachineLevel", "Machines", "machines_of"]
+__all__ = ["MachineLevel", "Machines", "machines_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,7 @@ class Machines:
 
     @classmethod
     def of(cls, counts: Sequence[int], bandwidths: Sequence[float]) -> "Machines":
-        """Of levels alone; devices are numbered from 0.
-
-        Example:
-            >>> Machines.of((4, 2), (10e9, 5e9)).devices
-            (0, 1, 2, 3, 4, 5, 6, 7)
-        """
+        """Of levels alone; devices are numbered from 0."""
         levels = tuple(
             MachineLevel(count=count, bandwidth_bytes_per_s=bandwidth)
             for count, bandwidth in zip(counts, bandwidths, strict=True)
@@ -62,16 +57,7 @@ class Machines:
         return cls(levels, tuple(range(math.prod(counts))))
 
 
-class Grouping(Protocol):
-    """Groups of devices that reach each other by links of at least a bandwidth."""
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float: ...
-    @property
-    def groups(self) -> Sequence[Sequence[int]]: ...
-
-
-def machines_of(groupings: Iterable[Grouping]) -> Machines:
+def machines_of(network_levels: Iterable[Level]) -> Machines:
     """Devices by the levels of a network, the nearest first.
 
     Raises:
@@ -80,8 +66,8 @@ def machines_of(groupings: Iterable[Grouping]) -> Machines:
     """
     levels: list[MachineLevel] = []
     inner_groups: tuple[tuple[int, ...], ...] = ()
-    for grouping in groupings:
-        groups = [tuple(group) for group in grouping.groups]
+    for level in network_levels:
+        groups = [tuple(group) for group in level.groups]
         sizes = {len(group) for group in groups}
         if len(sizes) > 1:
             raise UsageError(
@@ -94,12 +80,8 @@ def machines_of(groupings: Iterable[Grouping]) -> Machines:
                 for group in map(set, groups)
             ]
         size = len(inner_groups[0]) if inner_groups else 1
-        levels.append(
-            MachineLevel(
-                count=len(groups[0]) // size,
-                bandwidth_bytes_per_s=grouping.bandwidth_bytes_per_s,
-            )
-        )
+        count, bandwidth = len(groups[0]) // size, level.bandwidth_bytes_per_s
+        levels.append(MachineLevel(count=count, bandwidth_bytes_per_s=bandwidth))
         inner_groups = tuple(groups)
     if len(inner_groups) > 1:
         raise UsageError(f"{len(inner_groups)} groups of devices that no level joins")

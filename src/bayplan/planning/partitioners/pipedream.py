@@ -27,16 +27,15 @@ as PipeDream has under way.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bayplan.data.chain import Chain
 from bayplan.data.errors import DoesNotFit, UsageError
-from bayplan.data.plan import Stage
 from bayplan.data.units import format_bytes
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.partitioners.machines import MachineLevel, Machines
 
 __all__ = [
@@ -48,9 +47,9 @@ __all__ = [
     "optimize",
     "pipedream",
     "pipedream_split",
-    "straight",
 ]
 
+_Seconds = TypeVar("_Seconds", float, NDArray[np.float64])
 _SAME = 1e-12  # costs this close are equal: sums in another order differ by as much
 
 
@@ -126,14 +125,12 @@ class Optimum:
             stages of the one before.
         stage_seconds: of a minibatch in the slowest stage.
         data_parallel_seconds: the same for one stage on all machines.
-        single_seconds: of a minibatch on one machine.
         num_ties: how often another cut would have been as good.
     """
 
     levels: tuple[tuple[StageRange, ...], ...]
     stage_seconds: float
     data_parallel_seconds: float
-    single_seconds: float
     num_ties: int
 
 
@@ -157,18 +154,30 @@ def optimize(
         UsageError: if a straight pipeline is longer than the model.
     """
     options = options or PipeDreamOptions()
-    compute = _between(states.seconds)
+    compute, parallel = _between(states.seconds, nothing=inf), float(states.seconds[-1])
     tables: list[_Table] = []
     within = 1
     for level in levels:
         is_last = level is levels[-1]
         table = _Table(states, compute, level, within, options, num_begins=1 if is_last else None)
         tables.append(table)
+        parallel = _stage_seconds(
+            parallel, float(states.parameter_bytes[-1]), level, level.count, within
+        )
         compute, within = table.best[-1], level.count
     seconds = float(tables[-1].best[-1, 0, -1])
+    if seconds == inf and options.memory_bytes is not None:
+        raise DoesNotFit(
+            f"every split stashes more than {format_bytes(options.memory_bytes)} on a machine; fits"
+            " with a higher limit"
+        )
     if seconds == inf:
-        _refuse(states, levels, options)
-    found: list[tuple[StageRange, ...]] = []
+        raise UsageError(
+            f"a straight pipeline has a stage for each of {max(level.count for level in levels)}"
+            f" machines, but the model can be cut into {len(states)} at most; works if machines may"
+            " stay idle"
+        )
+    by_level: list[tuple[StageRange, ...]] = []
     num_ties = 0
     spans = [(0, len(states))]
     for index, table in enumerate(reversed(tables)):
@@ -178,54 +187,38 @@ def optimize(
             own, ties = table.stages(first, end, wanted)
             stages += own
             num_ties += ties
-        found.append(tuple(stages))
+        by_level.append(tuple(stages))
         spans = [(stage.first, stage.end) for stage in stages]
     return Optimum(
-        levels=tuple(found),
+        levels=tuple(by_level),
         stage_seconds=seconds,
-        data_parallel_seconds=_data_parallel(states, levels),
-        single_seconds=float(states.seconds[-1]),
+        data_parallel_seconds=parallel,
         num_ties=num_ties,
     )
 
 
-def _refuse(states: States, levels: Sequence[MachineLevel], options: PipeDreamOptions) -> NoReturn:
-    if options.memory_bytes is not None:
-        raise DoesNotFit(
-            f"every split stashes more than {format_bytes(options.memory_bytes)} on a machine; fits"
-            " with a higher limit"
-        )
-    most = max(level.count for level in levels)
-    raise UsageError(
-        f"a straight pipeline has a stage for each of {most} machines, but the model can be cut"
-        f" into {len(states)} at most; works if machines may stay idle"
-    )
-
-
-def _between(until: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What lies behind state i - 1 (row i; 0 for the begin) up to state j, endless if nothing."""
+def _between(until: NDArray[np.float64], *, nothing: float) -> NDArray[np.float64]:
+    """What lies behind state i - 1 (row i; 0 for the begin) up to state j."""
     number = len(until)
-    found = until - np.concatenate(([0.0], until))[:, None]
-    found[np.arange(number + 1)[:, None] > np.arange(number)] = inf
-    return found
+    between = until - np.concatenate(([0.0], until))[:, None]
+    between[np.arange(number + 1)[:, None] > np.arange(number)] = nothing
+    return between
 
 
-def _data_parallel(states: States, levels: Sequence[MachineLevel]) -> float:
-    seconds, within = float(states.seconds[-1]), 1
-    for level in levels:
-        sums = 4 * (level.count - 1) * float(states.parameter_bytes[-1])
-        seconds += sums / (level.bandwidth_bytes_per_s * level.count) / within
-        seconds, within = seconds / level.count, level.count
-    return seconds
+def _stage_seconds(
+    compute: _Seconds, weights: _Seconds, level: MachineLevel, replicas: int, within: int = 1
+) -> _Seconds:
+    """Of a stage with replicas, whose sums are shared by so many machines of a group."""
+    sums = 4 * (replicas - 1) * weights / (level.bandwidth_bytes_per_s * replicas) / within
+    return (compute + sums) / replicas
 
 
 class _Choice(NamedTuple):
-    """The last stage of a way, and what is left before it; no cut if that is nothing."""
+    """The last stage of a way, and the machines that are left for all before it."""
 
     seconds: float
-    cut: int | None
-    replicas: int
-    left: int  # machines; for a stage that is alone, those it has
+    stage: StageRange
+    num_left: int
 
 
 class _Table:
@@ -246,15 +239,14 @@ class _Table:
         self.states, self.level, self.options = states, level, options
         number, count = len(states), level.count
         rows = num_begins or number + 1
-        weights = _finite(_between(states.parameter_bytes))
-        self.stashed = _finite(_between(states.held_bytes)) + weights
+        weights = _between(states.parameter_bytes, nothing=0.0)
+        self.stashed = _between(states.held_bytes, nothing=0.0) + weights
         self.best = np.full((count, rows, number), inf)
         for m in range(1, (1 if options.is_straight else count) + 1):
-            sums = 4 * (m - 1) * weights[:rows] / (level.bandwidth_bytes_per_s * m) / within
-            self.best[m - 1] = (compute[:rows] + sums) / m
+            self.best[m - 1] = _stage_seconds(compute[:rows], weights[:rows], level, m, within)
             self._limit(self.best[m - 1], self.stashed[:rows], ceil((count - m) / m))
         self.alone = self.best.copy()
-        self.last = self._last_stages(compute, weights)
+        self.last = self._last_stages(compute[1:], weights[1:])
         self._fill()
 
     def _last_stages(
@@ -263,18 +255,16 @@ class _Table:
         """By replicas, cut and end: what a stage behind a cut takes, transfers included."""
         bandwidth, compression = self.level.bandwidth_bytes_per_s, self.options.compression
         most = 1 if self.options.is_straight else max(1, self.level.count - 1)
-        found = np.empty((most, len(self.states), len(self.states)))
+        last = np.empty((most, len(self.states), len(self.states)))
         for n in range(1, most + 1):
-            sums = 4 * (n - 1) * weights[1:] / (bandwidth * n)
-            found[n - 1] = (compute[1:] + sums) / n
+            last[n - 1] = _stage_seconds(compute, weights, self.level, n)
             if compression is not None:
                 transfers = 2.0 * self.states.sent_bytes / (bandwidth * n) / compression
                 outward = transfers.copy()
                 outward[-1] = 0.0  # nothing is behind the last state
-                found[n - 1] = np.maximum(found[n - 1], transfers[:, None])
-                found[n - 1] = np.maximum(found[n - 1], outward)
-        found[:, ~self.states.is_before.T] = inf
-        return found
+                last[n - 1] = np.maximum(last[n - 1], np.maximum(transfers[:, None], outward))
+        last[:, ~self.states.is_before.T] = inf
+        return last
 
     def _fill(self) -> None:
         number, rows = len(self.states), self.best.shape[1]
@@ -283,7 +273,7 @@ class _Table:
                 np.minimum(self.best[m - 1], self.best[m - 2], out=self.best[m - 1])
             last = self._limited_last(m)
             # best[before], from m - 1 machines down, goes with 1, 2, ... replicas of the last stage
-            before = self.best[m - 2 :: -1][: len(last)] if m > 1 else self.best[:0]
+            before = self.best[m - 2 :: -1][: len(last)]
             for j in range(1, number):
                 begins = min(rows, j)
                 ways = np.maximum(before[:, :begins, :j], last[:, None, :j, j])
@@ -292,11 +282,9 @@ class _Table:
 
     def _limited_last(self, m: int) -> NDArray[np.float64]:
         """The last stages that may be part of m machines."""
-        last = self.last[: m - 1]
-        if self.options.memory_bytes is not None:
-            last = last.copy()
-            for n, stages in enumerate(last, start=1):
-                self._limit(stages, self.stashed[1:], ceil((self.level.count - m) / n))
+        last = self.last[: m - 1].copy()
+        for n, stages in enumerate(last, start=1):
+            self._limit(stages, self.stashed[1:], ceil((self.level.count - m) / n))
         return last
 
     def _limit(
@@ -309,38 +297,31 @@ class _Table:
         self, first: int, end: int, wanted: frozenset[StageRange]
     ) -> tuple[list[StageRange], int]:
         """The way that `best` found, from back to front, and how often another was as good."""
-        found: list[StageRange] = []
+        stages: list[StageRange] = []
         num_ties, machines = 0, self.level.count
         while True:
             least = self.best[machines - 1, first, end - 1] * (1 + _SAME)
-            choices = [one for one in self._choices(first, end, machines) if one.seconds <= least]
+            ways = self._choices(first, end, machines)
+            choices = [choice for choice in ways if choice.seconds <= least]
             num_ties += len(choices) > 1
-
-            def stage(one: _Choice, end: int = end) -> StageRange:
-                return StageRange(first if one.cut is None else one.cut + 1, end, one.replicas)
-
-            choice = next((one for one in choices if stage(one) in wanted), choices[0])
-            found.append(stage(choice))
-            if choice.cut is None:
-                return found[::-1], num_ties
-            end, machines = choice.cut + 1, choice.left
+            choice = next((choice for choice in choices if choice.stage in wanted), choices[0])
+            stages.append(choice.stage)
+            if choice.stage.first == first:
+                return stages[::-1], num_ties
+            end, machines = choice.stage.first, choice.num_left
 
     def _choices(self, first: int, end: int, machines: int) -> Iterator[_Choice]:
         """All ways to end, a single stage first; machines that stay idle last."""
         j = end - 1
-        least = machines if not self.options.may_use_fewer else 1
+        least = 1 if self.options.may_use_fewer else machines
         for m in range(machines, least - 1, -1):
-            yield _Choice(float(self.alone[m - 1, first, j]), None, m, 0)
+            yield _Choice(float(self.alone[m - 1, first, j]), StageRange(first, end, m), 0)
             last = self._limited_last(m)
             for k in range(first, j):
-                for n in range(1, min(len(last), m - 1) + 1):
+                for n in range(1, len(last) + 1):
                     seconds = max(self.best[m - n - 1, first, k], last[n - 1, k, j])
                     if seconds < inf:
-                        yield _Choice(float(seconds), k, n, m - n)
-
-
-def _finite(figures: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(np.isfinite(figures), figures, 0.0)
+                        yield _Choice(float(seconds), StageRange(k + 1, end, n), m - n)
 
 
 def pipedream(
@@ -352,39 +333,24 @@ def pipedream(
     options: PipeDreamOptions | None = None,
     partitioner: str = "pipedream",
 ) -> Split:
-    """PipeDream's stages of a chain; without options, with transfers, as its manual has it."""
-    found = optimize(
-        chain_states(chain),
-        machines.levels,
-        options or PipeDreamOptions(compression=1.0),
-    )
-    return pipedream_split(
-        found,
+    """PipeDream's stages of a chain; without options, with transfers, as its manual has it.
+
+    A straight pipeline drains after every batch.
+    """
+    options = options or PipeDreamOptions(compression=1.0)
+    split = pipedream_split(
+        optimize(chain_states(chain), machines.levels, options),
         machines,
-        cuts=tuple(range(len(chain.layers))),
+        cuts=range(len(chain.layers)),
         num_samples=num_samples,
         num_micro_batches=num_micro_batches,
         partitioner=partitioner,
     )
-
-
-def straight(
-    chain: Chain, machines: Machines, *, num_samples: int, num_micro_batches: int = 1
-) -> Split:
-    """One device for each stage, the slowest of which is as fast as can be; drains every batch."""
-    found = pipedream(
-        chain,
-        machines,
-        num_samples=num_samples,
-        num_micro_batches=num_micro_batches,
-        options=PipeDreamOptions(compression=1.0, is_straight=True, may_use_fewer=True),
-        partitioner="straight",
-    )
-    return replace(found, lags=())
+    return replace(split, lags=()) if options.is_straight else split
 
 
 def pipedream_split(
-    found: Optimum,
+    optimum: Optimum,
     machines: Machines,
     *,
     cuts: Sequence[int],
@@ -392,15 +358,11 @@ def pipedream_split(
     num_micro_batches: int,
     partitioner: str = "pipedream",
 ) -> Split:
-    """Put what was found on devices; `cuts` has, by state, the last layer before a cut there."""
-    stages = tuple(
-        Stage(
-            first=cuts[first - 1] + 1 if first else 0,
-            last=cuts[end - 1],
-            devices=devices,
-            shares=(1,) * len(devices),
-        )
-        for first, end, devices in _placed(found, machines, 0, (0, len(cuts)), (0,))
+    """Put an optimum on devices; `cuts` has, by state, the last layer before a cut there."""
+    ends = (0, *(cut + 1 for cut in cuts))
+    placed = list(_placed(optimum, machines, 0, (0, len(cuts)), (0,)))
+    stages = equal_stages(
+        [(ends[first], ends[end]) for first, end, _ in placed], [devices for *_, devices in placed]
     )
     widths = [len(stage.devices) for stage in stages]
     after = [sum(widths[index + 1 :]) for index in range(len(stages))]
@@ -414,24 +376,21 @@ def pipedream_split(
 
 
 def _placed(
-    found: Optimum,
-    machines: Machines,
-    level: int,
-    span: tuple[int, int],
-    begins: tuple[int, ...],
+    optimum: Optimum, machines: Machines, level: int, span: tuple[int, int], begins: tuple[int, ...]
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """The stages within a span of states, on each of the groups that begin there.
 
-    Levels of `found` are the farthest first, those of `machines` the nearest.
+    Levels of `optimum` are the farthest first, those of `machines` the nearest.
     """
     if level == len(machines.levels):
         yield (*span, tuple(machines.devices[begin] for begin in begins))
         return
     inner = machines.levels[: len(machines.levels) - 1 - level]
-    size = prod(each.count for each in inner)
+    size = prod(group.count for group in inner)
     used = 0
-    for first, end, replicas in found.levels[level]:
+    for first, end, replicas in optimum.levels[level]:
         if span[0] <= first < span[1]:
-            own = tuple(begin + (used + at) * size for begin in begins for at in range(replicas))
+            places = range(used * size, (used + replicas) * size, size)
+            own = tuple(begin + place for begin in begins for place in places)
             used += replicas
-            yield from _placed(found, machines, level + 1, (first, end), own)
+            yield from _placed(optimum, machines, level + 1, (first, end), own)

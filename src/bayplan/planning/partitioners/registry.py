@@ -13,11 +13,10 @@ from typing import Protocol
 
 from bayplan.data.chain import Chain, Layer
 from bayplan.data.errors import UsageError, did_you_mean
-from bayplan.data.plan import Stage
 from bayplan.planning.clusters.refining import data_parallel
-from bayplan.planning.clusters.split import Split
+from bayplan.planning.clusters.split import Split, equal_stages
 from bayplan.planning.partitioners.machines import Machines
-from bayplan.planning.partitioners.pipedream import PipeDreamOptions, pipedream, straight
+from bayplan.planning.partitioners.pipedream import PipeDreamOptions, pipedream
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_load, cuts_by_share
 
 __all__ = ["PARTITIONERS", "Partitioner", "cut_by", "find_partitioner"]
@@ -31,13 +30,7 @@ class Partitioner(Protocol):
     """Decides which layers are on which devices."""
 
     def __call__(
-        self,
-        chain: Chain,
-        machines: Machines,
-        /,
-        *,
-        num_samples: int,
-        num_micro_batches: int = 1,
+        self, chain: Chain, machines: Machines, /, *, num_samples: int, num_micro_batches: int = 1
     ) -> Split: ...
 
 
@@ -70,22 +63,16 @@ def cut_by(
     replicas: Sequence[int] = (),
     ratios: Sequence[int] = (),
 ) -> Split:
-    """Cut by one of the simple rules, on devices in their order.
+    """Cut by one of the simple rules, `even-…` or `oneflow-…`, on devices in their order.
 
     Args:
-        name: `even-…` or `oneflow-…`.
-        chain: to be cut.
-        machines: to be put on.
-        num_samples: of a batch.
-        num_micro_batches: of a batch.
         replicas: of each stage; empty for one device each, or more where layers are few.
         ratios: of the stages. Empty for a part by replicas with `even-…`, for equal parts with
             OneFlow's rules.
     """
     replicas = replicas or _spread(len(chain.layers), len(machines.devices))
-    equal = replicas if name.startswith("even-") else (1,) * len(replicas)
-    share = num_samples / num_micro_batches / chain.num_samples
-    firsts = _CUTS[name](chain, ratios or equal, share)
+    ratios = ratios or (replicas if name.startswith("even-") else (1,) * len(replicas))
+    firsts = _CUTS[name](chain, ratios, num_samples / num_micro_batches / chain.num_samples)
     if len(firsts) != len(replicas):
         raise UsageError(f"{len(firsts)} stages, but replicas of {len(replicas)} are given")
     if sum(replicas) > len(machines.devices):
@@ -93,18 +80,11 @@ def cut_by(
             f"{sum(replicas)} replicas over all stages, but there are {len(machines.devices)}"
             " devices"
         )
-    places = accumulate(replicas, initial=0)
+    places = pairwise(accumulate(replicas, initial=0))
     return Split(
-        stages=tuple(
-            Stage(
-                first=first,
-                last=after - 1,
-                devices=machines.devices[begin:end],
-                shares=(1,) * (end - begin),
-            )
-            for (first, after), (begin, end) in zip(
-                pairwise((*firsts, len(chain.layers))), pairwise(places), strict=True
-            )
+        stages=equal_stages(
+            pairwise((*firsts, len(chain.layers))),
+            [machines.devices[begin:end] for begin, end in places],
         ),
         num_samples=num_samples,
         num_micro_batches=num_micro_batches,
@@ -128,7 +108,12 @@ def _data_parallel(
 
 PARTITIONERS: dict[str, Partitioner] = {
     "data-parallel": _data_parallel,
-    "straight": straight,
+    # One device for each stage, of which the slowest is as fast as can be.
+    "straight": partial(
+        pipedream,
+        options=PipeDreamOptions(compression=1.0, is_straight=True, may_use_fewer=True),
+        partitioner="straight",
+    ),
     **{name: partial(cut_by, name) for name in _CUTS},
     "pipedream": pipedream,
     "pipedream-no-transfer": partial(
@@ -138,14 +123,6 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str) -> Partitioner:
-    """Look one up.
-
-    Example:
-        >>> find_partitioner("data_paralel")
-        Traceback (most recent call last):
-        bayplan.data.errors.UsageError: no partitioner 'data_paralel': did you mean\
- 'data-parallel'?
-    """
     if name not in PARTITIONERS:
         known = ("auto", *PARTITIONERS)
         raise UsageError(f"no partitioner {name!r}: {did_you_mean(name, known)}")

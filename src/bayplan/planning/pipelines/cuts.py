@@ -26,7 +26,6 @@ def cuts_by_share(
 
     Args:
         weights: of each forward operator, its backward included.
-        shares: of each stage.
         sent_bytes: what a cut before each operator would send; None if that is not to matter.
         slack: how far a cut may move, as a part of all weights.
 
@@ -58,11 +57,6 @@ def cuts_by_count(counts: Sequence[float], shares: Sequence[int]) -> tuple[int, 
 
     Args:
         counts: what each forward operator counts; see `operator_counts`.
-        shares: of each stage.
-
-    Example:
-        >>> cuts_by_count([4, 1, 1, 4, 1, 3], (2, 1))
-        (0, 5)
     """
     _check(shares, len(counts))
     before = list(accumulate(counts, initial=0.0))
@@ -82,11 +76,6 @@ def cuts_by_load(num_depths: int, loads: Sequence[int]) -> tuple[int, ...]:
 
     Args:
         num_depths: of the operators that make up the model; its layers, where they are in a row.
-        loads: of each stage.
-
-    Example:
-        >>> cuts_by_load(10, (2, 1))
-        (0, 6)
     """
     _check(loads, num_depths)
     firsts = tuple(

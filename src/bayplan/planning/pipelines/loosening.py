@@ -6,7 +6,7 @@ rank may choose needs more memory than was checked, or gets stuck:
 1. The forwards of a stage keep the order of the list, and so do its backwards. A forward waits
    until no more of the stage's pieces are in flight than the list has at its fullest moment.
 2. A receive waits for all that its taker waits for, so that what was received is used at once.
-3. Reduces keep their order, for collectives must be issued in one order on all ranks.
+3. Reduces keep their order, because all ranks must issue collectives in one order.
 
 NOTE [ Why it ends ]
 All of these lead from an earlier position of a list to a later one, and so does every message in
@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bayplan.data.actions import Action, ActionKind
-from bayplan.simulating.checking import BACKWARDS, orders
+from bayplan.data.actions import BACKWARDS, Action, ActionKind
+from bayplan.simulating.checking import orders
 from bayplan.simulating.pipeline import Pipeline
 
 __all__ = ["Loose", "loosen"]
@@ -55,14 +55,12 @@ def loosen(
     """What each action of a checked list waits for.
 
     Args:
-        pipeline: what is to be done.
-        rank: whose list it is.
-        own: the list.
+        own: the list of the rank.
         in_flight: by stage, the most pieces that the list has in flight.
         lags: by stage, how many batches its backward is behind its forward. Where it is, a step's
             backward is of an older batch than its forward and does not wait for it.
     """
-    positions = {action: at for at, action in enumerate(own)}
+    positions = {action: position for position, action in enumerate(own)}
     needs: list[set[int]] = [set() for _ in own]
     for first, then in orders(pipeline, rank, positions):
         is_of_older = first.kind is _K.FORWARD and then.kind in BACKWARDS and lags[then.stage]
@@ -70,13 +68,17 @@ def loosen(
             needs[positions[then]].add(positions[first])
     for before, after in (*_kept_orders(own), *_bounds(own, in_flight)):
         needs[after].add(before)
-    takers = dict(_takers(own, positions))
-    for receive, taker in takers.items():
-        needs[receive] |= {at for at in needs[taker] if at < receive}
+    takers: dict[int, int] = {}
+    for action, receive in positions.items():
+        for kind in _TAKERS.get(action.kind, ()):
+            taker = positions.get(Action(action.stage, kind, action.index))
+            if taker is not None:
+                takers[receive] = taker
+                needs[receive] |= {position for position in needs[taker] if position < receive}
     return Loose(
         needs=tuple(map(frozenset, needs)),
         takers=takers,
-        retire=tuple(tuple(_retired(pipeline, rank, action, positions)) for action in own),
+        retire=tuple(_retired(pipeline, rank, action, positions) for action in own),
     )
 
 
@@ -111,21 +113,14 @@ def _bounds(own: Sequence[Action], in_flight: dict[int, int]) -> Iterator[tuple[
             forwards[action.stage] += 1
 
 
-def _takers(own: Sequence[Action], positions: dict[Action, int]) -> Iterator[tuple[int, int]]:
-    for position, action in enumerate(own):
-        for kind in _TAKERS.get(action.kind, ()):
-            taker = Action(action.stage, kind, action.index)
-            if taker in positions:
-                yield position, positions[taker]
-
-
 def _retired(
     pipeline: Pipeline, rank: int, action: Action, positions: dict[Action, int]
-) -> Iterator[int]:
+) -> tuple[int, ...]:
     if action.kind is not _K.RECEIVE_BACKWARD:
-        return
+        return ()
     send = Action(action.stage, _K.SEND_FORWARD, action.index)
-    answered = {(one.receiver, one.target_stage) for one in pipeline.moved(rank, action)}
-    asked = {(one.receiver, one.target_stage) for one in pipeline.moved(rank, send)}
-    if send in positions and asked <= answered:
-        yield positions[send]
+    answered, asked = (
+        {(message.receiver, message.target_stage) for message in pipeline.moved(rank, each)}
+        for each in (action, send)
+    )
+    return (positions[send],) if send in positions and asked <= answered else ()

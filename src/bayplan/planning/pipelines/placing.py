@@ -16,26 +16,28 @@ import msgspec
 from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.exchange import BucketFile
+from bayplan.data.links import LinkCost
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, RankPlan, Route, Stage
-from bayplan.planning.buckets.rank_buckets import RankBuckets
+from bayplan.data.units import Progress, no_progress
+from bayplan.planning.buckets.bucket_plan import Gradient, filled
+from bayplan.planning.buckets.bucketing import plan_buckets
 from bayplan.planning.pipelines.cuts import cuts_by_count, cuts_by_share
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
 from bayplan.planning.pipelines.scheduling import schedule
 from bayplan.planning.pipelines.stage_fits import StageFits, peak_bytes
-from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
+from bayplan.planning.pipelines.stage_orders import StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, SharesBy, StageValues, StepSource
 from bayplan.simulating.checking import Proof, check_actions
-from bayplan.simulating.clock import StepTimes, step_times
+from bayplan.simulating.clock import step_times
 from bayplan.simulating.network import Network
 from bayplan.simulating.pipeline import Pipeline, pipeline_of
-from bayplan.simulating.rank_memory import Key
 from bayplan.simulating.swaps import Tier
 
 __all__ = ["RankPlanOptions", "SharesBy", "place"]
 
-Progress = Callable[[str, int, int], None]
 _SLACK = 0.03  # of all time or parameters: how far a cut may move to where less is sent
+_BUCKET_SHARE, _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 / 8, 256 << 10, 25 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +165,9 @@ def place(
     options: RankPlanOptions,
     *,
     network: Callable[[], Network | None] = lambda: None,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: Progress = no_progress,
 ) -> RankPlan:
-    """RankPlan a step for many ranks.
+    """Plan a step for many ranks.
 
     Args:
         network: finds out how ranks are joined; where it returns None, the step's time is not
@@ -186,8 +188,8 @@ class _Placing:
     on_progress: Progress
 
     def plan(self) -> RankPlan:
-        request = self.source.request
-        options, ranks = self.options, range(len(self.options.placement.places))
+        request, options = self.source.request, self.options
+        num_ranks = len(options.placement.places)
         unscheduled = RankPlan(
             model=self.source.name if request is None else request.target,
             cluster_fingerprint=self.source.where,
@@ -206,8 +208,8 @@ class _Placing:
             static_order=options.static_order,
             sync_batch_norm=options.sync_batch_norm,
             buckets=self.buckets,
-            actions=tuple(() for _ in ranks),
-            predicted_peak_bytes=tuple(0 for _ in ranks),
+            actions=((),) * num_ranks,
+            predicted_peak_bytes=(0,) * num_ranks,
             predicted_seconds=0.0,
         )
         pipeline = pipeline_of(unscheduled, num_samples=self.source.num_samples)
@@ -215,18 +217,20 @@ class _Placing:
         proof = self._proof(pipeline, actions)
         self.on_progress("pricing updates", 0, 1)
         needs = RankNeeds(
+            plan=unscheduled,
+            pipeline=pipeline,
             cut=self.cut,
             values=self.values,
-            pipeline=pipeline,
-            buckets=self.buckets,
-            lags=options.lags or (0,) * len(self.stages),
             state_per_parameter=options.state_per_parameter,
             batch_bytes=self.source.batch_bytes,
-            is_static=options.static_order,
         )
         memory = [needs.memory(rank, actions[rank], proof) for rank in pipeline.ranks]
         fits = self._fits.chosen(memory, options.limit_bytes)
-        times = self._times(needs, actions, fits)
+        times = None  # unknown where nothing is known of links
+        if self._network is not None:
+            seconds = RankSeconds(needs=needs, fits=fits)
+            costs = seconds.costs(self._network, num_cores=self.source.num_cores)
+            times = step_times(pipeline, actions, costs, lags=options.lags)
         return msgspec.structs.replace(
             unscheduled,
             actions=tuple(tuple(map(str, rank_actions)) for rank_actions in actions),
@@ -236,16 +240,6 @@ class _Placing:
             predicted_seconds=0.0 if times is None else times.seconds,
             predicted_busy=() if times is None else times.busy,
         )
-
-    def _times(
-        self, needs: RankNeeds, actions: Sequence[Sequence[Action]], fits: Mapping[Key, Fit]
-    ) -> StepTimes | None:
-        """How long a step takes; unknown where nothing is known of links."""
-        if self._network is None:
-            return None
-        seconds = RankSeconds(needs=needs, fits=fits)
-        costs = seconds.costs(self._network, num_cores=self.source.num_cores)
-        return step_times(needs.pipeline, actions, costs, lags=self.options.lags)
 
     def _proof(self, pipeline: Pipeline, actions: Sequence[Sequence[Action]]) -> Proof:
         """That the lists come to an end; only replicas that have to meet may prevent it."""
@@ -389,9 +383,68 @@ class _Placing:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        return RankBuckets(
-            self.values, self.stages, self.options.buckets, self._network, self._made_seconds
-        ).planned()
+        """The gradients that travel together, in the order that backward makes them.
+
+        Raises:
+            ForeignPlan: the buckets that were given are for another model.
+        """
+        values, given = self.values, self.options.buckets
+        stages_of: dict[str, tuple[int, ...]] = {}  # that have a part of a parameter's gradient
+        for stage, gradients in enumerate(values.gradients):
+            for name in gradients:
+                stages_of[name] = (*stages_of.get(name, ()), stage)
+        if given is not None:
+            given.check(stages_of)
+        alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for name in reversed(stages_of):
+            alike.setdefault((stages_of[name], values.gradient_kinds[name]), []).append(name)
+        groups = (
+            (stages, group)
+            for (stages, _), names in alike.items()
+            for group in self._groups(names, stages)
+        )
+        return tuple(
+            Bucket(
+                parameters=tuple(group),
+                size_bytes=sum(values.gradient_bytes[name] for name in group),
+                stages=stages,
+            )
+            for stages, group in groups
+        )
+
+    def _groups(self, names: Sequence[str], stages: tuple[int, ...]) -> list[list[str]]:
+        """Gradients of the same stages as groups that travel together.
+
+        Those of one stage are planned from when its backward makes them and from how fast they are
+        summed. Where that is not known, an eighth of them goes together, so that most leave before
+        the last ones are made.
+        """
+        if self.options.buckets is not None:
+            given = self.options.buckets.buckets
+            groups = ([name for name in bucket if name in names] for bucket in given)
+            return [group for group in groups if group]
+        ranks = sorted({rank for stage in stages for rank in self.stages[stage].devices})
+        if len(ranks) == 1:
+            return [list(names)]  # they stay where they are
+        network = self._network
+        if len(stages) > 1 or network is None:
+            gradients = self._gradients(names, dict.fromkeys(names, 0.0))
+            share = int(_BUCKET_SHARE * sum(gradient.size_bytes for gradient in gradients))
+            most_bytes = min(max(share, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
+            filled_groups = filled(gradients, threshold_bytes=most_bytes)
+            return [[gradient.name for gradient in group] for group in filled_groups]
+        (stage,) = stages
+        made = dict(zip(self.values.gradients[stage], self._made_seconds(stage), strict=True))
+        link = LinkCost(seconds=lambda size_bytes: network.reduce(ranks, size_bytes).alone_seconds)
+        plan = plan_buckets(self._gradients(names, made), link)
+        return [[part.name for part in bucket.parts] for bucket in plan.buckets]
+
+    def _gradients(self, names: Sequence[str], made: Mapping[str, float]) -> list[Gradient]:
+        sizes = self.values.gradient_bytes
+        return [
+            Gradient(name=name, size_bytes=sizes[name], ready_seconds=made[name])
+            for name in sorted(names, key=made.__getitem__)
+        ]
 
     def _made_seconds(self, stage: int) -> Sequence[float]:
         """When a stage's backward makes its gradients."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bayplan.data.actions import Action, ActionKind
-from bayplan.data.plan import Bucket
+from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.stage_orders import Fit
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, UpdateCost
 from bayplan.simulating.checking import Proof
@@ -21,7 +21,6 @@ __all__ = ["RankNeeds", "RankSeconds"]
 _K = ActionKind
 _OF_GRADIENTS = (_K.SEND_BACKWARD, _K.RECEIVE_BACKWARD)
 _MOVES = (_K.RECEIVE_FORWARD, _K.SEND_FORWARD, *_OF_GRADIENTS)
-_ADDS = (_K.BACKWARD, _K.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,37 +28,41 @@ class RankNeeds:
     """What is known of all ranks.
 
     Attributes:
+        plan: may be without lists of actions and predictions.
         values: of the stages, at any number of samples.
-        lags: by stage, how many batches its backward is behind its forward.
         state_per_parameter: bytes of optimizer state for a byte of parameters.
         batch_bytes: of the whole batch, which every rank has.
-        is_static: whether ranks keep the order of their lists.
     """
 
+    plan: RankPlan
+    pipeline: Pipeline
     cut: CutSource
     values: StageValues
-    pipeline: Pipeline
-    buckets: Sequence[Bucket]
-    lags: Sequence[int]
     state_per_parameter: float
     batch_bytes: int
-    is_static: bool = True
-    _updates: dict[tuple[int, ...], UpdateCost] = field(default_factory=dict)
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """By stage, how many batches its backward is behind its forward."""
+        return self.plan.lags or (0,) * len(self.plan.stages)
 
     def memory(self, rank: int, actions: Sequence[Action], proof: Proof) -> RankMemory:
         """What a rank holds and what its actions take, by its list and what is known of all."""
         sizes = {
             index: [
-                self._value_bytes(message, is_back=action.kind in _OF_GRADIENTS)
+                self._value_bytes(message, action.kind in _OF_GRADIENTS)
                 for message in self.pipeline.moved(rank, action)
             ]
             for index, action in enumerate(actions)
             if action.kind in _MOVES
         }
         stages, tensor_bytes = self.pipeline.stages_of(rank), self.values.tensor_bytes
+        # Where batches overlap, the lists do not tell when what was sent has arrived. Without
+        # static order a send counts as on its way to the step's end; see `Picker`.
+        tells_arrivals = self.plan.static_order and not any(self.lags)
         return RankMemory(
             actions=actions,
-            retire=proof.retire[rank] if self._tells_arrivals else [()] * len(actions),
+            retire=proof.retire[rank] if tells_arrivals else [()] * len(actions),
             keys={
                 (stage, index): (stage, piece.end - piece.begin)
                 for stage in stages
@@ -75,7 +78,7 @@ class RankNeeds:
                 for index, messages in sizes.items()
             },
             # Without static order, so many of each direction.
-            num_ahead=RECEIVES_AHEAD if self.is_static else 2 * RECEIVES_AHEAD,
+            num_ahead=RECEIVES_AHEAD if self.plan.static_order else 2 * RECEIVES_AHEAD,
             gradient_bytes={
                 stage: sum(tensor_bytes[name] for name in self.gradients(stage)[1])
                 for stage in stages
@@ -86,10 +89,14 @@ class RankNeeds:
         )
 
     def update(self, rank: int) -> UpdateCost:
-        stages = self.pipeline.stages_of(rank)
-        if stages not in self._updates:
-            self._updates[stages] = self.cut.update(self._trained(stages))
-        return self._updates[stages]
+        """What the update of all parameters of a rank costs."""
+        return self._updates[self.pipeline.stages_of(rank)]
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, ...], UpdateCost]:
+        """By the stages of a rank."""
+        alike = dict.fromkeys(map(self.pipeline.stages_of, self.pipeline.ranks))
+        return {stages: self.cut.update(self._trained(stages)) for stages in alike}
 
     def gradients(self, stage: int) -> tuple[list[str], list[str]]:
         """A stage's parameters: those whose gradients other ranks have too, and its own."""
@@ -97,23 +104,15 @@ class RankNeeds:
         shared = [name for name in names if name in self._shared]
         return shared, [name for name in names if name not in self._shared]
 
-    def message_bytes(self, message: Message, *, is_back: bool) -> int:
-        return self._value_bytes(message, is_back=is_back)[0]
+    def message_bytes(self, message: Message, is_back: bool) -> int:
+        return self._value_bytes(message, is_back)[0]
 
-    def _value_bytes(self, message: Message, *, is_back: bool) -> tuple[int, int]:
+    def _value_bytes(self, message: Message, is_back: bool) -> tuple[int, int]:
         """A message's bytes, and how many values it carries."""
         early, late = message.source_stage, message.target_stage
         values = self.values
         sizes = values.backward[late, early] if is_back else values.forward[early, late]
         return sum(sizes) * (message.end - message.begin) // values.num_samples, len(sizes)
-
-    @property
-    def _tells_arrivals(self) -> bool:
-        """Whether the lists tell when what was sent has arrived: not where batches overlap.
-
-        Without static order a send counts as on its way to the step's end; see `Picker`.
-        """
-        return self.is_static and not any(self.lags)
 
     def _staying_bytes(self, stages: Sequence[int]) -> int:
         versions: dict[str, int] = {}
@@ -133,7 +132,9 @@ class RankNeeds:
     def _shared(self) -> frozenset[str]:
         """Parameters whose gradients several ranks sum up, in memory that stays."""
         return frozenset(
-            name for number in self.pipeline.members for name in self.buckets[number].parameters
+            name
+            for number in self.pipeline.members
+            for name in self.plan.buckets[number].parameters
         )
 
 
@@ -150,18 +151,13 @@ class RankSeconds:
     _adding: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def costs(self, network: Network, *, num_cores: float = math.inf) -> StepCosts:
-        """Of all ranks.
-
-        Args:
-            network: between them.
-            num_cores: that they share, if they have no devices of their own.
-        """
-        pipeline, needs = self.needs.pipeline, self.needs
+        """Of all ranks, which share cores if they have no devices of their own."""
+        needs = self.needs
         return StepCosts(
             seconds=self.seconds,
-            update_seconds=[needs.update(rank).seconds for rank in pipeline.ranks],
-            message_bytes=lambda message, is_back: needs.message_bytes(message, is_back=is_back),
-            bucket_bytes=[bucket.size_bytes for bucket in needs.buckets],
+            update_seconds=[needs.update(rank).seconds for rank in needs.pipeline.ranks],
+            message_bytes=needs.message_bytes,
+            bucket_bytes=[bucket.size_bytes for bucket in needs.plan.buckets],
             network=network,
             num_cores=num_cores,
             early=self.early,
@@ -175,7 +171,7 @@ class RankSeconds:
         made = dict(zip(self.needs.values.gradients[action.stage], seconds.gradients, strict=True))
         return {
             bucket: seconds.backward
-            - max(made.get(name, 0.0) for name in self.needs.buckets[bucket].parameters)
+            - max(made.get(name, 0.0) for name in self.needs.plan.buckets[bucket].parameters)
             for bucket in self.needs.pipeline.holders(rank)
         }
 
@@ -194,9 +190,8 @@ class RankSeconds:
             _K.BACKWARD_INPUT: stage.backward_input,
             _K.BACKWARD_WEIGHT: stage.backward - stage.backward_input,
         }[action.kind]
-        if action.kind in _ADDS:
-            pieces = self.needs.pipeline.routing.pieces_of(action.stage, rank)
-            first = next(index for index, _ in pieces)
+        if action.kind in (_K.BACKWARD, _K.BACKWARD_WEIGHT):
+            (first, _), *_ = self.needs.pipeline.routing.pieces_of(action.stage, rank)
             seconds += self._adding_seconds(action.stage, is_first=action.index == first)
         return seconds
 
@@ -204,8 +199,7 @@ class RankSeconds:
         """Gradients of a piece are added to those before; the first are copied, or taken."""
         key = (stage, is_first)
         if key not in self._adding:
-            shared, own = self.needs.gradients(stage)
-            cut = self.needs.cut
+            (shared, own), cut = self.needs.gradients(stage), self.needs.cut
             self._adding[key] = (
                 cut.copy_seconds(shared) if is_first else cut.add_seconds([*shared, *own])
             )

@@ -18,10 +18,9 @@ takes from each sender what was sent first.
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from itertools import islice
 from math import ceil
 
 from bayplan.data.actions import Action, ActionKind
@@ -29,18 +28,11 @@ from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.simulating.pipeline import Pipeline
 from bayplan.simulating.routing import Message
 
-__all__ = [
-    "SCHEDULES",
-    "Policy",
-    "Timeline",
-    "bounds_of",
-    "schedule",
-    "simulate",
-    "timeline_of",
-    "weave",
-]
+__all__ = ["SCHEDULES", "Timeline", "schedule", "timeline_of"]
 
-_INPUT, _WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+_K = ActionKind
+# What an action costs, in units of time; it is the same for all stages.
+_COSTS = {_K.FORWARD: 1, _K.BACKWARD: 2, _K.BACKWARD_INPUT: 1, _K.BACKWARD_WEIGHT: 1}
 
 
 @dataclass(frozen=True)
@@ -65,13 +57,13 @@ class Policy:
     def kinds(self) -> tuple[ActionKind, ...]:
         """What is done for each piece, in this order."""
         if self.splits_backward:
-            return (ActionKind.FORWARD, _INPUT, _WEIGHT)
-        return (ActionKind.FORWARD, ActionKind.BACKWARD)
+            return (_K.FORWARD, _K.BACKWARD_INPUT, _K.BACKWARD_WEIGHT)
+        return (_K.FORWARD, _K.BACKWARD)
 
-    def wish(self, action: Action, turn_length: int) -> tuple[int, ...]:
+    def priority(self, action: Action, turn_length: int) -> tuple[int, ...]:
         """The smallest is taken: backwards before forwards, gradients of weights last."""
-        is_forward = action.kind is ActionKind.FORWARD
-        urgency = 1 if is_forward else 2 if action.kind is _WEIGHT else 0
+        is_forward = action.kind is _K.FORWARD
+        urgency = 1 if is_forward else 2 if action.kind is _K.BACKWARD_WEIGHT else 0
         # What is nearest to the end of its way goes first.
         nearness = action.stage if is_forward else -action.stage
         if self.takes_turns:
@@ -90,7 +82,7 @@ SCHEDULES: dict[str, Policy] = {
 }
 
 
-def bounds_of(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, ...]:
+def _bounds(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, ...]:
     """By stage, the most micro-batches that a rank may have in flight.
 
     A stage that gives micro-batches to its replicas in turn works on several at a time: its width.
@@ -107,17 +99,8 @@ def bounds_of(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, .
         Fraction(len(stage.devices) * pipeline.num_micro_batches, sum(map(len, pieces)))
         for stage, pieces in zip(pipeline.stages, pipeline.routing.pieces, strict=True)
     ]
-    usual = (ceil(sum(widths[at:]) / widths[at]) for at in range(len(widths)))
+    usual = (ceil(sum(widths[stage:]) / width) for stage, width in enumerate(widths))
     return tuple(depth * (bound - 1) + 1 for bound in usual)
-
-
-_COSTS = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: 2,
-    ActionKind.BACKWARD_INPUT: 1,
-    ActionKind.BACKWARD_WEIGHT: 1,
-}
-_Task = tuple[int, Action]  # a rank does something
 
 
 @dataclass(frozen=True)
@@ -137,20 +120,9 @@ class Timeline:
         """Units until the last rank is done."""
         return max((end for ends in self.ends for end in ends), default=0)
 
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """By rank, the units in which it computes nothing, of the whole makespan."""
-        return tuple(
-            self.makespan - sum(_COSTS[action.kind] for action in actions)
-            for actions in self.actions
-        )
 
-
-def simulate(
-    pipeline: Pipeline, policy: Policy, *, depth: int, is_strict: bool, keeps_queues: bool
-) -> Timeline | None:
-    """Let time pass until all is computed; None if ranks that are strict or queue get stuck."""
-    return _Simulation(pipeline, policy, depth, is_strict, keeps_queues).run()
+_Task = tuple[int, Action]  # a rank does something
+_Sent = tuple[Message, bool]  # whether it is a gradient
 
 
 @dataclass
@@ -165,42 +137,51 @@ class _Simulation:
     # By rank, stage and kind, what is left to do, in order.
     left: dict[tuple[int, int, ActionKind], deque[Action]] = field(default_factory=dict)
     in_flight: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    queues: dict[tuple[int, int], deque[tuple[Message, bool]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
+    # By sender and receiver, what is on its way.
+    queues: dict[tuple[int, int], deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))
     has_overtaken: bool = False
 
     def __post_init__(self) -> None:
         pipeline = self.pipeline
-        self.bounds = bounds_of(pipeline, self.policy, depth=self.depth)
+        self.bounds = _bounds(pipeline, self.policy, depth=self.depth)
         most_stages = max(len(pipeline.stages_of(rank)) for rank in pipeline.ranks)
         self.turn_length = max(1, len(pipeline.stages) // most_stages)
         for rank in pipeline.ranks:
             for stage in pipeline.stages_of(rank):
-                micro_batches = [at for at, _ in pipeline.routing.pieces_of(stage, rank)]
+                micro_batches = [index for index, _ in pipeline.routing.pieces_of(stage, rank)]
                 for kind in self.policy.kinds:
-                    actions = [Action(stage, kind, at) for at in micro_batches]
+                    actions = [Action(stage, kind, index) for index in micro_batches]
                     self.left[rank, stage, kind] = deque(actions)
                     for action in actions:
-                        waits = list(self._waits_for(rank, action))
-                        self.num_waited[rank, action] = len(waits)
-                        for other in waits:
-                            self.waiters[other].append((rank, action))
+                        tasks = self._waits_for(rank, action)
+                        self.num_waited[rank, action] = len(tasks)
+                        for task in tasks:
+                            self.waiters[task].append((rank, action))
 
-    def _waits_for(self, rank: int, action: Action) -> Iterator[_Task]:
+    def _waits_for(self, rank: int, action: Action) -> list[_Task]:
         """What must be computed before, here and elsewhere."""
-        at = action.index
-        if action.kind is ActionKind.FORWARD:
-            for message in self.pipeline.inputs(rank, action.stage, at):
-                yield message.sender, Action(message.source_stage, action.kind, at)
-        elif action.kind is ActionKind.BACKWARD_WEIGHT:
-            yield rank, Action(action.stage, ActionKind.BACKWARD_INPUT, at)
-        else:
-            yield rank, Action(action.stage, ActionKind.FORWARD, at)
-            for message in self.pipeline.gradients_in(rank, action.stage, at):
-                yield message.receiver, Action(message.target_stage, action.kind, at)
+        tasks: list[_Task] = []
+        for sender, (message, is_gradient) in self._incoming(rank, action):
+            stage = message.target_stage if is_gradient else message.source_stage
+            tasks.append((sender, Action(stage, action.kind, action.index)))
+        if action.kind is _K.BACKWARD_WEIGHT:
+            tasks.append((rank, Action(action.stage, _K.BACKWARD_INPUT, action.index)))
+        elif action.kind is not _K.FORWARD:
+            tasks.append((rank, Action(action.stage, _K.FORWARD, action.index)))
+        return tasks
+
+    def _incoming(self, rank: int, action: Action) -> list[tuple[int, _Sent]]:
+        """What an action reads of other stages, each with its sender, which may be the rank."""
+        if action.kind is _K.FORWARD:
+            inputs = self.pipeline.inputs(rank, action.stage, action.index)
+            return [(message.sender, (message, False)) for message in inputs]
+        if action.kind is _K.BACKWARD_WEIGHT:
+            return []
+        gradients = self.pipeline.gradients_in(rank, action.stage, action.index)
+        return [(message.receiver, (message, True)) for message in gradients]
 
     def run(self) -> Timeline | None:
+        """Let time pass until all is computed; None if ranks that are strict or queue get stuck."""
         actions: list[list[Action]] = [[] for _ in self.pipeline.ranks]
         ends: list[list[int]] = [[] for _ in self.pipeline.ranks]
         running: list[tuple[int, int]] = []  # a heap of when and who
@@ -233,9 +214,9 @@ class _Simulation:
             for kind in self.policy.kinds
             if self.left[rank, stage, kind]
         ]
-        heads.sort(key=lambda action: self.policy.wish(action, self.turn_length))
+        heads.sort(key=lambda action: self.policy.priority(action, self.turn_length))
         if self.is_strict:
-            forwards = [action for action in heads if action.kind is ActionKind.FORWARD]
+            forwards = [action for action in heads if action.kind is _K.FORWARD]
             is_turn = bool(forwards) and not self._is_full(rank)
             heads = forwards[:1] if is_turn else heads[:1]
         return next((action for action in heads if self._may_start(rank, action)), None)
@@ -243,12 +224,12 @@ class _Simulation:
     def _may_start(self, rank: int, action: Action) -> bool:
         if self.num_waited[rank, action]:
             return False
-        if action.kind is ActionKind.FORWARD:
+        if action.kind is _K.FORWARD:
             in_flight = self.in_flight[rank, action.stage]
             if not self.is_strict and in_flight >= self.bounds[action.stage]:
                 return False
         elif self.policy.fills_first and any(
-            self.left[rank, other, ActionKind.FORWARD] for other in self.pipeline.stages_of(rank)
+            self.left[rank, stage, _K.FORWARD] for stage in self.pipeline.stages_of(rank)
         ):
             return False
         return not self.keeps_queues or self._is_next(rank, action)
@@ -260,25 +241,20 @@ class _Simulation:
         warm_up += 2 * max(0, self.turn_length - 1 - stages[0])
         return sum(self.in_flight[rank, stage] for stage in stages) > self.depth * warm_up
 
-    def _received(self, rank: int, action: Action) -> dict[int, set[tuple[Message, bool]]]:
-        """What an action receives, by sender; True marks a gradient."""
-        found: dict[int, set[tuple[Message, bool]]] = defaultdict(set)
-        if action.kind is ActionKind.FORWARD:
-            for message in self.pipeline.inputs(rank, action.stage, action.index):
-                found[message.sender].add((message, False))
-        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
-            for message in self.pipeline.gradients_in(rank, action.stage, action.index):
-                found[message.receiver].add((message, True))
-        found.pop(rank, None)
-        return found
+    def _received(self, rank: int, action: Action) -> dict[int, set[_Sent]]:
+        """What an action receives of other ranks, by sender."""
+        received: dict[int, set[_Sent]] = defaultdict(set)
+        for sender, sent in self._incoming(rank, action):
+            if sender != rank:
+                received[sender].add(sent)
+        return received
 
     def _is_next(self, rank: int, action: Action) -> bool:
         """Whether all it receives is in front of the senders' queues."""
-        for sender, messages in self._received(rank, action).items():
-            queue = self.queues[sender, rank]
-            if {queue[at] for at in range(len(messages))} != messages:
-                return False
-        return True
+        return all(
+            messages == set(islice(self.queues[sender, rank], len(messages)))
+            for sender, messages in self._received(rank, action).items()
+        )
 
     def _start(self, rank: int, action: Action) -> None:
         self.left[rank, action.stage, action.kind].popleft()
@@ -286,56 +262,84 @@ class _Simulation:
         for sender, messages in self._received(rank, action).items():
             for message in messages:
                 self.queues[sender, rank].remove(message)
-        self.in_flight[rank, action.stage] += action.kind is ActionKind.FORWARD
+        self.in_flight[rank, action.stage] += action.kind is _K.FORWARD
 
     def _finish(self, rank: int, action: Action) -> None:
         # A piece is in flight until nothing of it is needed any more.
         self.in_flight[rank, action.stage] -= action.kind is self.policy.kinds[-1]
         for waiter in self.waiters[rank, action]:
             self.num_waited[waiter] -= 1
-        if action.kind is ActionKind.FORWARD:
+        if action.kind is _K.FORWARD:
             for message in self.pipeline.outputs(rank, action.stage, action.index):
                 self.queues[rank, message.receiver].append((message, False))
-        elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+        elif action.kind is not _K.BACKWARD_WEIGHT:
             for message in self.pipeline.gradients_out(rank, action.stage, action.index):
                 self.queues[rank, message.sender].append((message, True))
 
 
-_FORWARD = (ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD)
-_BACKWARD = (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD)
-_AROUND = {
-    ActionKind.FORWARD: _FORWARD,
-    ActionKind.BACKWARD: _BACKWARD,
-    ActionKind.BACKWARD_INPUT: _BACKWARD,
-}
+def timeline_of(pipeline: Pipeline, name: str, *, depth: int = 1) -> Timeline:
+    """When every rank computes what, in unit costs; messages take no time."""
+    if name not in SCHEDULES:
+        raise UsageError(f"no schedule {name!r}; {did_you_mean(name, SCHEDULES)}")
+    if depth < 1:
+        raise UsageError(f"depth is {depth}, must be at least 1")
+    # With one stage there is nobody to wait for: plain data parallel, which 1F1B does.
+    policy = SCHEDULES[name if len(pipeline.stages) > 1 else "1f1b"]
+
+    def attempt(*, is_strict: bool = False, keeps_queues: bool = False) -> Timeline | None:
+        return _Simulation(pipeline, policy, depth, is_strict, keeps_queues).run()
+
+    timelines = [attempt()]
+    assert timelines[0] is not None, "see the rules above: this cannot get stuck"
+    if policy.takes_turns and any(len(pipeline.stages_of(rank)) > 1 for rank in pipeline.ranks):
+        timelines.append(attempt(is_strict=True))
+    if not any(timeline and timeline.keeps_queues for timeline in timelines):
+        timelines.append(attempt(keeps_queues=True))
+    return min(
+        (timeline for timeline in timelines if timeline is not None),
+        key=lambda timeline: (not timeline.keeps_queues, timeline.makespan),
+    )
 
 
-def weave(pipeline: Pipeline, timeline: Timeline) -> tuple[tuple[Action, ...], ...]:
-    """Every rank's whole list.
+def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Action, ...], ...]:
+    """Every rank's whole list for one synchronous step: compute, messages, reduces, update.
 
     A receive comes right before what needs it and a send right after what made it, only where
     another rank is concerned. A bucket is reduced as soon as the rank's last gradient for it is
     there, and the stages are updated at the very end.
+
+    With several stages on a rank, the best order may have messages overtake each other between
+    two ranks, which a transport without tags cannot do. An order where none does is then taken,
+    if following every queue leads to one; if not, `check_actions` passes the list only for a
+    transport with tags.
+
+    Args:
+        name: one of `SCHEDULES`.
+        depth: 1 for the usual number of micro-batches in flight, `n`; more for
+            `depth * (n - 1) + 1`, which rides out uneven times and costs memory.
     """
+    timeline = timeline_of(pipeline, name, depth=depth)
     order = _bucket_order(pipeline, timeline)
-    return tuple(_weave_rank(pipeline, timeline, rank, order) for rank in pipeline.ranks)
+    return tuple(_whole_list(pipeline, timeline, rank, order) for rank in pipeline.ranks)
 
 
-def _weave_rank(
+_FORWARD, _BACKWARD = (_K.RECEIVE_FORWARD, _K.SEND_FORWARD), (_K.RECEIVE_BACKWARD, _K.SEND_BACKWARD)
+_AROUND = {_K.FORWARD: _FORWARD, _K.BACKWARD: _BACKWARD, _K.BACKWARD_INPUT: _BACKWARD}
+
+
+def _whole_list(
     pipeline: Pipeline, timeline: Timeline, rank: int, order: dict[int, int]
 ) -> tuple[Action, ...]:
-    actions = timeline.actions[rank]
-    reduces = _reduces_after(pipeline, rank, actions, order)
-    woven = list(reduces[-1])
-    for position, action in enumerate(actions):
-        context = [Action(action.stage, k, action.index) for k in _AROUND.get(action.kind, ())]
-        needed = [one for one in context if pipeline.moved(rank, one)]
-        woven += [one for one in needed if one is context[0]]
-        woven.append(action)
-        woven += [one for one in needed if one is context[1]]
-        woven += reduces[position]
-    woven += [Action(stage, ActionKind.UPDATE, 0) for stage in pipeline.stages_of(rank)]
-    return tuple(woven)
+    computed = timeline.actions[rank]
+    reduces = _reduces_after(pipeline, rank, computed, order)
+    actions = list(reduces[-1])
+    for position, action in enumerate(computed):
+        around = [Action(action.stage, kind, action.index) for kind in _AROUND.get(action.kind, ())]
+        in_order = [*around[:1], action, *around[1:]]
+        actions += [each for each in in_order if each is action or pipeline.moved(rank, each)]
+        actions += reduces[position]
+    actions += [Action(stage, _K.UPDATE, 0) for stage in pipeline.stages_of(rank)]
+    return tuple(actions)
 
 
 def _reduces_after(
@@ -344,14 +348,14 @@ def _reduces_after(
     """The reduces that follow each compute action; those after -1 have nothing to wait for."""
     last = {action.stage: position for position, action in enumerate(actions)}
     holders = pipeline.holders(rank)
-    found: dict[int, list[Action]] = defaultdict(list)
+    reduces: dict[int, list[Action]] = defaultdict(list)
     position = -1
     for bucket in sorted(holders, key=order.__getitem__):
         # One order for all ranks: a collective that two ranks post in different orders adds up
         # the wrong gradients, or never ends.
         position = max([position, *(last.get(stage, -1) for stage in holders[bucket])])
-        found[position].append(Action(holders[bucket][0], ActionKind.REDUCE, bucket))
-    return found
+        reduces[position].append(Action(holders[bucket][0], _K.REDUCE, bucket))
+    return reduces
 
 
 def _bucket_order(pipeline: Pipeline, timeline: Timeline) -> dict[int, int]:
@@ -364,45 +368,7 @@ def _bucket_order(pipeline: Pipeline, timeline: Timeline) -> dict[int, int]:
         }
         for bucket, stages in pipeline.holders(rank).items():
             # Ties: a later stage's gradients are there first, and a stage knows its own order.
-            at = max(done.get(stage, 0) for stage in stages)
-            place = (at, -stages[0], pipeline.buckets[stages[0]].index(bucket))
+            end = max(done.get(stage, 0) for stage in stages)
+            place = (end, -stages[0], pipeline.buckets[stages[0]].index(bucket))
             ready[bucket] = max(ready.get(bucket, place), place)
-    return {bucket: at for at, bucket in enumerate(sorted(ready, key=ready.__getitem__))}
-
-
-def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """Every rank's whole list for one synchronous step: compute, messages, reduces, update.
-
-    With several stages on a rank, the best order may have messages overtake each other between
-    two ranks, which a transport without tags cannot do. An order where none does is then taken,
-    if following every queue leads to one; if not, `check_actions` passes the list only for a
-    transport with tags.
-
-    Args:
-        pipeline: what is to be done.
-        name: one of `SCHEDULES`.
-        depth: 1 for the usual number of micro-batches in flight, `n`; more for
-            `depth * (n - 1) + 1`, which rides out uneven times and costs memory.
-    """
-    return weave(pipeline, timeline_of(pipeline, name, depth=depth))
-
-
-def timeline_of(pipeline: Pipeline, name: str, *, depth: int = 1) -> Timeline:
-    """When every rank computes what, in unit costs; messages take no time."""
-    if name not in SCHEDULES:
-        raise UsageError(f"no schedule {name!r}; {did_you_mean(name, SCHEDULES)}")
-    if depth < 1:
-        raise UsageError(f"depth is {depth}, must be at least 1")
-    # With one stage there is nobody to wait for: plain data parallel, which 1F1B does.
-    policy = SCHEDULES[name if len(pipeline.stages) > 1 else "1f1b"]
-    attempt = partial(simulate, pipeline, policy, depth=depth)
-    found = [attempt(is_strict=False, keeps_queues=False)]
-    assert found[0] is not None, "see the rules above: this cannot get stuck"
-    if policy.takes_turns and any(len(pipeline.stages_of(rank)) > 1 for rank in pipeline.ranks):
-        found.append(attempt(is_strict=True, keeps_queues=False))
-    if not any(one and one.keeps_queues for one in found):
-        found.append(attempt(is_strict=False, keeps_queues=True))
-    return min(
-        (one for one in found if one is not None),
-        key=lambda one: (not one.keeps_queues, one.makespan),
-    )
+    return {bucket: place for place, bucket in enumerate(sorted(ready, key=ready.__getitem__))}

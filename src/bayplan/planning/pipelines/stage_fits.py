@@ -7,6 +7,7 @@ memory, so that no stage can be decided for alone.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StageOrder
@@ -24,32 +25,37 @@ class FitChoice:
     """One fit for each key so that all ranks are within a limit.
 
     Attributes:
-        ranks: what each does.
-        weights: how often a step computes each key, over all ranks.
         max_swap_bytes: the most that a rank may have in its swap files.
     """
 
     ranks: Sequence[RankMemory]
-    weights: Mapping[Key, int]
     max_swap_bytes: int | None
 
-    def budget(self, key: Key, fits: Mapping[Key, Fit], limit_bytes: int) -> tuple[int, int]:
-        """How many are in flight, and the bytes for them on the rank that has least.
+    @cached_property
+    def _weights(self) -> Counter[Key]:
+        """How often a step computes each key, over all ranks."""
+        return Counter(key for rank in self.ranks for key in rank.keys.values())
+
+    def in_flight(self, key: Key) -> int:
+        """On the rank that has most."""
+        return max(rank.in_flight[key[0]] for rank in self._ranks_of(key))
+
+    def budget(self, key: Key, fits: Mapping[Key, Fit], limit_bytes: int) -> int:
+        """The bytes for all that are in flight, on the rank that has least.
 
         What a rank needs beyond the activations of its stages is taken off. They share the rest by
         what they need with some fits.
         """
-        stage, _ = key
-        budgets: list[tuple[int, int]] = []
+        budgets: list[int] = []
         for rank in self._ranks_of(key):
             wanted_bytes = _stages_bytes(rank, keys_of(rank), fits)
             # The update comes when no activation is there.
             beside_bytes = peak_bytes(replace(rank, update_bytes=0), fits) - wanted_bytes
-            alone = [other for other in keys_of(rank) if other[0] == stage]
+            alone = [other for other in keys_of(rank) if other[0] == key[0]]
             own_bytes = _stages_bytes(rank, alone, fits)
             share = own_bytes / wanted_bytes if wanted_bytes else 1.0
-            budgets.append((rank.in_flight[stage], int(share * (limit_bytes - beside_bytes))))
-        return max(number for number, _ in budgets), min(budget for _, budget in budgets)
+            budgets.append(int(share * (limit_bytes - beside_bytes)))
+        return min(budgets)
 
     def shares_a_rank(self, key: Key) -> bool:
         """Whether another stage is on a rank of this one."""
@@ -64,7 +70,7 @@ class FitChoice:
             return None
         while True:
             changes = [
-                (self.weights[key] * (best[key].order.seconds - fit.order.seconds), key, fit)
+                (self._weights[key] * (best[key].order.seconds - fit.order.seconds), key, fit)
                 for key, pool in pools.items()
                 for fit in pool
             ]
@@ -86,7 +92,7 @@ class FitChoice:
         return best
 
     def _need(self, key: Key, fit: Fit) -> tuple[bool, int]:
-        in_flight = max(rank.in_flight[key[0]] for rank in self._ranks_of(key))
+        in_flight = self.in_flight(key)
         return self._is_too_much(in_flight * fit.swap_bytes), fit.memory.needed_bytes(in_flight)
 
     def _worst(self, fits: Mapping[Key, Fit], key: Key) -> tuple[bool, int, int]:
@@ -192,17 +198,18 @@ class StageFits:
         over = [rank for rank in ranks if peak_bytes(rank, fits) > limit_bytes]
         if not over:
             return fits
-        choice = FitChoice(
-            ranks=ranks,
-            weights=Counter(key for rank in ranks for key in rank.keys.values()),
-            max_swap_bytes=self.max_swap_bytes,
-        )
+        choice = FitChoice(ranks=ranks, max_swap_bytes=self.max_swap_bytes)
         pools = {key: [fit] for key, fit in fits.items()}
         hard = dict.fromkeys(key for rank in over for key in keys_of(rank))
         best = self._within(choice, pools, hard, planned_bytes(limit_bytes))
         if best is None:
             for key in hard:
-                pools[key] += self._smallest(key, choice, fits, limit_bytes)
+                budget_bytes = max(0, choice.budget(key, fits, limit_bytes))
+                pools[key] += self.search.smallest(
+                    self.cut.traced(*key),
+                    in_flight=choice.in_flight(key),
+                    budget_bytes=budget_bytes,
+                )
             best = choice.fastest(pools, limit_bytes)
         if best is None:
             raise self._refusal(choice, pools, limit_bytes)
@@ -220,36 +227,29 @@ class StageFits:
         least: dict[Key, int] = {}
         for _ in range(_ROUNDS):
             for key in hard:
-                in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
-                if 0 < budget_bytes < least.get(key, budget_bytes + 1):
-                    least[key] = budget_bytes
-                    pools[key] += self._found(key, choice, in_flight, budget_bytes)
+                budget_bytes = choice.budget(key, fits, limit_bytes)
+                if not 0 < budget_bytes < least.get(key, budget_bytes + 1):
+                    continue
+                least[key] = budget_bytes
+                for part in _PARTS if choice.shares_a_rank(key) else _PARTS[:1]:
+                    pools[key] += self.search.within(
+                        self.cut.traced(*key),
+                        in_flight=choice.in_flight(key),
+                        budget_bytes=int(part * budget_bytes),
+                    )
             best = choice.fastest(pools, limit_bytes)
             if best is not None:
                 return best
             fits = choice.smallest(pools)
         return None
 
-    def _found(
-        self, key: Key, choice: FitChoice, in_flight: int, budget_bytes: int
-    ) -> Iterable[Fit]:
-        for part in _PARTS if choice.shares_a_rank(key) else _PARTS[:1]:
-            yield from self.search.within(
-                self.cut.traced(*key), in_flight=in_flight, budget_bytes=int(part * budget_bytes)
-            )
-
-    def _smallest(
-        self, key: Key, choice: FitChoice, fits: Mapping[Key, Fit], limit_bytes: int
-    ) -> list[Fit]:
-        in_flight, budget_bytes = choice.budget(key, fits, limit_bytes)
-        return self.search.smallest(
-            self.cut.traced(*key), in_flight=in_flight, budget_bytes=max(0, budget_bytes)
-        )
-
     def _refusal(
         self, choice: FitChoice, pools: Mapping[Key, Sequence[Fit]], limit_bytes: int
     ) -> DoesNotFit:
         fits = choice.smallest(pools)
+        for key, fit in fits.items():
+            in_flight = choice.in_flight(key)
+            self.search.keep(self.cut.traced(*key), fit, in_flight=in_flight, name="refused")
         peaks = [peak_bytes(rank, fits) for rank in choice.ranks]
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         no_activations = dict.fromkeys(keys_of(choice.ranks[worst]), _NO_ACTIVATIONS)

@@ -13,8 +13,10 @@ caps are tried, for every way to pack, and each answer is judged by what it take
 a rank with such stages fits is decided by a walk of its list (`stage_fits`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -25,7 +27,7 @@ from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.decisions import decisions_of
 from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.orders import arrange, order_of, pack_variants
+from bayplan.planning.memory.orders import KeptOrder, arrange, order_of, pack_variants
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.pipelines.step_source import PackableStep, TracedStage
 from bayplan.simulating.rank_memory import (
@@ -37,45 +39,23 @@ from bayplan.simulating.rank_memory import (
     stage_seconds,
 )
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
-from bayplan.simulating.swaps import (
-    Arrangement,
-    Swapped,
-    Tier,
-    apply_order,
-    arrangement_of,
-    lane_seconds,
-)
+from bayplan.simulating.swaps import Arrangement, Tier, apply_order, arrangement_of, lane_seconds
 
 __all__ = [
-    "Capped",
     "Fit",
     "StageSearch",
     "cap_held",
     "described",
     "handing_on",
     "with_op_between",
+    "without_op_between",
 ]
 
 
-@dataclass(frozen=True)
-class Capped:
-    """A program to plan in another's place.
-
-    Attributes:
-        program: with an op between forward and backward.
-        limit_bytes: for its peak.
-    """
-
-    program: Program
-    limit_bytes: int
-
-    def settle(self, arrangement: Arrangement) -> Arrangement:
-        """The same arrangement of the program that this one was made from."""
-        return without_op_between(self.program, arrangement)
-
-
-def cap_held(program: Program, *, cap_bytes: int, in_flight: int, budget_bytes: int) -> Capped:
-    """Ask for at most so much to be held, and to pass beside what others hold.
+def cap_held(
+    program: Program, *, cap_bytes: int, in_flight: int, budget_bytes: int
+) -> tuple[Program, int]:
+    """A program with an op between forward and backward to plan instead, and a limit for its peak.
 
     Args:
         cap_bytes: what a micro-batch may hold between its forward and its backward.
@@ -89,10 +69,8 @@ def cap_held(program: Program, *, cap_bytes: int, in_flight: int, budget_bytes: 
     # Gradients that came in are there as well, but are not held.
     beside = totals[empty.first_backward] - program.always_bytes - plain
     workspace_bytes = max(0, budget_bytes - in_flight * cap_bytes - beside)
-    return Capped(
-        program=with_op_between(program, workspace_bytes=workspace_bytes),
-        limit_bytes=program.always_bytes + budget_bytes - (in_flight - 1) * cap_bytes,
-    )
+    limit_bytes = program.always_bytes + budget_bytes - (in_flight - 1) * cap_bytes
+    return with_op_between(program, workspace_bytes=workspace_bytes), limit_bytes
 
 
 def handing_on(program: Program) -> Program:
@@ -126,7 +104,9 @@ def without_op_between(program: Program, arrangement: Arrangement) -> Arrangemen
     step = arrangement.schedule.index(first)
     schedule = tuple(index - (index > first) for index in arrangement.schedule if index != first)
     swaps = tuple(
-        replace(swap, backs_before=tuple(back - (back > step) for back in swap.backs_before))
+        structs.replace(
+            swap, backs_before=tuple(back - (back > step) for back in swap.backs_before)
+        )
         for swap in arrangement.swaps
     )
     return Arrangement(schedule, swaps)
@@ -162,7 +142,7 @@ class StageSearch:
     """How orders are looked for.
 
     Attributes:
-        cache: where the planner's compiled inner loop is kept.
+        cache: where the compiled inner loop and the orders that need least are kept.
         tier: where activations may be swapped to; None repeats and packs only.
         may_pack: whether activations may be packed.
         time_limit_seconds: to plan one stage at one size.
@@ -173,9 +153,9 @@ class StageSearch:
     may_pack: bool = True
     time_limit_seconds: float = 10.0
 
-    def plain(self, traced: TracedStage) -> Fit:
-        """The stage as it runs with everything kept."""
-        return self._plain_with(traced, ())
+    def plain(self, traced: TracedStage, packs: tuple[str, ...] = ()) -> Fit:
+        """The stage as it runs with everything kept, packed or as it is."""
+        return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))
 
     def ordered(self, traced: TracedStage, order: StepOrder) -> Fit:
         """The stage as it runs in an order that is decided already, if for another device.
@@ -193,65 +173,14 @@ class StageSearch:
             in_flight: how many micro-batches are past their forward at once.
             budget_bytes: for what all of them hold and what passes.
         """
-        return self._within(traced, in_flight, budget_bytes, self.time_limit_seconds)
-
-    def decide(
-        self, *, num_gradients: int, in_flight: int, budget_bytes: int
-    ) -> Callable[[PackableStep], StepOrder]:
-        """For a stage that is compiled here: the fastest within a budget, else what needs least."""
-
-        def decide(step: PackableStep) -> StepOrder:
-            traced = TracedStage(step, num_gradients)
-            fits = self.within(traced, in_flight=in_flight, budget_bytes=budget_bytes)
-            if not fits:
-                fits = self.smallest(traced, in_flight=in_flight, budget_bytes=budget_bytes)
-                fits.sort(key=lambda fit: fit.memory.needed_bytes(in_flight))
-            return fits[0].order
-
-        return decide
-
-    def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
-        """Orders that need little, for a stage that found none within a budget."""
-        compile_inner_loop(self.cache)
-        fits = [self._plain_with(traced, packs) for packs in self._variants(traced)]
-        shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
-        seconds = self.time_limit_seconds / 2 / (len(fits) * len(shares))
-        for packs, plain in list(zip(self._variants(traced), fits, strict=True)):
-            program = handing_on(traced.program(packs))
-            for share in shares:
-                room = int(share * plain.memory.passing_bytes)
-                squeezed = Capped(with_op_between(program, workspace_bytes=room), 0)
-                planned = smallest_peak(
-                    squeezed.program, time_limit_seconds=seconds, cache_dir=self.cache
-                )
-                arrangement = squeezed.settle(Arrangement(planned.schedule))
-                fits.append(self._fit(traced, packs, arrangement))
-        return [*fits, *self._smaller(traced, in_flight, budget_bytes, fits)]
-
-    def _smaller(
-        self, traced: TracedStage, in_flight: int, low_bytes: int, known: list[Fit]
-    ) -> Iterator[Fit]:
-        """What is found between a budget that is too small and one that works, swaps included."""
-        high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in known)
-        for _ in range(_HALVINGS):
-            budget_bytes = (low_bytes + high_bytes) // 2
-            seconds = self.time_limit_seconds / 2 / _HALVINGS
-            fits = self._within(traced, in_flight, budget_bytes, seconds)
-            yield from fits
-            if fits:
-                high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in fits)
-            else:
-                low_bytes = budget_bytes
-
-    def _within(
-        self, traced: TracedStage, in_flight: int, budget_bytes: int, seconds: float
-    ) -> list[Fit]:
         variants = self._variants(traced)
-        plain = [self._plain_with(traced, packs) for packs in variants]
-        fitting = [fit for fit in plain if fit.memory.needed_bytes(in_flight) <= budget_bytes]
-        if fitting and not fitting[0].order.packs:
-            return fitting[:1]  # nothing is faster than to keep all as it is
+        plain = [self.plain(traced, packs) for packs in variants]
+        known = [*plain, *self._known(traced, in_flight)]
+        fitting = [fit for fit in known if fit.memory.needed_bytes(in_flight) <= budget_bytes]
+        if plain[0] in fitting:
+            return plain[:1]  # nothing is faster than to keep all as it is
         compile_inner_loop(self.cache)
+        attempt = partial(self._attempt, traced, in_flight, budget_bytes)
         tries = [
             (packs, cap_bytes)
             for packs, kept in zip(variants, plain, strict=True)
@@ -260,54 +189,111 @@ class StageSearch:
         ]
         tried: list[tuple[Fit, int]] = []
         for packs, cap_bytes in tries:
-            share = seconds / 2 / len(tries)
-            fit = self._attempt(traced, packs, in_flight, budget_bytes, cap_bytes, share)
-            if fit is not None:
-                tried.append((fit, cap_bytes))
+            fit = attempt(packs, cap_bytes, seconds=self.time_limit_seconds / 2 / len(tries))
+            tried += [] if fit is None else [(fit, cap_bytes)]
+        fitting += [fit for fit, _ in tried]
         if tried:
-            best, cap_bytes = min(tried, key=lambda attempt: attempt[0].order.seconds)
+            best, cap_bytes = min(tried, key=lambda fit_and_cap: fit_and_cap[0].order.seconds)
             caps = [int(share * cap_bytes) for share in _CLOSER] if in_flight > 1 else [cap_bytes]
             for closer in caps:
-                share, packs = seconds / 2 / len(caps), best.order.packs
-                fit = self._attempt(traced, packs, in_flight, budget_bytes, closer, share)
-                if fit is not None:
-                    tried.append((fit, closer))
-        fitting += [fit for fit, _ in tried]
+                seconds = self.time_limit_seconds / 2 / len(caps)
+                fit = attempt(best.order.packs, closer, seconds=seconds)
+                fitting += [] if fit is None else [fit]
         return sorted(fitting, key=lambda fit: fit.order.seconds)
 
     def _attempt(
         self,
         traced: TracedStage,
-        packs: tuple[str, ...],
         in_flight: int,
         budget_bytes: int,
+        packs: tuple[str, ...],
         cap_bytes: int,
+        *,
         seconds: float,
     ) -> Fit | None:
+        """The fastest order found with a cap on what is held, if it is within the budget."""
         program = traced.program(packs)
-        capped = cap_held(
+        capped, limit_bytes = cap_held(
             program, cap_bytes=cap_bytes, in_flight=in_flight, budget_bytes=budget_bytes
         )
-        bound_bytes = least_peak(capped.program).peak_bytes
-        if self.tier is None and bound_bytes > capped.limit_bytes:
+        if self.tier is None and least_peak(capped).peak_bytes > limit_bytes:
             return None  # proven, and time saved; swaps may beat that bound
         try:
             arrangement = arrange(
-                capped.program,
-                capped.limit_bytes,
-                tier=self.tier,
-                cache=self.cache,
-                time_limit_seconds=seconds,
+                capped, limit_bytes, tier=self.tier, cache=self.cache, time_limit_seconds=seconds
             )
         except DoesNotFit:
             return None
         if any(swap.buffer in program.outputs for swap in arrangement.swaps):
             return None  # a repeat would read what was sent, which no swap can move
-        fit = self._fit(traced, packs, capped.settle(arrangement))
+        fit = self._fit(traced, packs, without_op_between(capped, arrangement))
         return fit if fit.memory.needed_bytes(in_flight) <= budget_bytes else None
 
-    def _plain_with(self, traced: TracedStage, packs: tuple[str, ...]) -> Fit:
-        return self._fit(traced, packs, Arrangement(plain_schedule(traced.program(packs))))
+    def decide(
+        self, step: PackableStep, *, num_gradients: int, in_flight: int, budget_bytes: int
+    ) -> StepOrder:
+        """For a stage that is compiled here: the fastest within a budget, else what needs least."""
+        traced = TracedStage(step, num_gradients)
+        fits = self.within(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+        if fits:
+            return fits[0].order
+        fits = self.smallest(traced, in_flight=in_flight, budget_bytes=budget_bytes)
+        return min(fits, key=lambda fit: fit.memory.needed_bytes(in_flight)).order
+
+    def smallest(self, traced: TracedStage, *, in_flight: int, budget_bytes: int) -> list[Fit]:
+        """Orders that need little, for a stage that found none within a budget.
+
+        The one that needs least is kept on disk, as are those of the limit that a refusal names. So
+        whoever comes back finds them again, however little the search gets done in its time.
+        """
+        compile_inner_loop(self.cache)
+        variants = self._variants(traced)
+        plain = [self.plain(traced, packs) for packs in variants]
+        fits = [*plain, *self._known(traced, in_flight)]
+        shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
+        seconds = self.time_limit_seconds / 2 / (len(variants) * len(shares))
+        for packs, kept in zip(variants, plain, strict=True):
+            program = handing_on(traced.program(packs))
+            for share in shares:
+                room_bytes = int(share * kept.memory.passing_bytes)
+                squeezed = with_op_between(program, workspace_bytes=room_bytes)
+                planned = smallest_peak(squeezed, time_limit_seconds=seconds, cache_dir=self.cache)
+                arrangement = without_op_between(squeezed, Arrangement(planned.schedule))
+                fits.append(self._fit(traced, packs, arrangement))
+        # Then between a budget that is too small and one that works, swaps included.
+        quick = replace(self, time_limit_seconds=self.time_limit_seconds / 2 / _HALVINGS)
+        low_bytes = budget_bytes
+        high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in fits)
+        for _ in range(_HALVINGS):
+            middle_bytes = (low_bytes + high_bytes) // 2
+            smaller = quick.within(traced, in_flight=in_flight, budget_bytes=middle_bytes)
+            if smaller:
+                high_bytes = min(fit.memory.needed_bytes(in_flight) for fit in smaller)
+            else:
+                low_bytes = middle_bytes
+            fits += smaller
+        least = min(fits, key=lambda fit: fit.memory.needed_bytes(in_flight))
+        self.keep(traced, least, in_flight=in_flight, name="smallest")
+        return fits
+
+    def keep(self, traced: TracedStage, fit: Fit, *, in_flight: int, name: str) -> None:
+        """Keep an order on disk, under one of two names, so that later searches know it."""
+        self._kept(traced, in_flight, name).write(fit.order)
+
+    def _known(self, traced: TracedStage, in_flight: int) -> list[Fit]:
+        """The orders that were kept."""
+        kept = (self._kept(traced, in_flight, name) for name in ("smallest", "refused"))
+        orders = (order.read(traced.step, sys.maxsize) for order in kept)
+        return [
+            self._fit(traced, order.packs, arrangement_of(order))
+            for order in orders
+            if order is not None
+        ]
+
+    def _kept(self, traced: TracedStage, in_flight: int, name: str) -> KeptOrder:
+        means = f"{'-packs' * self.may_pack}{'-swaps' * (self.tier is not None)}"
+        key = f"{name}-{traced.program().fingerprint}-in-flight-{in_flight}{means}"
+        return KeptOrder(self.cache, key)
 
     def _fit(self, traced: TracedStage, packs: tuple[str, ...], arrangement: Arrangement) -> Fit:
         program, unpacked = traced.program(packs), traced.program()
@@ -321,27 +307,17 @@ class StageSearch:
             plain_seconds=unpacked.plain_seconds,
         )
         swapped = arrangement.apply(program)
-        done, made_back = swapped.program, traced.made_back(packs)
-        gradients = traced.gradients(packs)
+        done, schedule = swapped.program, plain_schedule(swapped.program)
+        gradients, made_back = traced.gradients(packs)
         memory = stage_memory(
-            done,
-            plain_schedule(done),
-            made_back=made_back,
-            gradients=frozenset().union(*gradients),
+            done, schedule, made_back=made_back, gradients=frozenset().union(*gradients)
         )
-        seconds = self._seconds(swapped, made_back, gradients)
+        seconds = stage_seconds(done, schedule, made_back=made_back, gradients=gradients)
+        if self.tier is not None and swapped.swap_ops:
+            lane = lane_seconds(swapped, schedule, self.tier)
+            forward = lane.forward_seconds
+            seconds = replace(seconds, forward=forward, backward=lane.seconds - forward)
         return Fit(order, memory, seconds, swapped.size_bytes)
-
-    def _seconds(
-        self, swapped: Swapped, made_back: frozenset[int], gradients: Sequence[frozenset[int]]
-    ) -> StageSeconds:
-        schedule = plain_schedule(swapped.program)
-        seconds = stage_seconds(swapped.program, schedule, made_back=made_back, gradients=gradients)
-        if self.tier is None or not swapped.swap_ops:
-            return seconds
-        lane = lane_seconds(swapped, schedule, self.tier)
-        forward = lane.forward_seconds
-        return replace(seconds, forward=forward, backward=lane.seconds - forward)
 
     def _least_held(self, traced: TracedStage, packs: tuple[str, ...]) -> int:
         """What no order gives up: it can neither be made again nor moved, or is sent as well."""

@@ -44,7 +44,6 @@ class UpdateCost(Protocol):
     @property
     def size_bytes(self) -> int:
         """Memory over parameters, gradients and optimizer state."""
-        ...
 
 
 class AnalysedStep(Variant, Protocol):
@@ -53,12 +52,10 @@ class AnalysedStep(Variant, Protocol):
     @property
     def buffers_of(self) -> Mapping[Any, Sequence[int]]:
         """The buffers behind each node's value."""
-        ...
 
     @property
     def backward_outputs(self) -> Sequence[Any]:
         """The node of each gradient, or None."""
-        ...
 
 
 class PackableStep(PackedVariants, Protocol):
@@ -68,7 +65,6 @@ class PackableStep(PackedVariants, Protocol):
 
     def for_order(self, order: StepOrder, *, is_here: bool = True) -> AnalysedStep:
         """Raises ForeignPlan if the order cannot be run with this step."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,20 +118,14 @@ class TracedStage:
     def program(self, packs: tuple[str, ...] = ()) -> Program:
         return self.step.with_packs(packs).program
 
-    def gradients(self, packs: tuple[str, ...]) -> list[frozenset[int]]:
-        """The buffers of each parameter's gradient."""
-        return self._made_by_backward(packs)[: self.num_gradients]
-
-    def made_back(self, packs: tuple[str, ...]) -> frozenset[int]:
-        """The buffers of gradients for other stages."""
-        return frozenset().union(*self._made_by_backward(packs)[self.num_gradients :])
-
-    def _made_by_backward(self, packs: tuple[str, ...]) -> list[frozenset[int]]:
+    def gradients(self, packs: tuple[str, ...]) -> tuple[list[frozenset[int]], frozenset[int]]:
+        """The buffers of each parameter's gradient, and those of all gradients for other stages."""
         step = self.step.with_packs(packs)
-        return [
+        made = [
             frozenset() if node is None else frozenset(step.buffers_of[node])
             for node in step.backward_outputs
         ]
+        return made[: self.num_gradients], frozenset().union(*made[self.num_gradients :])
 
 
 class CutSource(Protocol):
@@ -147,42 +137,31 @@ class CutSource(Protocol):
 
     def update(self, parameters: Sequence[str]) -> UpdateCost:
         """What the optimizer's update of these parameters costs."""
-        ...
 
     def add_seconds(self, parameters: Sequence[str]) -> float:
         """To add gradients of these parameters to those that are there."""
-        ...
 
     def copy_seconds(self, parameters: Sequence[str]) -> float:
         """To copy gradients of these parameters."""
-        ...
 
 
-class OneDeviceStep(Protocol):
-    """A step that is not cut, on one kind of device."""
+@dataclass(frozen=True, kw_only=True)
+class OneDeviceStep:
+    """A step that is not cut, on one kind of device.
 
-    @property
-    def num_samples(self) -> int | None:
-        """None where the target keeps it to itself."""
-        ...
+    Attributes:
+        num_samples: None where the target keeps it to itself.
+        fingerprints: of the captured step, as this kind of device updates it, and as this machine
+            does.
+        unrounded: not priced, and without the allocator's rounding.
+        outside_seconds: what loss and update take, which are outside the traced graph.
+    """
 
-    @property
-    def fingerprints(self) -> Sequence[str]:
-        """Of the captured step: as this kind of device updates it, and as this machine does."""
-        ...
-
-    @property
-    def traced(self) -> PackableStep: ...
-
-    @property
-    def unrounded(self) -> PackableStep:
-        """Not priced, and without the allocator's rounding."""
-        ...
-
-    @property
-    def outside_seconds(self) -> float:
-        """What loss and update take, which are outside the traced graph."""
-        ...
+    num_samples: int | None
+    fingerprints: tuple[str, str]
+    traced: PackableStep
+    unrounded: PackableStep
+    outside_seconds: float
 
 
 class StepSource(Protocol):
@@ -191,22 +170,18 @@ class StepSource(Protocol):
     @property
     def name(self) -> str:
         """Of the model."""
-        ...
 
     @property
     def request(self) -> Request | None:
         """How the step can be built again."""
-        ...
 
     @property
     def optimizer_name(self) -> str:
         """Empty where it is not known."""
-        ...
 
     @property
     def num_samples(self) -> int:
         """Of the whole batch."""
-        ...
 
     @property
     def batch_bytes(self) -> int: ...
@@ -217,49 +192,39 @@ class StepSource(Protocol):
     @property
     def cache(self) -> Path:
         """Where planners keep what they compiled and found."""
-        ...
 
     @property
     def where(self) -> str:
         """What a plan says it is for: a device's name, or a cluster's fingerprint."""
-        ...
 
     @property
     def num_cores(self) -> float:
         """Cores that ranks share; infinite where each has a device of its own."""
-        ...
 
     def program(self, num_samples: int) -> Program:
         """The step before it is cut; its operators are not priced."""
-        ...
 
     def weights(self, by: SharesBy, num_samples: int) -> Sequence[float]:
         """What each forward operator weighs for a cut, its backward included."""
-        ...
 
     def sent_bytes(self, num_samples: int) -> list[int]:
         """What a cut before each forward operator would send."""
-        ...
 
     def norms_to_synchronise(
         self, num_samples: int, firsts: Sequence[int], stages: Sequence[int]
     ) -> frozenset[str]:
         """The BatchNorms in training of some stages, by name."""
-        ...
 
     def cut(
         self, firsts: Sequence[int], *, synchronised: frozenset[str] = frozenset()
     ) -> CutSource:
         """Cut it before some operators; BatchNorms may be computed by replicas together."""
-        ...
 
     def on_kinds(self, kinds: Sequence[DeviceKind], *, where: str) -> "StepSource":
         """The same step, each stage priced by the figures of a kind of device."""
-        ...
 
     def unpriced(self) -> "StepSource":
         """The same step without prices, and without an allocator's rounding."""
-        ...
 
     def chain(
         self, kind: DeviceKind, sizes: tuple[int, int], *, name: str, also: Sequence[int] = ()
@@ -269,9 +234,7 @@ class StepSource(Protocol):
         Args:
             sizes: the number of samples to price at, and a smaller one: what the line through both
                 has at no sample is fixed cost.
-            name: of the kind.
             also: operators that layers begin with in any case.
         """
-        ...
 
     def alone(self, kind: DeviceKind) -> OneDeviceStep: ...

@@ -14,9 +14,14 @@ from bayplan.data.errors import UsageError
 from bayplan.data.exchange import ExchangeSettings
 from bayplan.data.histogram import histogram, histogram_text
 from bayplan.data.links import LinkCost
-from bayplan.planning.buckets.bucket_plan import BucketPlan, Gradient
+from bayplan.planning.buckets.bucket_plan import (
+    BucketPlan,
+    Gradient,
+    filled,
+    filled_timeline,
+    horovod_timeline,
+)
 from bayplan.planning.buckets.bucketing import plan_buckets
-from bayplan.planning.buckets.timelines import filled, filled_timeline, horovod_timeline
 from bayplan.running.collectives.averaging import Averaging, BackwardTimes, needed_bytes
 from bayplan.running.collectives.sums import SIZES, Sums, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology

@@ -18,6 +18,7 @@ from bayplan.devices.machine import cache_directory, granularity_of
 from bayplan.planning.memory.orders import as_planned
 from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.stage_orders import StageSearch
+from bayplan.planning.pipelines.step_source import StageValues
 from bayplan.prepared_stages import PreparedStages
 from bayplan.rewriting.synchronised_norm import Replicas
 from bayplan.running.collectives.bucket_sums import GradientBucket
@@ -34,7 +35,6 @@ from bayplan.simulating.checking import Proof, check_actions
 from bayplan.simulating.pipeline import RECEIVES_AHEAD, Pipeline, pipeline_of
 from bayplan.simulating.routing import Piece
 from bayplan.step import TrainingStep
-from bayplan.tracing.stages.cutting import Carried
 from bayplan.tracing.stages.drawing import Streams, find_draws
 from bayplan.tracing.stages.staged import StagedStep
 from bayplan.tracing.stages.synchronising import norms_to_synchronise, synchronised_buffers
@@ -76,9 +76,9 @@ def check_cuts(plan: RankPlan, num_operators: int) -> None:
         )
 
 
-def check_links(plan: RankPlan, carried: Carried) -> None:
+def check_links(plan: RankPlan, values: StageValues) -> None:
     """Refuse a plan whose stages exchange other values than these do."""
-    found = (carried.links, carried.gradient_links)
+    found = (values.links, values.gradient_links)
     if found != (plan.links, plan.gradient_links):
         raise ForeignPlan(
             f"the plan's stages exchange values over {plan.links} and gradients over"
@@ -309,7 +309,9 @@ class RankStep:
         staged = self._any_staged
         carried = (*staged.carried.forward.values(), *staged.carried.backward.values())
         names = dict.fromkeys(name for group in carried for name in group)
-        return {name: Form.of(name, staged.values[name], self._dimensions[name]) for name in names}
+        return {
+            name: Form.of(name, staged.whole.values[name], self._dimensions[name]) for name in names
+        }
 
     def check(self) -> None:
         """Refuse a plan that was made for another model than this, or edited since.
@@ -322,7 +324,7 @@ class RankStep:
         check_cuts(self.plan, staged.step.program.first_backward - 1)
         for other in self._staged.values():
             staged.whole.check_same_nodes(other.whole)
-        check_links(self.plan, staged.carried)
+        check_links(self.plan, self._prepared.cut(self._firsts).values(self._sizes[-1]))
         check_buckets(self.plan, staged.assignment.gradients)
 
     @cached_property
@@ -369,8 +371,8 @@ class RankStep:
             if one.num_samples == staged.whole.num_samples:
                 return as_planned(one.order)
         most = max(own, key=lambda one: one.needed_bytes)
-        search = StageSearch(cache=cache_directory())
-        return search.decide(
+        return partial(
+            StageSearch(cache=cache_directory()).decide,
             num_gradients=len(staged.graph(stage).parameters),
             in_flight=self._in_flight[stage],
             budget_bytes=most.needed_bytes,

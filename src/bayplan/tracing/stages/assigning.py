@@ -3,7 +3,7 @@
 torch numbers an operator when it is called, and its gradient when that is recorded. Both numbers
 are the same, except for operators that write in place: these are recorded first, then copy and
 compute under a higher number. So a gradient belongs to the first operator of its own number or a
-higher one (`Numbering`).
+higher one (`by_gradient`).
 
 A cut is a place between two operators. What follows from it:
 
@@ -33,9 +33,10 @@ Values that are only kept for the next step, like BatchNorm's count of batches, 
 
 import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -49,9 +50,8 @@ from bayplan.tracing.stages.whole import InputKind, WholeStep
 
 __all__ = [
     "Assignment",
-    "Numbering",
-    "assign_stages",
-    "first_reader",
+    "StageAssigner",
+    "by_gradient",
     "operator_counts",
     "parameter_bytes",
     "seconds_with_backward",
@@ -61,28 +61,17 @@ __all__ = [
 T = TypeVar("T")
 
 
-class Numbering(Generic[T]):
-    """Something about the first operator of each number.
+def by_gradient(numbered: Iterable[tuple[int, T]]) -> Callable[[int], T]:
+    """Finds what is known about the operator that the gradient with a number belongs to.
 
     Args:
         numbered: pairs of a number and what is known about its operator, in order of execution.
-
-    Example:
-        >>> numbering = Numbering([(3, "add"), (5, "mul"), (5, "view")])
-        >>> numbering.of_gradient(4), numbering.of_gradient(9)
-        ('mul', 'mul')
     """
-
-    def __init__(self, numbered: Iterable[tuple[int, T]]) -> None:
-        first: dict[int, T] = {}
-        for number, known in numbered:
-            first.setdefault(number, known)
-        self._numbers = sorted(first)
-        self._first = first
-
-    def of_gradient(self, number: int) -> T:
-        index = min(bisect_left(self._numbers, number), len(self._numbers) - 1)
-        return self._first[self._numbers[index]]
+    first: dict[int, T] = {}
+    for number, known in numbered:
+        first.setdefault(number, known)
+    numbers = sorted(first)
+    return lambda number: first[numbers[min(bisect_left(numbers, number), len(numbers) - 1)]]
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -103,75 +92,41 @@ class Assignment:
     free: frozenset[fx.Node]
 
 
-def assign_stages(whole: WholeStep, step: JointStep, firsts: Sequence[int]) -> Assignment:
-    """Find the stage of every node.
-
-    Args:
-        firsts: the first forward operator of each stage; 0, and then rising.
-    """
-    surroundings = _Surroundings(whole, step)
-    stage_of = _forward_stages(surroundings, step, firsts)
-    numbering = Numbering((node.meta["seq_nr"], stage_of[node]) for node in surroundings.forward)
-    sums: list[fx.Node] = []
-    for node in surroundings.backward:
-        if surroundings.is_sum(node):
-            sums.append(node)
-        else:
-            stage_of[node] = numbering.of_gradient(node.meta["seq_nr"])
-    _place_sums(surroundings, sums, stage_of)
-    gradients: list[dict[str, tuple[fx.Node, ...]]] = [{} for _ in firsts]
-    for name, node in whole.gradients().items():
-        for part in _parts(node, sums, stage_of):
-            known = gradients[stage_of[part]]
-            known[name] = (*known.get(name, ()), part)
-    _check_filled(surroundings, stage_of, step, firsts)
-    _check_direction(surroundings, stage_of)
-    return Assignment(stage_of, tuple(gradients), surroundings.untrained)
-
-
-class _Surroundings:
-    """What is asked about nodes again and again.
+class StageAssigner:
+    """Finds the stage of every node.
 
     Attributes:
+        firsts: the first forward operator of each stage; 0, and then rising.
+        stage_of: what was found so far.
         forward, backward: the nodes that compute something, in order.
+        sums: those of backward that add up gradients of one value.
         sampleless: those of forward that depend on no sample.
         untrained: those of these that depend on no parameter to be trained, either.
     """
 
-    def __init__(self, whole: WholeStep, step: JointStep) -> None:
+    def __init__(self, whole: WholeStep, step: JointStep, firsts: Sequence[int]) -> None:
+        self.whole, self.step, self.firsts = whole, step, firsts
+        self.stage_of: dict[fx.Node, int] = {}
         nodes = [node for node in whole.nodes if node.op == "call_function"]
         after = set(nodes_after_tangents(whole.nodes))
-        border = next((index for index, node in enumerate(nodes) if node in after), len(nodes))
-        self.forward, self.backward = nodes[:border], nodes[border:]
-        self._is_backward = frozenset(self.backward)
-        self._last_number = max(node.meta["seq_nr"] for node in self.forward)
-        self._ops = frozenset(node for node in step.op_nodes if node is not None)
+        self.forward = list(takewhile(lambda node: node not in after, nodes))
+        self.backward = nodes[len(self.forward) :]
+        self._is_forward = frozenset(self.forward)
+        is_backward = frozenset(self.backward)
+        last_number = max(node.meta["seq_nr"] for node in self.forward)
+        self.sums = {
+            node: None
+            for node in self.backward
+            if node.target is _ADD
+            and node.meta["seq_nr"] >= last_number
+            and is_backward.issuperset(node.all_input_nodes)
+        }
         given = list(zip(whole.primals, whole.inputs, strict=True))
         batch = [node for node, source in given if source.kind is InputKind.BATCH]
         trained = [node for node, source in given if source.needs_gradient]
         changed = torch_compat.changed_inputs(whole.joint.graph)
         self.sampleless = frozenset(self._independent_of(batch))
         self.untrained = frozenset(self._independent_of([*batch, *trained, *changed]))
-
-    def is_view(self, node: fx.Node) -> bool:
-        """Whether a node only looks at values that are there."""
-        return node not in self._ops and node.target is not operator.getitem
-
-    def is_sum(self, node: fx.Node) -> bool:
-        """Whether a node of backward adds gradients of one value up."""
-        return (
-            node.target is _ADD
-            and node.meta["seq_nr"] >= self._last_number
-            and self._is_backward.issuperset(node.all_input_nodes)
-        )
-
-    def readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Who reads a node's value; of one with several outputs, whoever reads any of them."""
-        for reader in node.users:
-            if reader.target is operator.getitem:
-                yield from reader.users
-            else:
-                yield reader
 
     def _independent_of(self, sources: Iterable[fx.Node]) -> Iterator[fx.Node]:
         tainted = set(sources)
@@ -182,112 +137,119 @@ class _Surroundings:
             else:
                 yield node
 
+    def assignment(self) -> Assignment:
+        stage_of = self.stage_of
+        self._place_forward()
+        stage_of_gradient = by_gradient(
+            (node.meta["seq_nr"], stage_of[node]) for node in self.forward
+        )
+        for node in self.backward:
+            if node not in self.sums:
+                stage_of[node] = stage_of_gradient(node.meta["seq_nr"])
+        self._place_sums()
+        gradients: list[dict[str, tuple[fx.Node, ...]]] = [{} for _ in self.firsts]
+        for name, node in self.whole.gradients().items():
+            for part in self._parts(node):
+                known = gradients[stage_of[part]]
+                known[name] = (*known.get(name, ()), part)
+        self._check_filled()
+        self._check_direction()
+        return Assignment(stage_of, tuple(gradients), self.untrained)
 
-def _forward_stages(
-    context: _Surroundings, step: JointStep, firsts: Sequence[int]
-) -> dict[fx.Node, int]:
-    """Rule 1."""
-    begins = {step.op_nodes[first]: stage for stage, first in enumerate(firsts)}
-    stage_of: dict[fx.Node, int] = {}
-    first_of_number: dict[int, fx.Node] = {}
-    stage = 0
-    for node in context.forward:
-        stage = begins.get(node, stage)
-        # What shares a number is never cut apart, or its gradient would have no place.
-        leader = first_of_number.setdefault(node.meta["seq_nr"], node)
-        stage_of[node] = stage_of.get(leader, stage)
-    is_forward = frozenset(context.forward)
-    for node in reversed(context.forward):
-        if node.target is operator.getitem:
-            continue
-        if node in context.sampleless or context.is_view(node):
-            readers = [stage_of[reader] for reader in context.readers(node) if reader in is_forward]
-            stage_of[node] = min(readers, default=stage_of[node])
-    for node in context.forward:
-        if node.target is operator.getitem:
-            stage_of[node] = stage_of[node.all_input_nodes[0]]
-    return stage_of
+    def _place_forward(self) -> None:
+        """Rule 1."""
+        stage_of, op_nodes = self.stage_of, self.step.op_nodes
+        begins = {op_nodes[first]: stage for stage, first in enumerate(self.firsts)}
+        first_of_number: dict[int, fx.Node] = {}
+        stage = 0
+        for node in self.forward:
+            stage = begins.get(node, stage)
+            # What shares a number is never cut apart, or its gradient would have no place.
+            leader = first_of_number.setdefault(node.meta["seq_nr"], node)
+            stage_of[node] = stage_of.get(leader, stage)
+        is_op = frozenset(op_nodes)
+        for node in reversed(self.forward):
+            is_view = node not in is_op
+            if node.target is not operator.getitem and (is_view or node in self.sampleless):
+                readers = (r for r in _readers(node) if r in self._is_forward)
+                stage_of[node] = min(map(stage_of.__getitem__, readers), default=stage_of[node])
+        for node in self.forward:
+            if node.target is operator.getitem:
+                stage_of[node] = stage_of[node.all_input_nodes[0]]
 
+    def _place_sums(self) -> None:
+        """Rule 3: those of one stage first, in order; the others from their readers back."""
+        mixed: list[fx.Node] = []
+        for node in self.sums:
+            sources = [part for part in node.all_input_nodes if part.op == "call_function"]
+            stages = {self.stage_of.get(part) for part in sources}
+            stage = stages.pop() if len(stages) == 1 else None
+            if stage is None:
+                mixed.append(node)
+            else:
+                self.stage_of[node] = stage
+        for node in reversed(mixed):
+            readers = (reader for reader in _readers(node) if reader in self.stage_of)
+            self.stage_of[node] = max(map(self.stage_of.__getitem__, readers), default=0)
 
-def _parts(
-    node: fx.Node, sums: Sequence[fx.Node], stage_of: dict[fx.Node, int]
-) -> tuple[fx.Node, ...]:
-    """Rule 4: what a parameter's gradient is the sum of; sums over several stages are no more."""
-    sources = node.all_input_nodes
-    if node not in sums or len(node.users) > 1 or len({stage_of[part] for part in sources}) < 2:
-        return (node,)
-    del stage_of[node]
-    return tuple(part for source in sources for part in _parts(source, sums, stage_of))
+    def _parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Rule 4: what a parameter's gradient is the sum of; sums over stages are no more."""
+        sources = node.all_input_nodes
+        is_of_one_stage = len({self.stage_of.get(part) for part in sources}) < 2
+        if node not in self.sums or len(node.users) > 1 or is_of_one_stage:
+            return (node,)
+        del self.stage_of[node]
+        return tuple(part for source in sources for part in self._parts(source))
 
-
-def _place_sums(
-    context: _Surroundings, sums: Sequence[fx.Node], stage_of: dict[fx.Node, int]
-) -> None:
-    """Rule 3: those of one stage first, in order; the others from their readers back."""
-    mixed: list[fx.Node] = []
-    for node in sums:
-        sources = [part for part in node.all_input_nodes if part.op == "call_function"]
-        stages = {stage_of.get(part) for part in sources}
-        stage = stages.pop() if len(stages) == 1 else None
-        if stage is None:
-            mixed.append(node)
-        else:
-            stage_of[node] = stage
-    for node in reversed(mixed):
-        readers = (reader for reader in context.readers(node) if reader in stage_of)
-        stage_of[node] = max(map(stage_of.__getitem__, readers), default=0)
-
-
-def _check_filled(
-    context: _Surroundings, stage_of: dict[fx.Node, int], step: JointStep, firsts: Sequence[int]
-) -> None:
-    """Every stage has something to compute; what others make for themselves does not count."""
-    filled = {stage for node, stage in stage_of.items() if node not in context.untrained}
-    for stage, first in enumerate(firsts):
-        if stage not in filled:
-            name = step.program.ops[first].name
-            raise UsageError(
-                f"stage {stage} of {len(firsts)}, from {name} on, computes nothing: all of it"
-                " depends on no sample, or belongs to an operator that is cut apart; cut later"
-            )
-
-
-def _check_direction(context: _Surroundings, stage_of: dict[fx.Node, int]) -> None:
-    """Values of forward go to later stages only, and gradients to earlier ones."""
-    is_forward = frozenset(context.forward)
-    for node in (*context.forward, *context.backward):
-        if node not in stage_of:
-            continue
-        for source in node.all_input_nodes:
-            if source not in stage_of or source in context.untrained:
-                continue
-            rises = stage_of[source] > stage_of[node]
-            falls = stage_of[source] < stage_of[node]
-            if (rises and source in is_forward) or (falls and source not in is_forward):
-                raise CaptureError(
-                    f"{node.name} of stage {stage_of[node]} reads {source.name} of stage"
-                    f" {stage_of[source]}, which is against the direction of the pipeline; cut the"
-                    " model at another place"
+    def _check_filled(self) -> None:
+        """Every stage has something to compute; what others make for themselves does not count."""
+        filled = {stage for node, stage in self.stage_of.items() if node not in self.untrained}
+        for stage, first in enumerate(self.firsts):
+            if stage not in filled:
+                name = self.step.program.ops[first].name
+                raise UsageError(
+                    f"stage {stage} of {len(self.firsts)}, from {name} on, computes nothing: all of"
+                    " it depends on no sample, or belongs to an operator that is cut apart; cut"
+                    " later"
                 )
+
+    def _check_direction(self) -> None:
+        """Values of forward go to later stages only, and gradients to earlier ones."""
+        for node, stage in self.stage_of.items():
+            for source in node.all_input_nodes:
+                made = self.stage_of.get(source, stage)
+                is_wrong = made > stage if source in self._is_forward else made < stage
+                if is_wrong and source not in self.untrained:
+                    raise CaptureError(
+                        f"{node.name} of stage {stage} reads {source.name} of stage {made}, which"
+                        " is against the direction of the pipeline; cut the model at another place"
+                    )
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node's value; of one with several outputs, whoever reads any of them."""
+    for reader in node.users:
+        if reader.target is operator.getitem:
+            yield from reader.users
+        else:
+            yield reader
 
 
 def seconds_with_backward(step: JointStep) -> list[float]:
-    """For each forward operator its seconds and those of its gradient.
+    """For each forward operator its seconds and those of its gradient (`by_gradient`).
 
-    See `Numbering`. Sums of gradients count as the last operator's: they carry its number.
+    Sums of gradients count as the last operator's: they carry its number.
     """
     program = step.program
     num_forward = program.first_backward - 1  # the loss is the caller's
     seconds = [op.seconds for op in program.ops[:num_forward]]
-    numbering = Numbering(
-        (node.meta["seq_nr"], index)
-        for index, node in enumerate(step.op_nodes[:num_forward])
-        if node is not None
+    numbers = [None if node is None else node.meta["seq_nr"] for node in step.op_nodes]
+    index_of_gradient = by_gradient(
+        (number, index) for index, number in enumerate(numbers[:num_forward]) if number is not None
     )
-    later = zip(step.op_nodes[num_forward:], program.ops[num_forward:], strict=True)
-    for node, op in later:
-        if node is not None:
-            seconds[numbering.of_gradient(node.meta["seq_nr"])] += op.seconds
+    for number, op in zip(numbers[num_forward:], program.ops[num_forward:], strict=True):
+        if number is not None:
+            seconds[index_of_gradient(number)] += op.seconds
     return seconds
 
 
@@ -298,21 +260,20 @@ def parameter_bytes(whole: WholeStep, step: JointStep) -> list[float]:
     index_of = {node: index for index, node in enumerate(step.op_nodes)}
     for node, given in zip(whole.primals, whole.inputs, strict=True):
         if given.needs_gradient:
-            value: torch.Tensor = node.meta["val"]
-            reader = first_reader(node, index_of)
+            reader = _first_reader(node, index_of)
             if reader is not None and reader < num_forward:
-                weights[reader] += value.numel() * value.element_size()
+                weights[reader] += node.meta["val"].nbytes
     return weights
 
 
-def first_reader(node: fx.Node, index_of: dict[fx.Node | None, int]) -> int | None:
+def _first_reader(node: fx.Node, index_of: dict[fx.Node | None, int]) -> int | None:
     """The first operator that reads a node, itself or through views.
 
     Args:
-        at_node: the numbers of all operators; of backward too, or this would follow all ways there.
+        index_of: all operators; those of backward too, or this would follow all ways there.
     """
     readers = [
-        index_of[user] if user in index_of else first_reader(user, index_of) for user in node.users
+        index_of[user] if user in index_of else _first_reader(user, index_of) for user in node.users
     ]
     return min((index for index in readers if index is not None), default=None)
 
@@ -338,28 +299,18 @@ _NOT_THERE = (operator.getitem, _aten.detach.default, _aten.alias.default)
 def operator_counts(whole: WholeStep, step: JointStep) -> list[int]:
     """For each forward operator of a step, how many operators of OneFlow it counts as."""
     nodes = step.op_nodes[: step.program.first_backward - 1]
-    needed = _ancestors(whole.loss)
+    needed = {whole.loss}
+    for node in reversed(whole.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     index_of = {node: index for index, node in enumerate(step.op_nodes)}
     counts = [1 + _inside(node) if node in needed else 0 for node in nodes]
-    counted = [node for node in whole.primals if node in needed]
-    counted += [node for node in _reshapes(whole, index_of) if node in needed]
-    for node in counted:
-        reader = first_reader(node, index_of)
+    for node in (*whole.primals, *_reshapes(whole, index_of)):
+        reader = _first_reader(node, index_of) if node in needed else None
         if reader is not None and reader < len(nodes):
             counts[reader] += 1
     counts[-1] += _NUM_RETURNED
     return counts
-
-
-def _ancestors(last: fx.Node) -> set[fx.Node]:
-    ancestors = {last}
-    waiting = [last]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                waiting.append(source)
-    return ancestors
 
 
 def _inside(node: fx.Node | None) -> int:

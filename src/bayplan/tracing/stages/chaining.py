@@ -5,7 +5,6 @@ own. A stage needs something to train, so no plan would cut twice in between.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -16,17 +15,9 @@ from bayplan.tracing.joint import JointStep
 from bayplan.tracing.stages.assigning import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.tracing.stages.whole import WholeStep
 
-__all__ = ["ChainedStep", "chained", "with_fixed_parts"]
+__all__ = ["chained", "with_fixed_parts"]
 
 MOST_LAYERS = 240  # a planner's time grows with the square of them
-
-
-@dataclass(frozen=True)
-class ChainedStep:
-    """A chain, and the operators that its layers begin with."""
-
-    chain: Chain
-    firsts: tuple[int, ...]
 
 
 def chained(
@@ -35,16 +26,14 @@ def chained(
     *,
     name: str,
     device: str,
-    source: str,
     spread: float,
     also: Sequence[int] = (),
-) -> ChainedStep:
-    """Boil a step down.
+) -> tuple[Chain, tuple[int, ...]]:
+    """Reduce a step to a chain; the operators that its layers begin with come along.
 
     Args:
-        device: the kind that prices are of.
-        source: where they come from, in words.
-        spread: by what part they may be off.
+        device: the kind of which the figures gave the step's prices.
+        spread: by what part these may be off.
         also: operators that layers begin with in any case.
     """
     program = step.program
@@ -52,19 +41,17 @@ def chained(
     weights, sent = parameter_bytes(whole, step), sent_bytes(program)
     cheapest = _fewer(_firsts(weights, sent), sent, MOST_LAYERS)
     firsts = tuple(sorted({*cheapest, *also}))
-    forward = [op.seconds for op in program.ops[:num_forward]]
-    both = seconds_with_backward(step)
-    held, passing = _held_bytes(program, num_forward), _passing_bytes(program, num_forward)
+    both_seconds = seconds_with_backward(step)
+    held, passing = _held_and_passing_bytes(program, num_forward)
     layers: list[Layer] = []
     for first, end in pairwise((*firsts, num_forward)):
         ops = range(first, end)
-        forward_seconds = sum(forward[op] for op in ops)
-        backward_seconds = sum(both[op] for op in ops) - forward_seconds
+        forward_seconds = sum(program.ops[op].seconds for op in ops)
         layers.append(
             Layer(
                 name=program.ops[first].place or program.ops[first].name,
                 forward_seconds=forward_seconds,
-                backward_seconds=backward_seconds,
+                backward_seconds=sum(both_seconds[op] for op in ops) - forward_seconds,
                 parameter_bytes=int(sum(weights[op] for op in ops)),
                 held_bytes=sum(held[op] for op in ops),
                 passing_bytes=max(passing[op] for op in ops),
@@ -76,29 +63,28 @@ def chained(
         num_samples=whole.num_samples,
         layers=tuple(layers),
         device=device,
-        source=source,
+        source="derived from the device's figures",
         spread=spread,
     )
-    return ChainedStep(chain, firsts)
+    return chain, firsts
 
 
-def with_fixed_parts(large: ChainedStep, small: ChainedStep) -> ChainedStep:
+def with_fixed_parts(large: Chain, small: Chain) -> Chain:
     """The larger of two sizes, with what does not grow with samples told apart.
 
     A layer that reads many weights for few samples takes as long for one sample as for some, so
     that micro-batches cost it more than their share; the line through two sizes knows.
     """
-    assert large.firsts == small.firsts, "a step is cut at the same places at any size"
-    share = small.chain.num_samples / large.chain.num_samples
+    share = small.num_samples / large.num_samples
     layers = tuple(
         msgspec.structs.replace(
             more,
             fixed_forward_seconds=_fixed(more.forward_seconds, less.forward_seconds, share),
             fixed_backward_seconds=_fixed(more.backward_seconds, less.backward_seconds, share),
         )
-        for more, less in zip(large.chain.layers, small.chain.layers, strict=True)
+        for more, less in zip(large.layers, small.layers, strict=True)
     )
-    return ChainedStep(msgspec.structs.replace(large.chain, layers=layers), large.firsts)
+    return msgspec.structs.replace(large, layers=layers)
 
 
 def _fixed(large: float, small: float, share: float) -> float:
@@ -136,24 +122,12 @@ def _fewer(firsts: tuple[int, ...], sent: Sequence[int], most: int) -> tuple[int
     return (0, *sorted(cheapest))
 
 
-def _held_bytes(program: Program, num_forward: int) -> list[int]:
-    """By forward operator, what it makes that backward reads."""
+def _held_and_passing_bytes(program: Program, num_forward: int) -> tuple[list[int], list[int]]:
+    """By forward operator, what it makes that backward reads, and what nobody keeps behind it."""
     held = [0] * num_forward
-    for buffer, producer in enumerate(program.producers):
-        is_read_later = any(reader >= num_forward for reader in program.readers[buffer])
-        if 0 <= producer < num_forward and is_read_later:
-            held[producer] += program.buffers[buffer]
-    return held
-
-
-def _passing_bytes(program: Program, num_forward: int) -> list[int]:
-    """By forward operator, what it needs while it runs and nobody keeps."""
-    passing: list[int] = []
-    for op in program.ops[:num_forward]:
-        dropped = (
-            program.buffers[buffer]
-            for buffer in op.writes
-            if not any(reader >= num_forward for reader in program.readers[buffer])
-        )
-        passing.append(op.workspace_bytes + sum(dropped))
-    return passing
+    passing = [op.workspace_bytes for op in program.ops[:num_forward]]
+    for index, op in enumerate(program.ops[:num_forward]):
+        for buffer in op.writes:
+            is_read_later = any(reader >= num_forward for reader in program.readers[buffer])
+            (held if is_read_later else passing)[index] += program.buffers[buffer]
+    return held, passing

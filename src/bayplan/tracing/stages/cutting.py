@@ -4,7 +4,7 @@ A stage's joint graph has the form of any other: inputs, forward, gradients that
 So all that is known about one device's step, from repeats to swaps, holds for a stage as well.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,7 @@ from bayplan.tracing.joint import CARRIED
 from bayplan.tracing.stages.assigning import Assignment
 from bayplan.tracing.stages.whole import Input, InputKind, WholeStep
 
-__all__ = ["Carried", "StageGraph", "carried_values", "cut_stage"]
+__all__ = ["Carried", "StageCutter", "StageGraph", "carried_values"]
 
 aten = torch.ops.aten
 
@@ -35,16 +35,6 @@ class Carried:
 
     forward: dict[tuple[int, int], tuple[str, ...]]
     backward: dict[tuple[int, int], tuple[str, ...]]
-
-    @property
-    def links(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages, the earlier first, between which values go."""
-        return tuple(sorted(self.forward))
-
-    @property
-    def gradient_links(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages, the earlier first, between which gradients go."""
-        return tuple(sorted((early, late) for late, early in self.backward))
 
 
 @dataclass(frozen=True)
@@ -87,38 +77,24 @@ class StageGraph:
 
 def carried_values(whole: WholeStep, where: Assignment) -> Carried:
     """What goes from stage to stage, in the order of the graph."""
-    forward: dict[tuple[int, int], dict[str, None]] = {}
-    backward: dict[tuple[int, int], dict[str, None]] = {}
+    names_of: dict[tuple[int, int], set[str]] = {}
     for node in whole.nodes:
-        stage = where.stage_of.get(node)
-        if stage is None:
-            continue
-        for source in _sent_sources(node, where):
-            made = where.stage_of[source]
-            table = forward if made < stage else backward
-            if made != stage:
-                table.setdefault((made, stage), {})[source.name] = None
+        for source in node.all_input_nodes if node in where.stage_of else ():
+            stage = where.stage_of[node]
+            made = where.stage_of.get(source, stage)
+            if made != stage and source not in where.free:
+                names_of.setdefault((made, stage), set()).add(source.name)
     order = {node.name: position for position, node in enumerate(whole.nodes)}
+    in_order = {
+        pair: tuple(sorted(names, key=order.__getitem__)) for pair, names in names_of.items()
+    }
     return Carried(
-        {pair: tuple(sorted(names, key=order.__getitem__)) for pair, names in forward.items()},
-        {pair: tuple(sorted(names, key=order.__getitem__)) for pair, names in backward.items()},
+        forward={pair: names for pair, names in in_order.items() if pair[0] < pair[1]},
+        backward={pair: names for pair, names in in_order.items() if pair[0] > pair[1]},
     )
 
 
-def _sent_sources(node: fx.Node, where: Assignment) -> Iterable[fx.Node]:
-    """What a node reads that has to come from where it is made."""
-    return (
-        source
-        for source in node.all_input_nodes
-        if source in where.stage_of and source not in where.free
-    )
-
-
-def cut_stage(whole: WholeStep, where: Assignment, carried: Carried, stage: int) -> StageGraph:
-    return _Builder(whole, where, stage).build(carried)
-
-
-class _Builder:
+class StageCutter:
     """Copies the nodes of one stage into a graph."""
 
     def __init__(self, whole: WholeStep, where: Assignment, stage: int) -> None:
@@ -127,13 +103,17 @@ class _Builder:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.node_of = {node.name: node for node in whole.nodes}
 
-    def build(self, carried: Carried) -> StageGraph:
+    def cut(self, carried: Carried) -> StageGraph:
         gradients = self.where.gradients[self.stage]
         sent, taken = (self._names(carried.forward, end) for end in (0, 1))
         sent_back, taken_back = (self._names(carried.backward, end) for end in (0, 1))
         has_loss = self.where.stage_of[self.whole.loss] == self.stage
         inputs = self._take_inputs(taken)
-        self._take_tangents(taken_back, has_loss=has_loss)
+        tangents = [self.node_of[name] for name in taken_back]
+        if has_loss:
+            tangents += filter(torch_compat.is_tangent, self.whole.nodes)
+        for number, node in enumerate(tangents, start=1):
+            self._placeholder(node, f"tangents_{number}")
         for node in self.whole.nodes:
             if self.where.stage_of.get(node) == self.stage:
                 self._copy(node)
@@ -191,13 +171,6 @@ class _Builder:
                     if source in self.where.free:
                         waiting.append(source)
         return seen
-
-    def _take_tangents(self, names: Sequence[str], *, has_loss: bool) -> None:
-        nodes = [self.node_of[name] for name in names]
-        if has_loss:
-            nodes += [node for node in self.whole.nodes if torch_compat.is_tangent(node)]
-        for number, node in enumerate(nodes):
-            self._placeholder(node, f"tangents_{number + 1}")
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
         copy = self.copies[node] = self.graph.placeholder(name)

@@ -7,7 +7,7 @@ step on any number of ranks gives the numbers of one device. Afterwards the gene
 training would have left it, on every rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,15 @@ class Draw:
         mask = torch.empty_permuted(self.shape, self.layout, dtype=torch.bool)
         return mask.bernoulli_(1 - self.probability)
 
-    def mask(self, begin: int, end: int) -> torch.Tensor:
+    def mask(self, begin: int, shape: Sequence[int]) -> torch.Tensor:
+        """The mask of the samples from `begin` on that values of a shape have."""
         whole = self.whole_mask()
         if self.dimension is None:
             return whole
         apart = whole.unflatten(self.dimension, (self.outer, -1))
-        length = (end - begin) * self.rows
-        part = apart.narrow(self.dimension + 1, begin * self.rows, length)
+        num_rows = shape[self.dimension] // self.outer
+        part = apart.narrow(self.dimension + 1, begin * self.rows, num_rows)
         return part.clone().flatten(self.dimension, self.dimension + 1)
-
-    def num_samples_in(self, values: torch.Tensor) -> int:
-        if self.dimension is None:
-            return 0
-        return values.shape[self.dimension] // (self.rows * self.outer)
 
 
 class Streams:
@@ -94,10 +90,7 @@ class Streams:
 def find_draws(
     whole: WholeStep, dimensions: dict[str, Samples | None], *, num_samples: int
 ) -> dict[str, Draw]:
-    """The random operators of a step, as they draw for a batch of so many samples.
-
-    Args:
-        num_samples: of the whole batch.
+    """The random operators of a step, as they draw for a whole batch of so many samples.
 
     Raises:
         CaptureError: one that cannot be drawn for a piece alone.
@@ -152,18 +145,15 @@ def whole_mask_bytes(node: fx.Node, num_pieces: float) -> int:
     return max(0, int(mask.nbytes * num_pieces) - values.nbytes)
 
 
-def _random_nodes(graph: fx.Graph) -> Sequence[fx.Node]:
-    return [node for node in graph.nodes if _is_random(node)]
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether a node draws numbers; fused attention could, but without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    owner = node.graph.owning_module
+def _random_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that draw numbers; fused attention could, but without dropout does not."""
+    owner = graph.owning_module
     assert owner is not None, "a traced graph belongs to a module"
-    options = node.normalized_arguments(owner, normalize_to_only_use_kwargs=True)
-    return options is None or options.kwargs.get("dropout_p") != 0.0
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            options = node.normalized_arguments(owner, normalize_to_only_use_kwargs=True)
+            if options is None or options.kwargs.get("dropout_p") != 0.0:
+                yield node
 
 
 def draw_for_pieces(module: fx.GraphModule, streams: Streams) -> None:
@@ -174,13 +164,9 @@ def draw_for_pieces(module: fx.GraphModule, streams: Streams) -> None:
         name = node.meta[DRAW]
         _, state, values, _ = node.args
         if state.target is generator_state:
-            state.target, state.args = _ticket, (name,)
+            state.target, state.args = Streams.ticket, (name,)
             state.meta[SWAPPER] = streams
         node.target, node.args = _dropout_of_piece, (streams.draws[name], state, values)
-
-
-def _ticket(streams: Streams, name: str) -> torch.Tensor:
-    return streams.ticket(name)
 
 
 def _dropout_of_piece(drawn: Draw, ticket: torch.Tensor, values: Any) -> Any:
@@ -188,5 +174,5 @@ def _dropout_of_piece(drawn: Draw, ticket: torch.Tensor, values: Any) -> Any:
     begin = int(ticket[-8:].view(torch.int64).item())
     with torch.random.fork_rng([]):
         torch.set_rng_state(ticket[:-8])
-        mask = drawn.mask(begin, begin + drawn.num_samples_in(values))
+        mask = drawn.mask(begin, values.shape)
     return dropout_by(mask, values, drawn.probability)

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from bayplan.tracing.joint import JointStep, analyse_joint
-from bayplan.tracing.stages.assigning import Assignment, assign_stages
-from bayplan.tracing.stages.cutting import Carried, StageGraph, carried_values, cut_stage
+from bayplan.tracing.joint import JointStep
+from bayplan.tracing.stages.assigning import Assignment, StageAssigner
+from bayplan.tracing.stages.cutting import Carried, StageCutter, StageGraph, carried_values
 from bayplan.tracing.stages.drawing import mark_draws
 from bayplan.tracing.stages.synchronising import synchronise
 from bayplan.tracing.stages.whole import WholeStep
@@ -32,31 +30,18 @@ class StagedStep:
     @cached_property
     def step(self) -> JointStep:
         """The whole step as operators and buffers; nothing is priced."""
-        return analyse_joint(
-            self.whole.joint,
-            num_forward_outputs=self.whole.num_forward_outputs,
-            cost_of=lambda node: (0.0, 0),
-        )
+        return self.whole.analysed(lambda node: (0.0, 0))
 
     @cached_property
     def assignment(self) -> Assignment:
-        return assign_stages(self.whole, self.step, self.firsts)
+        return StageAssigner(self.whole, self.step, self.firsts).assignment()
 
     @cached_property
     def carried(self) -> Carried:
         return carried_values(self.whole, self.assignment)
 
-    @cached_property
-    def values(self) -> dict[str, torch.Tensor]:
-        """What a value or gradient looks like, by the name of its node."""
-        return {
-            node.name: node.meta["val"]
-            for node in self.whole.nodes
-            if isinstance(node.meta.get("val"), torch.Tensor)
-        }
-
     def graph(self, stage: int) -> StageGraph:
-        graph = cut_stage(self.whole, self.assignment, self.carried, stage)
+        graph = StageCutter(self.whole, self.assignment, stage).cut(self.carried)
         mark_draws(graph.joint.graph)
         synchronise(graph.joint.graph, self.synchronised)
         return graph

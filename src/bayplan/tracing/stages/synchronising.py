@@ -52,10 +52,7 @@ def norms_to_synchronise(
     stages: Collection[int],
     dimensions: Mapping[str, Samples | None],
 ) -> frozenset[str]:
-    """The names of the BatchNorms whose samples are spread over replicas.
-
-    Args:
-        stages: those with several replicas.
+    """The names of the BatchNorms whose stages have several replicas, so that samples are apart.
 
     Raises:
         CaptureError: one of another kind than is known here.

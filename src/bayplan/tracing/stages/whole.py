@@ -31,6 +31,7 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
+from bayplan.tracing.joint import Cost, JointStep, analyse_joint
 
 __all__ = [
     "Input",
@@ -83,11 +84,13 @@ def layout_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(value.dim()), key=lambda dimension: (-strides[dimension], dimension)))
 
 
-def samples_in(node: fx.Node, twin: torch.Tensor, num_samples: int, known: Known) -> Samples | None:
+def _samples_in(
+    node: fx.Node, twin: torch.Tensor, num_samples: int, known: Known
+) -> Samples | None:
     """How samples lie in a node's tensor; None if it is the same for every batch.
 
     Args:
-        twin: the tensor of this node at another one.
+        twin: the tensor of this node at another number of samples.
         known: the same of all nodes before, by name.
 
     Raises:
@@ -123,9 +126,10 @@ def _outer(node: fx.Node, dimension: int, num_rows: int, known: Known) -> int | 
         distance = samples.rows * prod(source.meta["val"].shape[samples.dimension + 1 :])
         rows, rest = divmod(distance, prod(node.meta["val"].shape[dimension + 1 :]))
         return None if rest or not rows or num_rows % rows else num_rows // rows
+    sources = (known.get(source.name) for source in _sources(node))
     counts = {
         samples.outer
-        for samples in (known.get(source.name) for source in _sources(node))
+        for samples in sources
         if samples is not None and samples.outer and samples.outer * samples.rows == num_rows
     }
     return counts.pop() if len(counts) == 1 else None
@@ -195,11 +199,29 @@ class WholeStep:
         """The last output of forward; before it come the new values of buffers."""
         return self.outputs[self.num_forward_outputs - 1]
 
+    def analysed(self, cost_of: Cost) -> JointStep:
+        """The step as operators and buffers."""
+        return analyse_joint(
+            self.joint, num_forward_outputs=self.num_forward_outputs, cost_of=cost_of
+        )
+
     @cached_property
     def fingerprint(self) -> str:
         """Tells steps apart by their operators; the same for every batch size."""
         nodes = [(node.op, str(node.target), node.name) for node in self.nodes]
         return hashlib.sha256(repr(nodes).encode()).hexdigest()[:24]
+
+    @cached_property
+    def values(self) -> dict[str, torch.Tensor]:
+        """What a value or gradient looks like, by the name of its node.
+
+        Nodes that make several tensors are left out: their parts are nodes too.
+        """
+        return {
+            node.name: node.meta["val"]
+            for node in self.nodes
+            if isinstance(node.meta.get("val"), torch.Tensor)
+        }
 
     def new_buffers(self) -> dict[str, fx.Node]:
         """By name of the buffer, the node of its value after the step."""
@@ -215,6 +237,7 @@ class WholeStep:
 
     def check_same_nodes(self, other: "WholeStep") -> None:
         """Refuse another size of the step if the model computes something else then."""
+        # Both end with their output, so a row that is shorter differs at its end.
         for mine, theirs in zip(self.nodes, other.nodes, strict=False):
             if (mine.op, mine.target, mine.name) != (theirs.op, theirs.target, theirs.name):
                 raise CaptureError(
@@ -222,26 +245,16 @@ class WholeStep:
                     f" computes {theirs.name} with {other.num_samples}; a model whose operators"
                     " depend on the batch size cannot be split by samples"
                 )
-        if len(self.nodes) != len(other.nodes):
-            raise CaptureError(
-                f"the model has {len(self.nodes)} operators with {self.num_samples} samples and"
-                f" {len(other.nodes)} with {other.num_samples}; a model whose operators depend on"
-                " the batch size cannot be split by samples"
-            )
 
 
 def batch_dimensions(step: WholeStep, resized: WholeStep) -> dict[str, Samples | None]:
-    """For each tensor by its node's name, how samples lie in it.
-
-    None for what is the same for every batch. Nodes that make several tensors are left out: their
-    parts are nodes too.
-    """
+    """By name of a node, how samples lie in its tensor; None if it is the same for every batch."""
     step.check_same_nodes(resized)
     samples_of: dict[str, Samples | None] = {}
-    for mine, theirs in zip(step.nodes, resized.nodes, strict=True):
-        value, twin = mine.meta.get("val"), theirs.meta.get("val")
-        if isinstance(value, torch.Tensor) and isinstance(twin, torch.Tensor):
-            samples_of[mine.name] = samples_in(mine, twin, step.num_samples, samples_of)
+    for node in step.nodes:
+        if node.name in step.values:
+            twin = resized.values[node.name]
+            samples_of[node.name] = _samples_in(node, twin, step.num_samples, samples_of)
     return samples_of
 
 

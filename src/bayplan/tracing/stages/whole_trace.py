@@ -1,6 +1,6 @@
 """Tracing a model together with its loss, at any batch size, without memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,7 @@ __all__ = [
 def trace_whole(step: TrainingStep, *, num_samples: int) -> WholeStep:
     """The joint graph of a step's model and loss at a batch size; nothing is run or changed.
 
-    Args:
-        num_samples: the batch size to trace for. One sample has the graph of two (`shrink_to_one`).
+    One sample has the graph of two (`shrink_to_one`).
     """
     whole = _traced(step, num_samples)
     if num_samples > 1:
@@ -39,16 +38,8 @@ def trace_whole(step: TrainingStep, *, num_samples: int) -> WholeStep:
 
 def _are_alike(small: WholeStep, large: WholeStep) -> bool:
     """Whether two sizes have the same nodes, and no dimension is lost in one of them."""
-    if small.fingerprint != large.fingerprint:
-        return False
-    values = (
-        (mine.meta.get("val"), theirs.meta.get("val"))
-        for mine, theirs in zip(small.nodes, large.nodes, strict=True)
-    )
-    return all(
-        mine.dim() == theirs.dim()
-        for mine, theirs in values
-        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+    return small.fingerprint == large.fingerprint and all(
+        value.dim() == large.values[name].dim() for name, value in small.values.items()
     )
 
 
@@ -58,7 +49,7 @@ def _traced(step: TrainingStep, num_samples: int) -> WholeStep:
     with mode, fake.precision():
         joint = joint_of(_WithLoss(fake), split_batch(fake.batch, fake.loss_fn))
     joint.module.graph.eliminate_dead_code()
-    origins = _origins(joint.inputs, fake)
+    origins = tuple(_origins(joint.inputs, fake))
     return WholeStep(joint.module, joint.num_forward_outputs, origins, num_samples)
 
 
@@ -92,7 +83,7 @@ def named_tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
 
 
 def own_tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """The same, each tensor once, by the first of its names."""
+    """The same, each tensor once, by the first of its names, as in `state_dict`."""
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in named_tensors(step).items():
         first.setdefault(id(tensor), (name, tensor))
@@ -133,24 +124,20 @@ def resize_batch(batch: Batch, num_samples: int) -> Batch:
     return torch_compat.tree_map_only(torch.Tensor, resize, batch)
 
 
-def _origins(inputs: Iterable[Any], step: TrainingStep) -> tuple[Input, ...]:
+def _origins(inputs: Iterable[Any], step: TrainingStep) -> Iterator[Input]:
     """Where the inputs of a traced graph come from, known by the copies they were traced with."""
-    names: dict[int, str] = {}
-    for name, tensor in named_tensors(step).items():
-        names.setdefault(id(tensor), name)  # the first of several names, as in `state_dict`
+    names = {id(tensor): name for name, tensor in own_tensors(step).items()}
     numbers = {id(tensor): number for number, tensor in enumerate(batch_tensors(step.batch))}
-    return tuple(_origin(value, names, numbers) for value in inputs)
-
-
-def _origin(value: Any, names: Mapping[int, str], numbers: Mapping[int, int]) -> Input:
-    if id(value) in numbers:
-        return Input(InputKind.BATCH, str(numbers[id(value)]))
-    if id(value) not in names:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-        raise CaptureError(
-            f"the model reads a tensor of shape {shape} that is neither a parameter, a buffer nor"
-            " in the batch, so no rank knows where to take it from; register it as a buffer"
-        )
-    if isinstance(value, nn.Parameter):
-        return Input(InputKind.PARAMETER, names[id(value)], value.requires_grad)
-    return Input(InputKind.BUFFER, names[id(value)])
+    for value in inputs:
+        if id(value) in numbers:
+            yield Input(InputKind.BATCH, str(numbers[id(value)]))
+        elif isinstance(value, nn.Parameter) and id(value) in names:
+            yield Input(InputKind.PARAMETER, names[id(value)], value.requires_grad)
+        elif id(value) in names:
+            yield Input(InputKind.BUFFER, names[id(value)])
+        else:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise CaptureError(
+                f"the model reads a tensor of shape {shape} that is neither a parameter, a buffer"
+                " nor in the batch, so no rank knows where to take it from; register it as a buffer"
+            )

@@ -16,7 +16,7 @@ from bayplan.data.exchange import ExchangeSettings
 from bayplan.running.collectives.data_parallel import exchange_of
 from bayplan.running.collectives.sums import Sums
 from bayplan.running.collectives.topology import open_topology
-from bayplan.running.tuning.space import TuningOptions
+from bayplan.running.tuning.search import TuningOptions
 
 __all__ = ["sums_of_sizes", "tuned", "whole_step"]
 

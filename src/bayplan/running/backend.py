@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from bayplan import torch_compat as torch_compat
+from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
@@ -32,7 +32,7 @@ from bayplan.simulating.swaps import Swapped, apply_order
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
-__all__ = ["PlannedBackend", "bayplan", "ordered_step", "steps_of"]
+__all__ = ["PlannedBackend", "bayplan", "halves_by", "ordered_step", "steps_of"]
 
 
 def _no_store(size_bytes: int) -> SwapStore:
@@ -43,27 +43,16 @@ def _no_store(size_bytes: int) -> SwapStore:
 
 @dataclass
 class PlannedBackend:
-    """The backend: give it to `torch.compile`, or to a module's own `compile`.
+    """The backend: give it to `torch.compile`, or to a module's own `compile`."""
 
-    Attributes:
-        decide: finds the plan of each graph that torch traces; a changed batch size is another.
-        context: what counts in memory beside the graph.
-        open_store: opens the place that swapped activations go to, of a size in bytes.
-        orders: what was decided for each graph so far.
-    """
-
-    decide: Decide
-    context: MemoryContext
-    open_store: Callable[[int], SwapStore] = _no_store
-    orders: list[StepOrder] = field(default_factory=list)
+    decide: Decide  # finds the plan of each graph that torch traces; a changed batch is another
+    context: MemoryContext  # what counts in memory beside the graph
+    open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
+    orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph, as torch asks a backend to."""
         return torch_compat.compile_joint(
-            module,
-            inputs,
-            partition=partial(self._partition, inputs),
-            compile_graph=self._compile,
+            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
         )
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -82,37 +71,38 @@ class PlannedBackend:
         """Torch's question which part of a joint graph is forward and what it hands on."""
         traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
         order = self.decide(traced)
-        step, swapped = ordered_step(order, traced)
+        halves = halves_by(order, traced, lambda size_bytes: Swapper(self.open_store(size_bytes)))
         self.orders.append(order)
-        return cut(
-            step,
-            steps_of(swapped),
-            num_forward=swapped.program.first_backward,
-            owner=joint,
-            swapper=self._swapper(swapped),
-        )
-
-    def _swapper(self, swapped: Swapped) -> Swapper | None:
-        """Opened for the first plan that swaps, and large enough for all that are away at once."""
-        if not swapped.swap_ops:
-            return None
-        return Swapper(self.open_store(swapped.size_bytes))
+        return halves
 
 
-def ordered_step(
-    order: StepOrder, traced: TracedStep, *, is_here: bool = True
-) -> tuple[JointStep, Swapped]:
-    """The step as a plan wants it, and all its ops in order.
+def halves_by(
+    order: StepOrder, traced: TracedStep, open_swapper: Callable[[int], Swapper] | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph that an order asks for.
 
     Args:
-        order: of the plan.
-        traced: the step.
-        is_here: see `TracedStep.for_order`.
+        open_swapper: opens the place for all bytes that are away at once, if the order swaps.
+
+    Raises:
+        ForeignPlan: as `ordered_step`.
+    """
+    step, swapped = ordered_step(order, traced)
+    swapper = None
+    if swapped.swap_ops:
+        assert open_swapper is not None, "whoever decides on swaps has a place for them"
+        swapper = open_swapper(swapped.size_bytes)
+    num_forward, steps = swapped.program.first_backward, steps_of(swapped)
+    return cut(step, steps, num_forward=num_forward, owner=traced.joint, swapper=swapper)
+
+
+def ordered_step(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapped]:
+    """The step as a plan wants it, and all its ops in order.
 
     Raises:
         ForeignPlan: the plan is for another step, or was edited into one that cannot be run.
     """
-    step = traced.for_order(order, is_here=is_here)
+    step = traced.for_order(order)
     return step, apply_order(order, step.program)
 
 
@@ -147,8 +137,6 @@ def bayplan(
     """Plan and compile one graph under a memory limit.
 
     Args:
-        module: the traced forward.
-        inputs: examples of its inputs.
         options: `memory`, a limit like `8GiB` or `40%`.
         **more: the same as keywords; unknown ones are refused, so that a misspelt one is not lost.
     """
@@ -163,8 +151,7 @@ def bayplan(
     tensors = (value for value in inputs if hasattr(value, "device"))
     device_type = next((tensor.device.type for tensor in tensors), "cpu")
     context = MemoryContext(
-        prices=partial(measured_prices, cache=cache),
-        granularity_bytes=granularity_of(device_type),
+        prices=partial(measured_prices, cache=cache), granularity_bytes=granularity_of(device_type)
     )
     return PlannedBackend(
         FastestWithin(Limit.parse(memory), cache=cache, machine=machine_key()), context

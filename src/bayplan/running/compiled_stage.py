@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,9 +33,8 @@ from bayplan.data.plan import StepOrder
 from bayplan.planning.memory.orders import by_strategy
 from bayplan.planning.memory.strategies import keep
 from bayplan.rewriting.synchronised_norm import Replicas
-from bayplan.running.backend import ordered_step, steps_of
+from bayplan.running.backend import halves_by
 from bayplan.running.executor import compile_graph
-from bayplan.running.partition import cut
 from bayplan.running.swaps.swapping import Swapper
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
 from bayplan.tracing.stages.cutting import StageGraph
@@ -45,13 +44,8 @@ from bayplan.tracing.stages.synchronising import bind_replicas
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = [
-    "KEEP_ALL",
-    "CompiledStage",
-    "SplitBackward",
-    "TakeGradient",
-    "compile_stage",
-    "handing_over",
-    "split_backward",
+    *("KEEP_ALL", "CompiledStage", "SplitBackward", "TakeGradient"),
+    *("compile_stage", "handing_over", "split_backward"),
 ]
 
 TakeGradient = Callable[[int, torch.Tensor], None]
@@ -72,13 +66,9 @@ def handing_over(module: fx.GraphModule, *, num_gradients: int) -> fx.GraphModul
     for number, gradient in enumerate(outputs[:num_gradients]):
         assert isinstance(gradient, fx.Node), "every parameter of a stage has a gradient"
         with graph.inserting_after(taker if gradient.op == "placeholder" else gradient):
-            graph.call_function(_hand_over, (taker, number, gradient))
+            graph.call_function(operator.call, (taker, number, gradient))
     graph.output(tuple(outputs[num_gradients:]))
     return fx.GraphModule(module, graph)
-
-
-def _hand_over(take: TakeGradient, number: int, gradient: torch.Tensor) -> None:
-    take(number, gradient)
 
 
 aten = torch.ops.aten
@@ -87,18 +77,11 @@ aten = torch.ops.aten
 _UNDECLARED_VIEW = aten._unsafe_view.default
 
 
-@dataclass(frozen=True)
-class SplitBackward:
-    """The two halves.
+class SplitBackward(NamedTuple):
+    """The two halves of a backward."""
 
-    Attributes:
-        input_half: from the inputs of backward to the gradients for other stages, and then what is
-            handed on.
-        weight_half: from what is handed on to the gradients of parameters.
-    """
-
-    input_half: fx.GraphModule
-    weight_half: fx.GraphModule
+    input_half: fx.GraphModule  # from its inputs to what is sent, and then what is handed on
+    weight_half: fx.GraphModule  # from what is handed on to the gradients of parameters
 
 
 def split_backward(module: fx.GraphModule, *, num_parameters: int) -> SplitBackward:
@@ -133,8 +116,7 @@ def _told_apart(
     swaps = [node for node in nodes if SWAPPER in node.meta]  # rule 5
     wanted_first = _needed_for([*sent, *swaps])
     wanted_later = _needed_for(of_parameters)
-    first: dict[fx.Node, None] = {}
-    later: dict[fx.Node, None] = {}
+    first, later = dict[fx.Node, None](), dict[fx.Node, None]()
     for node in nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
@@ -232,17 +214,12 @@ class CompiledStage:
     """One stage at one number of samples.
 
     All that can be called empties the list that it gets, so that memory is released in time.
-
-    Attributes:
-        forward: from its inputs to its outputs and what backward needs.
-        backward_module: the graph of backward, from that and the gradients that come in to all
-            gradients.
     """
 
     graph: StageGraph
     order: StepOrder
-    forward: Run
-    backward_module: fx.GraphModule
+    forward: Run  # from its inputs to its outputs and what backward needs
+    backward_module: fx.GraphModule  # from that, and the gradients that come in, to all gradients
 
     @cached_property
     def backward(self) -> Run:
@@ -291,15 +268,7 @@ def compile_stage(
     graph = staged.graph(stage)
     traced = staged.traced(graph, context)
     order = decide(traced)
-    step, swapped = ordered_step(order, traced)
-    num_forward = swapped.program.first_backward
-    opened = None
-    if swapped.swap_ops:
-        assert swapper is not None, "whoever decides on swaps has a place for them"
-        opened = swapper(swapped.size_bytes)
-    halves = cut(
-        step, steps_of(swapped), num_forward=num_forward, owner=traced.joint, swapper=opened
-    )
+    halves = halves_by(order, traced, swapper)
     for half in halves:
         draw_for_pieces(half, streams)
         bind_replicas(half, replicas)

@@ -21,11 +21,11 @@ _BLOCK_BYTES = 8 * 2**20
 
 def examine() -> list[Finding]:
     """Look at everything once; nothing is changed but the cache of the compiled counter."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _devices, _counter, _cache, _known]
+    checks: list[Callable[[], Iterator[Finding]]] = [_machine, _counter, _cache, _known]
     return [finding for check in checks for finding in check()]
 
 
-def _versions() -> Iterator[Finding]:
+def _machine() -> Iterator[Finding]:
     machine = describe_machine()
     supported = torch.__version__.split("+")[0].startswith("2.13.")
     change = "" if supported else "install torch 2.13, the release bayplan is tested with"
@@ -33,9 +33,6 @@ def _versions() -> Iterator[Finding]:
     yield Finding("torch", machine["torch"], is_good=supported, change=change)
     yield Finding("python", f"{machine['python']} on {machine['system']}")
 
-
-def _devices() -> Iterator[Finding]:
-    machine = describe_machine()
     free = format_bytes(available_memory_bytes(torch.device("cpu")))
     yield Finding(
         "cpu",

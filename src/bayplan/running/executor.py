@@ -29,26 +29,17 @@ class _Slot:
 
 
 class _Call(NamedTuple):
-    """One call, laid out so that little is left to do at its turn: many kernels take microseconds.
-
-    Attributes:
-        constants: all arguments, with gaps where values go.
-        gaps: (position, slot) of each value.
-        nested: (position, argument) where values lie inside of lists.
-        result: the slot of a plain result.
-        parts: (position, slot) of each part to take out of a tuple; None for a plain result.
-        released: slots to empty afterwards.
-    """
+    """A call, laid out so that little is left to do at its turn: many kernels take microseconds."""
 
     function: Callable[..., Any]
-    constants: list[Any]
-    gaps: tuple[tuple[int, int], ...]
-    nested: tuple[tuple[int, Any], ...]
+    constants: list[Any]  # all arguments, with gaps where values go
+    gaps: tuple[tuple[int, int], ...]  # position and slot of each value
+    nested: tuple[tuple[int, Any], ...]  # position and argument where values lie inside of lists
     options: dict[str, Any]
-    has_values: bool
-    result: int
-    parts: tuple[tuple[int, int], ...] | None
-    released: tuple[int, ...]
+    has_values: bool  # among the options
+    target: int  # the slot of a plain result
+    parts: tuple[tuple[int, int], ...] | None  # position and slot of each part of a tuple
+    released: tuple[int, ...]  # slots to empty afterwards
 
 
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
@@ -56,10 +47,10 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
-    calls, inputs, outputs, num_slots = _calls_of(module)
+    calls, inputs, outputs, constant_slots = _calls_of(module)
 
     def run(arguments: list[Any]) -> list[Any]:
-        slots: list[Any] = [None] * num_slots
+        slots = constant_slots.copy()
         for slot, argument in zip(inputs, arguments, strict=True):
             slots[slot] = argument
         argument = None
@@ -71,7 +62,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             nested,
             options,
             has_values,
-            slot_index,
+            target,
             parts,
             released,
         ) in calls:
@@ -83,7 +74,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
             result = function(*values, **(_filled(options, slots) if has_values else options))
             del values
             if parts is None:
-                slots[slot_index] = result
+                slots[target] = result
             else:
                 for position, slot in parts:
                     slots[slot] = result[position]
@@ -113,8 +104,10 @@ def _has_slot(thing: Any) -> bool:
     return isinstance(thing, _Slot)
 
 
-def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], int]:
+def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], list[Any]]:
+    """Calls, the slots of inputs, outputs, and all slots with the constants in theirs."""
     nodes = list(module.graph.nodes)
+    slots: list[Any] = [None] * len(nodes)
     slot_of = {node: index for index, node in enumerate(nodes)}
     released = _releases(nodes)
     inputs = [slot_of[node] for node in nodes if node.op == "placeholder"]
@@ -123,10 +116,7 @@ def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any]
         if node.op == "output":
             outputs = _with_slots(list(node.args[0]), slot_of)
         elif node.op == "get_attr":
-            constant = getattr(module, str(node.target))
-            gone = tuple(slot_of[other] for other in released[node])
-            get = partial(_identity, constant)
-            calls.append(_Call(get, [], (), (), {}, False, slot_of[node], None, gone))
+            slots[slot_of[node]] = getattr(module, str(node.target))
         elif node.op == "call_function" and node not in unpacked:
             takers = [user for user in node.users if user.target is operator.getitem]
             parts = None
@@ -136,7 +126,7 @@ def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any]
                 parts = tuple((user.args[1], slot_of[user]) for user in takers)
                 gone += [later for user in takers for later in released[user] if later is not node]
             calls.append(_call(node, parts, gone, slot_of))
-    return calls, inputs, outputs, len(nodes)
+    return calls, inputs, outputs, slots
 
 
 def _call(
@@ -161,30 +151,19 @@ def _call(
         nested=tuple((index, value) for index, value in holding if not isinstance(value, _Slot)),
         options=options,
         has_values=_has_slot(options),
-        result=slot_of[node],
+        target=slot_of[node],
         parts=parts,
         released=tuple(slot_of[other] for other in gone),
     )
 
 
-def _identity(value: Any) -> Any:
-    return value
-
-
 def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nobody reads after it (itself, if nobody reads it at all)."""
+    last_reader = {value: node for node in nodes for value in (node, *node.all_input_nodes)}
     released: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    seen: set[fx.Node] = set()
-    for node in reversed(nodes):
-        sources = node.all_input_nodes
-        if node not in seen and node.op != "output":
-            released[node].append(node)
-            seen.add(node)
-        for source in sources:
-            if source not in seen:
-                seen.add(source)
-                if node.op != "output":
-                    released[node].append(source)
+    for value, node in last_reader.items():
+        if node.op != "output":
+            released[node].append(value)
     return released
 
 

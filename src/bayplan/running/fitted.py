@@ -20,10 +20,7 @@ from bayplan.running.backend import PlannedBackend
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.fake import OptimizerSource
-from bayplan.tracing.joint_trace import (
-    compile_whole,
-    untraceable,
-)
+from bayplan.tracing.joint_trace import compile_whole, untraceable
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = ["bind", "fit"]
@@ -51,8 +48,7 @@ def fit(
 
     Args:
         model: will be changed in place, as by its own `compile`.
-        batch: as for `bayplan.capture`.
-        loss_fn: as for `bayplan.capture`.
+        batch, loss_fn: as for `bayplan.capture`.
         memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
         optimizer: the one you train with, so that its state is counted.
         autocast: dtype of mixed precision that you call the model under.
@@ -103,15 +99,12 @@ def bind(
     """Let a model run as decided from now on, and have it planned by one forward.
 
     Args:
-        step: the model, with a batch to plan for.
-        decide: finds the order of each graph.
-        context: what counts in memory beside it.
+        decide: finds the order of each graph; `context` is what counts in memory beside it.
         space: where swapped activations go.
     """
-    backend = PlannedBackend(decide, context)
+    backend, model = PlannedBackend(decide, context), step.model
     if space is not None:
         backend.open_store = space.open
-    model = step.model
     before = torch_compat.compiled_call(model)
     compile_whole(model, backend)
     try:

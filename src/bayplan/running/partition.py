@@ -8,14 +8,14 @@ swapped is handed on as a token; once it is here again, it is the latest copy of
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from bayplan import torch_compat as torch_compat
+from bayplan import torch_compat
 from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import partial_repeat, repeat_form
 from bayplan.running.swaps.swapping import (
@@ -59,24 +59,13 @@ def cut(
         swapper: where swaps go; needed if there are any.
     """
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in inputs if torch_compat.is_tangent(node)]
     tokens = _Tokens(joint, swapper)
     backward = _Builder(joint, joint.backward_outputs, tokens, is_forward=False)
-    for node in inputs:
-        if torch_compat.is_tangent(node):
-            backward.take(node)
-    for step in steps[num_forward:]:
-        backward.do(step)
-    backward.finish()
-    # Only now does it show what backward takes from forward.
-    saved = backward.order_saved()
-
+    backward.build(tangents, steps[num_forward:])
+    saved = backward.order_saved()  # only now does it show what backward takes from forward
     forward = _Builder(joint, [*joint.forward_outputs, *saved], tokens, is_forward=True)
-    for node in inputs:
-        if not torch_compat.is_tangent(node):
-            forward.take(node)
-    for step in steps[:num_forward]:
-        forward.do(step)
-    forward.finish()
+    forward.build([node for node in inputs if node not in tangents], steps[:num_forward])
     return fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph)
 
 
@@ -85,23 +74,19 @@ class _Tokens:
 
     def __init__(self, joint: JointStep, swapper: Swapper | None) -> None:
         self.swapper = swapper
-        self._joint = joint
         self._graph = fx.Graph()  # of nodes that are in no other; they only name things
         self._nodes: dict[int, fx.Node] = {}
-        self._bases = {
+        # By buffer, the node of the joint graph that stands for the whole of it.
+        self.bases = {
             joint.buffers_of[node][0]: node
             for node in joint.bases
             if len(joint.buffers_of[node]) == 1
         }
 
-    def base(self, buffer: int) -> fx.Node:
-        """The node of the joint graph that stands for a whole buffer."""
-        return self._bases[buffer]
-
     def token(self, buffer: int) -> fx.Node:
         if buffer not in self._nodes:
             node = self._graph.placeholder(f"token_{buffer}")
-            with torch_compat.fake_mode_of([self.base(buffer).meta["val"]]):
+            with torch_compat.fake_mode_of([self.bases[buffer].meta["val"]]):
                 node.meta = {"val": torch.empty(1, dtype=torch.int64)}
             self._nodes[buffer] = node
         return self._nodes[buffer]
@@ -117,10 +102,8 @@ class _Builder:
         self, joint: JointStep, outputs: Sequence[Any], tokens: _Tokens, *, is_forward: bool
     ) -> None:
         self.graph = fx.Graph()
-        self._tokens = tokens
-        self._is_forward = is_forward
-        self._joint = joint
-        self._outputs = outputs
+        self._joint, self._outputs = joint, outputs
+        self._tokens, self._is_forward = tokens, is_forward
         self._given: dict[fx.Node, fx.Node] = {}
         self._latest: dict[fx.Node, fx.Node] = {}
         self._saved: dict[fx.Node, fx.Node] = {}
@@ -130,17 +113,22 @@ class _Builder:
             for buffer in buffers:
                 self._aliases[buffer].append(node)
 
-    def take(self, node: fx.Node) -> None:
-        self._latest[node] = self.graph.node_copy(node)
+    def build(self, inputs: Iterable[fx.Node], steps: Iterable[Step]) -> None:
+        for node in inputs:
+            self._latest[node] = self.graph.node_copy(node)
+        for step in steps:
+            if isinstance(step.what, SwapStep):
+                self._swap(step.what)
+            else:
+                self._run(step.what, step.taken_over)
+        for output in self._outputs:
+            if isinstance(output, fx.Node) and output not in self._given:
+                self._give(output)
+        self.graph.output(fx.node.map_arg(tuple(self._outputs), self._given.__getitem__))
+        self.graph.eliminate_dead_code()
 
-    def do(self, step: Step) -> None:
-        if isinstance(step.what, SwapStep):
-            self.swap(step.what)
-        else:
-            self.run(step.what, step.taken_over)
-
-    def swap(self, step: SwapStep) -> None:
-        base, token = self._tokens.base(step.buffer), self._tokens.token(step.buffer)
+    def _swap(self, step: SwapStep) -> None:
+        base, token = self._tokens.bases[step.buffer], self._tokens.token(step.buffer)
         match step.kind:
             case SwapKind.OUT:
                 self._reach(base)
@@ -162,13 +150,13 @@ class _Builder:
         node.meta = {**like.meta, SWAPPER: self._tokens.swapper}
         return node
 
-    def run(self, index: int, taken_over: int | None) -> None:
+    def _run(self, index: int, taken_over: int | None) -> None:
         """Execute an operator; what was seen of its older copies is forgotten."""
         node = self._joint.op_nodes[index]
         if node is None:  # the loss or the update, which the caller runs after one of the graphs
             return
         program = self._joint.program
-        if self._is_plain(index):
+        if self._is_forward == (index < program.first_backward):  # it runs where it belongs
             made, copy, writes = node, self._copy(node), program.ops[index].writes
         else:
             made, copy = self._repeat(node, is_partial=program.ops[index].repeat_writes is not None)
@@ -182,24 +170,9 @@ class _Builder:
         self._latest[made] = copy
         # An output is the first copy of its buffer: later ones are for their readers only.
         for output in self._outputs:
-            if not isinstance(output, fx.Node) or output in self._given:
-                continue
-            if self._tokens.is_token(output):
-                continue
-            if not set(writes).isdisjoint(self._joint.buffers_of[output]):
+            is_wanted = isinstance(output, fx.Node) and output not in self._given
+            if is_wanted and not set(writes).isdisjoint(self._joint.buffers_of.get(output, ())):
                 self._give(output)
-
-    def finish(self) -> None:
-        for output in self._outputs:
-            if isinstance(output, fx.Node) and output not in self._given:
-                self._give(output)
-        self.graph.output(
-            tuple(
-                self._given[output] if isinstance(output, fx.Node) else output
-                for output in self._outputs
-            )
-        )
-        self.graph.eliminate_dead_code()
 
     def order_saved(self) -> list[fx.Node]:
         """Put what is taken from forward in front, in the order torch wants, and return it."""
@@ -230,10 +203,6 @@ class _Builder:
         else:
             self._latest[node] = self._copy(node)
 
-    def _is_plain(self, index: int) -> bool:
-        """Whether an operator runs in the part of the step where it belongs."""
-        return self._is_forward == (index < self._joint.program.first_backward)
-
     def _copy(self, node: fx.Node) -> fx.Node:
         for source in node.all_input_nodes:
             self._reach(source)
@@ -258,7 +227,7 @@ class _Builder:
         for position in positions_to_overwrite(node):
             source = node.args[position]
             if isinstance(source, fx.Node) and self._joint.buffers_of[source] == (buffer,):
-                base = self._tokens.base(buffer)  # the argument may be a view of it
+                base = self._tokens.bases[buffer]  # the argument may be a view of it
                 is_saved = base in self._saved and self._latest.get(base) is self._saved[base]
                 return None if is_saved else position
         return None

@@ -8,7 +8,6 @@ a few nanoseconds per allocation.
 
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -56,9 +55,7 @@ class Recorder:
     ) -> None:
         self._path, self._cache, self._device = path, cache, device
         self._wants_curve, self._clock = curve, clock
-        self._now: Callable[[], float] = (
-            time.process_time if clock is Clock.CPU else time.perf_counter
-        )
+        self._now = time.process_time if clock is Clock.CPU else time.perf_counter
         self._stack = ExitStack()
         self._meter: MemoryMeter | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -82,16 +79,18 @@ class Recorder:
             return self._record.peak_bytes
         if self._meter is None:
             return 0
-        now = self._start_bytes + self._meter.peak_bytes
-        return max([*self._step_peaks, now, self._earlier_peak_bytes])
+        return max([*self._step_peaks, self._running_peak_bytes(self._meter)])
 
     def step(self) -> None:
         """Mark the end of a step by hand; from then on optimizers are not listened to."""
         if self._meter is None or self._record is not None:
             raise UsageError("a step is marked inside the `with` block of its recording")
-        if not self._marked_by_hand:
+        if not self._marked_by_hand:  # what optimizers have ended so far is of the first step, too
             self._marked_by_hand = True
-            self._forget_steps()
+            self._earlier_peak_bytes = max(self._step_peaks, default=0)
+            self._step_started = self._started
+            self._step_seconds.clear()
+            self._step_peaks.clear()
         self._end_step()
 
     def __enter__(self) -> Self:
@@ -120,7 +119,7 @@ class Recorder:
         if self._meter.method == "storages":
             self._not_counted += ("scratch memory of kernels",)
         curve = self._read_curve(self._meter)
-        rest = max(self._start_bytes + self._meter.peak_bytes, self._earlier_peak_bytes)
+        rest = self._running_peak_bytes(self._meter)
         self._stack.close()
         self._record = RunRecord(
             source=Source.MEASURED,
@@ -139,7 +138,14 @@ class Recorder:
             versions=describe_machine(),
         )
         if self._path is not None:
-            self._write(self._path, self._record, fault)
+            try:
+                files.write(self._path, self._record)
+            except FileFault as second:
+                if fault is None:
+                    raise
+                fault.add_note(
+                    f"bayplan.record: {second}"
+                )  # the loop's own error is the one to see
 
     def _resident_bytes(self) -> int:
         """What tensors take now; a recording around this one knows it without a search.
@@ -157,22 +163,18 @@ class Recorder:
         if optimizer is self._optimizer and not self._marked_by_hand:
             self._end_step()
 
+    def _running_peak_bytes(self, meter: MemoryMeter) -> int:
+        """Of the step that has not ended yet."""
+        return max(self._start_bytes + meter.peak_bytes, self._earlier_peak_bytes)
+
     def _end_step(self) -> None:
         assert self._meter is not None, "steps end while a meter runs"
         now = self._now()
-        peak_bytes = self._start_bytes + self._meter.peak_bytes
         self._step_seconds.append(now - self._step_started)
-        self._step_peaks.append(max(peak_bytes, self._earlier_peak_bytes))
+        self._step_peaks.append(self._running_peak_bytes(self._meter))
         self._meter.reset_peak()
         self._step_started = now
         self._earlier_peak_bytes = 0
-
-    def _forget_steps(self) -> None:
-        """Count what optimizers have ended so far to the first step that is marked by hand."""
-        self._earlier_peak_bytes = max(self._step_peaks, default=0)
-        self._step_started = self._started
-        self._step_seconds.clear()
-        self._step_peaks.clear()
 
     def _read_curve(self, meter: MemoryMeter) -> MemoryCurve | None:
         events = meter.take_curve() if isinstance(meter, SharedMeter) else None
@@ -185,12 +187,3 @@ class Recorder:
             seconds=tuple((moment - start) / 1e9 for moment in events.times_ns),
             total_bytes=tuple(self._start_bytes + live for live in events.live_bytes),
         )
-
-    @staticmethod
-    def _write(path: Path | str, record: RunRecord, fault: BaseException | None) -> None:
-        try:
-            files.write(path, record)
-        except FileFault as second:
-            if fault is None:
-                raise
-            fault.add_note(f"bayplan.record: {second}")  # the loop's own error is the one to see

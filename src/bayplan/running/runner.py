@@ -24,27 +24,14 @@ from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.tracing.explain import explained
 from bayplan.tracing.joint_trace import trace_step
 
-__all__ = [
-    "PEAK_TOLERANCE",
-    "Run",
-    "check_plan",
-    "check_run",
-    "predicted_record",
-    "run_plan",
-]
+__all__ = ["PEAK_TOLERANCE", "Run", "check_plan", "check_run", "predicted_record", "run_plan"]
 
 PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has broken its plan
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a plan promised and what came of it.
-
-    Attributes:
-        predicted: by the plan.
-        measured: of the run's steps.
-        losses: one for each step.
-    """
+    """What a plan promised and what came of it; a loss for each step."""
 
     predicted: RunRecord
     measured: RunRecord
@@ -57,27 +44,25 @@ class Run:
             PlanBroken: with both numbers.
         """
         measured, predicted = self.measured.steady_peak_bytes, self.predicted.peak_bytes
-        beside = measured - predicted
-        numbers = f"peak is {format_bytes(measured)}, predicted was {format_bytes(predicted)}"
-        if plan.limit_bytes is not None and measured > plan.limit_bytes * (1 + PEAK_TOLERANCE):
-            change = f"something beside the step takes {format_bytes(max(beside, 0))}"
-            if 0 < beside < plan.limit_bytes:
-                change += f"; plan with a limit of {format_bytes(plan.limit_bytes - beside)}"
-            raise PlanBroken(
-                f"the run's {numbers}, above the limit of {format_bytes(plan.limit_bytes)};"
-                f" {change}"
-            )
+        beside, limit = measured - predicted, plan.limit_bytes
         tolerance_bytes = PEAK_TOLERANCE * predicted
-        if beside > tolerance_bytes:
-            raise PlanBroken(
-                f"the run's {numbers}; something beside the step takes {format_bytes(beside)}, or"
-                " the plan was made on another machine"
+        taken = f"something beside the step takes {format_bytes(max(beside, 0))}"
+        problem = None
+        if limit is not None and measured > limit * (1 + PEAK_TOLERANCE):
+            problem = f", above the limit of {format_bytes(limit)}; {taken}"
+            if 0 < beside < limit:
+                problem += f"; plan with a limit of {format_bytes(limit - beside)}"
+        elif beside > tolerance_bytes:
+            problem = f"; {taken}, or the plan was made on another machine"
+        elif -beside > tolerance_bytes and not plan.order.swaps:
+            # Of swaps, a copy that is done early frees its memory early, which nobody minds.
+            problem = (
+                ", which is too much; the plan was made on another machine or edited. Plan anew"
             )
-        # A copy that is done early frees its memory early, which nobody minds.
-        if -beside > tolerance_bytes and not plan.order.swaps:
+        if problem is not None:
             raise PlanBroken(
-                f"the run's {numbers}, which is too much; the plan was made on another machine or"
-                " edited. Plan anew"
+                f"the run's peak is {format_bytes(measured)}, predicted was"
+                f" {format_bytes(predicted)}{problem}"
             )
 
 
@@ -144,13 +129,9 @@ def run_plan(
     """Train as planned, and measure.
 
     Args:
-        plan: for this very step.
-        prepared: the step that the plan is for.
         num_steps: after one to warm up.
         space: where swapped activations go; needed if the plan swaps.
-        clock: of the step times.
         path: where the measured record is written, also after Ctrl-C.
-        on_step: hears of each step and its loss.
 
     Raises:
         ForeignPlan: the plan is for another model, batch or torch.

@@ -71,7 +71,7 @@ def test_every_block_has_the_sum_in_the_order_of_blocks(ranks, dtype, count):
         on_all(
             ranks,
             lambda rank: rank.sum(
-                rank.begin_turn(), offset, count, dtype.itemsize, num_into=NUM_RANKS
+                rank.begin_turn(), rank.own.tensor(offset, count, dtype), num_into=NUM_RANKS
             ),
         )
         wanted = given[0] + given[1] + given[2]
@@ -93,7 +93,10 @@ def test_numbers_are_multiplied_before_they_are_added(library, number, is_into_a
     on_all(
         ranks,
         lambda rank: rank.sum(
-            rank.begin_turn(), 0, count, dtype.itemsize, num_into=num_into, factor=factor
+            rank.begin_turn(),
+            rank.own.tensor(0, count, dtype),
+            num_into=num_into,
+            factor=factor,
         ),
     )
     wanted = given[0] * factor
@@ -107,7 +110,11 @@ def test_numbers_are_multiplied_before_they_are_added(library, number, is_into_a
 def test_what_lies_beside_the_numbers_is_left_alone(ranks):
     for rank in ranks:
         rank.own.tensor(0, 256, torch.float32).fill_(1.0)
-    on_all(ranks, lambda rank: rank.sum(rank.begin_turn(), 64, 35, 4, num_into=NUM_RANKS))
+
+    def sum_some(rank):
+        rank.sum(rank.begin_turn(), rank.own.tensor(64, 35, torch.float32), num_into=NUM_RANKS)
+
+    on_all(ranks, sum_some)
     for rank in ranks:
         found = rank.own.tensor(0, 256, torch.float32)
         assert (found == 3).nonzero().flatten().tolist() == list(range(16, 16 + 35))
@@ -117,7 +124,10 @@ def test_what_lies_beside_the_numbers_is_left_alone(ranks):
 def test_the_first_block_s_numbers_are_given_to_all(ranks):
     for at, rank in enumerate(ranks):
         rank.own.tensor(0, 10, torch.float64).fill_(at + 7)
-    on_all(ranks, lambda rank: rank.spread(rank.begin_turn(), 0, 80))
+    on_all(
+        ranks,
+        lambda rank: rank.spread(rank.begin_turn(), rank.own.tensor(0, 10, torch.float64)),
+    )
     for rank in ranks:
         assert rank.own.tensor(0, 10, torch.float64).tolist() == [7.0] * 10
 
@@ -126,7 +136,7 @@ def test_a_rank_that_does_not_come_is_named(library):
     made = [Block.make(64) for _ in range(2)]
     alone = Blocks(library, made, 0, patience_seconds=0)
     with pytest.raises(RankLost, match="2 processes of this host timed out: number 1 has not come"):
-        alone.sum(alone.begin_turn(), 0, 1, 4, num_into=2)
+        alone.sum(alone.begin_turn(), alone.own.tensor(0, 1, torch.float32), num_into=2)
 
 
 def test_counts_of_turns_wrap(ranks, monkeypatch):
@@ -139,7 +149,12 @@ def test_counts_of_turns_wrap(ranks, monkeypatch):
         for rank in ranks:
             if wanted == 3:
                 rank.own.tensor(0, 1, torch.float32).fill_(1.0)
-        on_all(ranks, lambda rank: rank.sum(rank.begin_turn(), 0, 1, 4, num_into=NUM_RANKS))
+        on_all(
+            ranks,
+            lambda rank: rank.sum(
+                rank.begin_turn(), rank.own.tensor(0, 1, torch.float32), num_into=NUM_RANKS
+            ),
+        )
         assert all(rank.own.tensor(0, 1, torch.float32).item() == wanted for rank in ranks)
 
 

@@ -327,7 +327,10 @@ def test_float32_is_as_distributed_data_parallel(found):
         ("not exchanged", "UsageError: nothing exchanges this model's gradients"),
         ("nothing trained", "UsageError: no parameter of the model is trained"),
         ("compression", "cannot read 'compression=int8' as settings"),
-        ("unknown way", "gradients cannot be summed by shared here; there are ring, scattered"),
+        (
+            "unknown way",
+            "gradients cannot be summed by shared here; there are ring, reduce_scatter",
+        ),
         ("second gradient", "AveragingFault: head."),
         ("not a number", "gradients are infinite or not a number: head."),
     ],

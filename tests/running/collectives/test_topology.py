@@ -159,8 +159,8 @@ def test_ranks_sum_up_whichever_way_they_share(tmp_path):
         # Two batches later; the parts of batch n are 0 to 3, and ten times n each.
         sums = [[6.0 + 40 * at, 4.0, 8.0] for at in range(5)]
         assert found["losses"] == [None, None, *sums]
-        assert found["ways i"] == ["shared", "ring", "scattered"]
-        assert found["ways j"] == ["hierarchical", "ring", "scattered"]
+        assert found["ways i"] == ["shared", "ring", "reduce_scatter"]
+        assert found["ways j"] == ["hierarchical", "ring", "reduce_scatter"]
         assert found["wrong"] == []
         assert all(0 < one < 2**-6 for one in found["rounded by"])
         assert found["small strips"] == [True, True]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bayplan.data.exchange import Algorithm, ExchangeSettings
-from bayplan.running.tuning.space import SearchSpace
 from bayplan.running.tuning.tuner import Tuner
 
 MIB = 1 << 20
@@ -111,11 +110,11 @@ class World:
 
     truth: Link
     predicted: Link
-    space: SearchSpace
+    candidates: tuple[ExchangeSettings, ...]
 
     def best_seconds(self, link: Link | None = None) -> float:
         """That of an exhaustive sweep without noise."""
-        return min(map((link or self.truth).step_seconds, self.space.candidates))
+        return min(map((link or self.truth).step_seconds, self.candidates))
 
     def excess(self, setting: ExchangeSettings, link: Link | None = None) -> float:
         """How much slower a setting is than the best."""
@@ -147,12 +146,10 @@ def random_world(seed: int, *, error: float = 0.3) -> World:
 
 def all_settings(
     thresholds: Sequence[int] = THRESHOLDS, names: Sequence[Algorithm] = NAMES
-) -> SearchSpace:
+) -> tuple[ExchangeSettings, ...]:
     """Every algorithm with every threshold, and with the planned buckets."""
-    return SearchSpace(
-        tuple(
-            ExchangeSettings(fusion_threshold_bytes=threshold, algorithm=name)
-            for name in names
-            for threshold in (None, *thresholds)
-        )
+    return tuple(
+        ExchangeSettings(fusion_threshold_bytes=threshold, algorithm=name)
+        for name in names
+        for threshold in (None, *thresholds)
     )

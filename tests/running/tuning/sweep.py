@@ -20,7 +20,7 @@ def main(error: float) -> None:
         for seed in SEEDS:
             world = random_world(seed, error=error)
             machine = Machine(world.truth, noise, seed)
-            tuner = Tuner(world.space, world.predicted.step_seconds)
+            tuner = Tuner(world.candidates, world.predicted.step_seconds)
             drive(tuner, machine)
             steps.append(machine.num_steps)
             excesses.append(world.excess(tuner.best))

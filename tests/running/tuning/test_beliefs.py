@@ -15,12 +15,16 @@ SETTINGS = [
     for name in (Algorithm.RING, Algorithm.HIERARCHICAL)
     for size in (1, 2, 64)
 ]
-RING_1, RING_2, RING_64, HIERARCHICAL_1, HIERARCHICAL_2, HIERARCHICAL_64 = range(6)
-PREDICTED = [0.10, 0.11, 0.12, 0.20, 0.21, 0.22]
+RING_1, RING_2, RING_64, HIERARCHICAL_1, HIERARCHICAL_2, HIERARCHICAL_64 = SETTINGS
+PREDICTED = dict(zip(SETTINGS, [0.10, 0.11, 0.12, 0.20, 0.21, 0.22], strict=True))
 
 
 def believed(comparisons=(), *, predicted=PREDICTED, expected_error=0.3):
-    return Beliefs(SETTINGS, predicted, comparisons, expected_error=expected_error)
+    return Beliefs(predicted, comparisons, expected_error=expected_error)
+
+
+def log_predicted(setting):
+    return math.log(PREDICTED[setting] / PREDICTED[RING_1])
 
 
 def compared(first, second, log_ratio, spread=0.01):
@@ -45,9 +49,9 @@ def test_a_setting_is_surely_as_fast_as_itself():
 def test_a_factor_common_to_all_predictions_changes_nothing():
     comparisons = [compared(RING_2, RING_1, 0.02), compared(HIERARCHICAL_1, RING_1, 0.3)]
     plain = believed(comparisons)
-    other = believed(comparisons, predicted=[7 * one for one in PREDICTED])
-    for index in range(len(SETTINGS)):
-        ours, theirs = plain.log_ratio(index, RING_1), other.log_ratio(index, RING_1)
+    other = believed(comparisons, predicted={s: 7 * PREDICTED[s] for s in SETTINGS})
+    for setting in SETTINGS:
+        ours, theirs = plain.log_ratio(setting, RING_1), other.log_ratio(setting, RING_1)
         assert (ours.mean, ours.stdev) == pytest.approx((theirs.mean, theirs.stdev), abs=1e-9)
 
 
@@ -67,8 +71,8 @@ def test_an_error_of_one_setting_is_expected_of_those_near_it_but_of_no_other_ki
     comparisons = [compared(RING_64, RING_1, math.log(1.2) + 0.2)]  # 0.2 above the prediction
     before, after = believed(), believed(comparisons)
 
-    def moved(index, against):
-        return after.log_ratio(index, against).mean - before.log_ratio(index, against).mean
+    def moved(setting, against):
+        return after.log_ratio(setting, against).mean - before.log_ratio(setting, against).mean
 
     assert moved(RING_2, RING_1) < moved(RING_64, RING_1)
     assert moved(RING_64, RING_2) > 0.1  # as 64 MiB against 1 MiB, so against 2 MiB
@@ -78,18 +82,17 @@ def test_an_error_of_one_setting_is_expected_of_those_near_it_but_of_no_other_ki
 def test_predictions_that_were_right_are_trusted_more_and_wrong_ones_less():
     def after(error):
         ratios = {
-            index: math.log(PREDICTED[index] / PREDICTED[0]) + error * (-1) ** index
+            SETTINGS[index]: log_predicted(SETTINGS[index]) + error * (-1) ** index
             for index in range(1, 6)
         }
-        return believed([compared(index, RING_1, ratio) for index, ratio in ratios.items()]).error
+        return believed([compared(s, RING_1, ratio) for s, ratio in ratios.items()]).error
 
     assert after(0.0) < 0.7 * believed().error
     assert after(1.0) > believed().error
 
 
 def test_right_predictions_inside_a_kind_say_nothing_about_another_kind():
-    ratios = {index: math.log(PREDICTED[index] / PREDICTED[0]) for index in (RING_2, RING_64)}
-    beliefs = believed([compared(index, RING_1, ratio) for index, ratio in ratios.items()])
+    beliefs = believed([compared(s, RING_1, log_predicted(s)) for s in (RING_2, RING_64)])
     assert beliefs.log_ratio(HIERARCHICAL_1, RING_1).stdev == pytest.approx(
         believed().log_ratio(HIERARCHICAL_1, RING_1).stdev, rel=0.1
     )

@@ -7,13 +7,16 @@ import pytest
 
 from bayplan.data.errors import FileFault
 from bayplan.data.exchange import Algorithm, ExchangeSettings
-from bayplan.running.tuning.space import SearchSpace
 from bayplan.running.tuning.tuned import TrialLog
 from bayplan.running.tuning.tuner import Outcome, Purpose, Trial, Tuner
 
 HOROVOD = (
     "hierarchical_allreduce,hierarchical_allgather,cache_enabled,cycle_time_ms,"
     "tensor_fusion_threshold,score"
+)
+REST = (
+    ",search,trial,purpose,algorithm,compression,strip_bytes,steps,seconds,spread,"
+    "predicted_seconds,ratio_to_best,is_best"
 )
 FUSED = ExchangeSettings(
     fusion_threshold_bytes=4 << 20,
@@ -25,9 +28,16 @@ FUSED = ExchangeSettings(
 
 
 def outcome(setting, purpose=Purpose.COMPARE):
-    trial = Trial(number=7, setting=setting, purpose=purpose, num_steps=6, num_ignored=1)
-    given = {"search": 0, "seconds": 0.25, "spread": 0.01, "num_steps": 5}
-    return Outcome(trial=trial, predicted_seconds=0.2, is_best=True, ratio=1.0, **given)
+    given = {"search": 0, "number": 7, "num_steps": 6, "num_ignored": 1}
+    return Outcome(
+        trial=Trial(setting=setting, purpose=purpose, **given),
+        steps=5,
+        seconds=0.25,
+        spread=0.01,
+        predicted_seconds=0.2,
+        ratio_to_best=1.0,
+        is_best=True,
+    )
 
 
 def rows_of(path):
@@ -41,9 +51,10 @@ def test_the_first_columns_are_horovods_in_its_units(tmp_path):
         log.write(outcome(FUSED))
         log.write(outcome(ExchangeSettings(), Purpose.RESULT))
     header, fused, planned = path.read_text().splitlines()
-    assert header.startswith(HOROVOD + ",")
-    assert fused.startswith("1,0,1,5,4,400,")  # 100 MB in 250 ms are 400 MB/s
-    assert planned.startswith(",0,0,0,,400,")  # what is chosen or planned is left empty
+    assert header == HOROVOD + REST
+    # 100 MB in 250 ms are 400 MB/s; what is chosen or planned is left empty.
+    assert fused == "1,0,1,5,4,400,0,7,compare,hierarchical,none,1048576,5,0.25,0.01,0.2,1,1"
+    assert planned == ",0,0,0,,400,0,,result,auto,none,1048576,5,0.25,0.01,0.2,1,1"
     assert [row["purpose"] for row in rows_of(path)] == ["compare", "result"]
 
 
@@ -57,13 +68,13 @@ def test_a_line_is_there_before_the_file_is_closed(tmp_path):
 
 def test_a_search_is_told_trial_by_trial_and_ends_with_its_best(tmp_path):
     path = tmp_path / "tune.csv"
-    space = SearchSpace.of_thresholds([1 << 20, 8 << 20, 64 << 20])
+    candidates = [ExchangeSettings(fusion_threshold_bytes=size << 20) for size in (1, 8, 64)]
 
     def seconds(setting):
         return 0.1 + 1e-9 * (setting.fusion_threshold_bytes or 1 << 24)
 
     with closing(TrialLog(path, reduced_bytes=25_000_000)) as log:
-        tuner = Tuner(space, seconds, on_outcome=log.write)
+        tuner = Tuner(candidates, seconds, on_outcome=log.write)
         num_trials = 0
         while not tuner.is_finished:
             trial = tuner.ask()

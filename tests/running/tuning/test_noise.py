@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from bayplan.running.tuning.search import Search
-from bayplan.running.tuning.space import SearchSpace, TuningOptions
+from bayplan.data.exchange import ExchangeSettings
+from bayplan.running.tuning.search import Search, TuningOptions
 
-BEST, OTHER = 0, 1
+BEST, OTHER = ExchangeSettings(), ExchangeSettings(fusion_threshold_bytes=1 << 20)
 
 
 def new_search():
-    return Search(SearchSpace.of_thresholds([1 << 20]), lambda setting: 1.0, TuningOptions())
+    return Search([BEST, OTHER], lambda setting: 1.0, TuningOptions())
 
 
 def log_middle(seconds):
@@ -65,8 +65,9 @@ def test_blocks_that_scatter_more_than_their_steps_are_believed():
         block = [one * slow for one in block]
         noise.note(BEST, block)
     assert math.sqrt(noise.block_variance(5)) == pytest.approx(0.05, rel=0.2)
+    noise.note(BEST, [0.1] * 5)
     noise.note(OTHER, [0.05] * 5)
     for _ in range(2):  # another setting becomes the best, whose blocks are not known yet
-        noise.compare(OTHER, [0.05] * 5, [0.1] * 5)
+        noise.compare(OTHER)
     assert noise.best == OTHER
     assert math.sqrt(noise.block_variance(5)) < 0.005

@@ -4,14 +4,16 @@ import math
 
 import pytest
 
-from bayplan.running.tuning.search import Comparison, Search, merged
-from bayplan.running.tuning.space import SearchSpace, TuningOptions
+from bayplan.data.exchange import ExchangeSettings
+from bayplan.running.tuning.search import Comparison, Search, TuningOptions, merged
 
 VARIANCE = 0.01**2
+PLANNED = ExchangeSettings()
+SMALL, LARGE = (ExchangeSettings(fusion_threshold_bytes=size << 20) for size in (1, 64))
 
 
 def merge(*ratios):
-    return merged([Comparison(1, 0, ratio, VARIANCE) for ratio in ratios])
+    return merged([Comparison(SMALL, PLANNED, ratio, VARIANCE) for ratio in ratios])
 
 
 def test_rounds_that_agree_are_averaged_and_leave_less_doubt():
@@ -34,12 +36,11 @@ def test_two_rounds_that_contradict_each_other_are_hardly_believed():
 
 
 def test_pairs_are_kept_apart():
-    space = SearchSpace.of_thresholds([1 << 20, 64 << 20])
-    search = Search(space, lambda setting: 1.0, TuningOptions())
-    for challenger, seconds in ((1, 1.5), (2, 1.2), (1, 1.5), (2, 1.2)):
-        for index, block in ((0, [1.0] * 5), (challenger, [seconds] * 5)):
-            search.note(index, block)
-        search.compare(challenger, [seconds] * 5, [1.0] * 5)
-    ratios = [math.exp(search.log_ratio(index).mean) for index in range(3)]
+    search = Search([PLANNED, SMALL, LARGE], lambda setting: 1.0, TuningOptions())
+    for challenger, seconds in ((SMALL, 1.5), (LARGE, 1.2), (SMALL, 1.5), (LARGE, 1.2)):
+        for setting, block in ((PLANNED, [1.0] * 5), (challenger, [seconds] * 5)):
+            search.note(setting, block)
+        search.compare(challenger)
+    ratios = [math.exp(search.log_ratio(setting).mean) for setting in (PLANNED, SMALL, LARGE)]
     assert ratios == pytest.approx([1.0, 1.5, 1.2], rel=0.01)
-    assert search.compared == {0, 1, 2}
+    assert search.compared == [PLANNED, SMALL, LARGE]

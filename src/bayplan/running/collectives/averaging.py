@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.collectives.sums import Sum, Sums, room_bytes
 from bayplan.running.collectives.topology import RankTopology
 
-__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "FaultBoard", "needed_bytes"]
+__all__ = ["Averaging", "AveragingFault", "BackwardTimes", "needed_bytes"]
 
 _USED = "which parameters are used"  # no parameter has such a name
 
@@ -36,45 +36,15 @@ class AveragingFault(RuntimeError):
     """Gradients came in a way that cannot be averaged."""
 
 
-class FaultBoard:
-    """Where ranks write which of their gradients are not finite, for all to read."""
-
-    def __init__(self, topology: RankTopology) -> None:
-        self._topology = topology
-
-    def write(self, names: Sequence[str]) -> None:
-        self._topology.store.set(f"infinite{self._topology.rank}", ", ".join(names))
-
-    def read(self) -> str:
-        store, ranks = self._topology.store, range(self._topology.world_size)
-        told = [
-            f"{store.get(f'infinite{rank}').decode()} on rank {rank}"
-            for rank in ranks
-            if store.check([f"infinite{rank}"])
-        ]
-        return (
-            f"gradients are infinite or not a number: {'; '.join(told)}. Lower the learning rate,"
-            " or look for a division by zero there"
-        )
-
-
 @dataclass
 class BackwardTimes:
-    """What happened in one backward, on the clock `time.perf_counter`.
+    """What happened in one backward, on the clock `time.perf_counter`."""
 
-    Attributes:
-        ready: by parameter, when its gradient was there.
-        begun_seconds: when the first one was.
-        ended_seconds: when backward had made all gradients.
-        cpu_seconds: processor time of this process in between.
-        done_seconds: when all sums were there.
-    """
-
-    ready: dict[str, float] = field(default_factory=dict)
-    begun_seconds: float = field(default_factory=time.perf_counter)
-    ended_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    done_seconds: float = 0.0
+    ready: dict[str, float] = field(default_factory=dict)  # by parameter, when its gradient was
+    begun_seconds: float = field(default_factory=time.perf_counter)  # when the first gradient was
+    ended_seconds: float = 0.0  # when backward had made all gradients
+    cpu_seconds: float = 0.0  # processor time of this process in between
+    done_seconds: float = 0.0  # when all sums were there
     sums: list[Sum] = field(default_factory=list)
 
     @property
@@ -114,13 +84,10 @@ class Averaging:
         parameters: all that are trained, by name; the same on all ranks.
         buckets: names of parameters that travel together, in the order they leave; of one dtype and
             device each. Every parameter is in one.
-        board: for gradients that are not finite, which all ranks then refuse; None does not look.
-
-    Attributes:
         on_end: is called after every backward, in the middle of a step.
+        finite_on: the ranks that refuse a backward if a gradient of any is not finite; None does
+            not look.
     """
-
-    on_end: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -129,18 +96,18 @@ class Averaging:
         *,
         num_ranks: int,
         buckets: Sequence[Sequence[str]],
-        board: FaultBoard | None = None,
+        on_end: Callable[[], None],
+        finite_on: RankTopology | None = None,
     ) -> None:
         self._parameters, self._sums, self._num_ranks = parameters, sums, num_ranks
-        self._board, self._infinite = board, list[str]()
+        self._on_end, self._finite_on, self._infinite = on_end, finite_on, list[str]()
         self._small: list[str] = []  # parameters whose `.grad` is not their view before the end
-        self._numbers = {name: index for index, name in enumerate(parameters)}
         self._is_on, self._is_inside = True, False
         self._cpu_begun_seconds = 0.0
         self.times = BackwardTimes()
         self._lay_out(buckets, None)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
             for name, parameter in parameters.items()
         ]
 
@@ -164,11 +131,7 @@ class Averaging:
         self._expected = dict.fromkeys((*self._parameters, _USED), 1)
 
     def lay_out(
-        self,
-        buckets: Sequence[Sequence[str]],
-        sums: Sums | None = None,
-        *,
-        copies_beside: bool = False,
+        self, buckets: Sequence[Sequence[str]], sums: Sums | None = None, *, copies_beside: bool
     ) -> None:
         """Other buckets from the next backward on; gradients that are there move over.
 
@@ -209,14 +172,9 @@ class Averaging:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            if self._is_on:
-                self._take(name, parameter)
-
-        return ready
-
     def _take(self, name: str, parameter: torch.Tensor) -> None:
+        if not self._is_on:
+            return
         if not self._is_inside:
             self._begin()
         if name in self.times.ready:
@@ -236,7 +194,7 @@ class Averaging:
                 parameter.grad = view  # and the gradient's own memory is free
             else:
                 self._small.append(name)
-        if self._board is not None and not torch.isfinite(gradient).all():
+        if self._finite_on is not None and not torch.isfinite(gradient).all():
             self._infinite.append(name)
         self.times.ready[name] = time.perf_counter()
         self._buckets.took(name)
@@ -253,14 +211,12 @@ class Averaging:
 
     def _tell_used(self) -> None:
         """NOTE [ Unused parameters ]."""
-        marks = self._buckets.views[_USED].zero_()
-        if len(self.times.ready) == len(self._parameters):
-            marks.fill_(1)
-        else:
-            for name in self.times.ready:
-                marks[self._numbers[name]] = 1
-        if self._board is not None and self._infinite:
-            self._board.write(self._infinite)
+        marks, ready = self._buckets.views[_USED].fill_(1), self.times.ready
+        if len(ready) < len(self._parameters):
+            marks.copy_(torch.tensor([name in ready for name in self._parameters]))
+        if self._finite_on is not None and self._infinite:
+            rank, names = self._finite_on.rank, ", ".join(self._infinite)
+            self._finite_on.store.set(f"infinite{rank}", f"{names} on rank {rank}")
             marks[0] = 2 * self._num_ranks  # the mean of all is then 2, and otherwise 1 at most
         self._buckets.took(_USED)
 
@@ -275,16 +231,25 @@ class Averaging:
         self._give(self._small)
         self._buckets.wait()
         times.done_seconds = time.perf_counter()
-        if self._board is not None and self._buckets.views[_USED][0] > 1.5:
-            raise AveragingFault(self._board.read())
+        if self._finite_on is not None and self._buckets.views[_USED][0] > 1.5:
+            raise _infinite_fault(self._finite_on)
         if len(times.ready) < len(self._parameters):  # others may have used the rest
             marks = zip(self._parameters, self._buckets.views[_USED].tolist(), strict=True)
             self._give(name for name, mark in marks if mark and name not in times.ready)
-        self.on_end()
+        self._on_end()
 
     def _give(self, names: Iterable[str]) -> None:
         for name in names:
             self._parameters[name].grad = self._buckets.views[name]
+
+
+def _infinite_fault(topology: RankTopology) -> AveragingFault:
+    keys = [f"infinite{rank}" for rank in range(topology.world_size)]
+    told = [topology.store.get(key).decode() for key in keys if topology.store.check([key])]
+    return AveragingFault(
+        f"gradients are infinite or not a number: {'; '.join(told)}. Lower the learning rate, or"
+        " look for a division by zero there"
+    )
 
 
 def _is_same(gradient: torch.Tensor, view: torch.Tensor) -> bool:

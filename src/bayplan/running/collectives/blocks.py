@@ -22,15 +22,8 @@ from bayplan.devices.machine import available_memory_bytes
 from bayplan.native import load_library
 
 __all__ = [
-    "HEADER_BYTES",
-    "LINE_BYTES",
-    "SUMMABLE",
-    "Block",
-    "Blocks",
-    "RankLost",
-    "Wait",
-    "host_identity",
-    "load",
+    *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait"),
+    *("host_identity", "load"),
 ]
 
 SUMMABLE = (torch.float32, torch.float64)
@@ -191,41 +184,26 @@ class Blocks:
         self._turn = (self._turn + 1) % 2**32
         return self._turn
 
-    def sum(
-        self,
-        turn: int,
-        offset: int,
-        count: int,
-        itemsize: int,
-        *,
-        num_into: int,
-        factor: float = 1.0,
-    ) -> Wait:
-        """Sum some numbers of all blocks; afterwards the first `num_into` blocks have the sums.
+    def sum(self, turn: int, numbers: torch.Tensor, *, num_into: int, factor: float = 1.0) -> Wait:
+        """Sum all blocks where these numbers lie; the first `num_into` blocks have the sums then.
 
         Each number is multiplied by the factor before it is added.
         """
         last, waited_seconds = ctypes.c_int(), ctypes.c_double()
-        lost = self._library.shared_sum(
-            *self._place(offset),
-            count,
-            itemsize,
-            factor,
-            num_into,
-            turn,
-            self._patience_seconds,
-            ctypes.byref(last),
-            ctypes.byref(waited_seconds),
-        )
-        self._check(lost)
+        told = ctypes.byref(last), ctypes.byref(waited_seconds)
+        form, when = (numbers.numel(), numbers.itemsize), (turn, self._patience_seconds)
+        place = self._place(numbers)
+        self._check(self._library.shared_sum(*place, *form, factor, num_into, *when, *told))
         return Wait(last.value, waited_seconds.value)
 
-    def spread(self, turn: int, offset: int, size_bytes: int) -> None:
-        place = self._place(offset)
-        self._check(self._library.shared_spread(*place, size_bytes, turn, self._patience_seconds))
+    def spread(self, turn: int, numbers: torch.Tensor) -> None:
+        """Give all blocks what the first has where these numbers lie."""
+        place, when = self._place(numbers), (turn, self._patience_seconds)
+        self._check(self._library.shared_spread(*place, numbers.nbytes, *when))
 
-    def _place(self, offset: int) -> tuple[Any, int, int, int]:
-        return self._addresses, len(self._blocks), self._own, HEADER_BYTES + offset
+    def _place(self, numbers: torch.Tensor) -> tuple[Any, int, int, int]:
+        offset = numbers.data_ptr() - self.own.address
+        return self._addresses, len(self._blocks), self._own, offset
 
     def put(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy numbers into parts of the own block: pairs of a part and its numbers.

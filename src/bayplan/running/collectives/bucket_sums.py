@@ -21,7 +21,7 @@ import torch
 
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.collectives.sums import Hear, Piece, Sums
-from bayplan.running.collectives.transports import Later, Pending, job_of
+from bayplan.running.collectives.transports import Later, Pending
 
 __all__ = ["BucketSums", "GradientBucket"]
 
@@ -73,26 +73,20 @@ class BucketSums:
             name: number for number, bucket in buckets.items() for name in bucket.parameters
         }
         self.views: dict[str, torch.Tensor] = {}
-        self._flat = {
-            number: self._laid_out(bucket, parameters) for number, bucket in buckets.items()
-        }
+        self._flat: dict[int, torch.Tensor] = {}
+        for number, bucket in buckets.items():
+            members = {name: parameters[name] for name in bucket.parameters}
+            counts = [member.numel() for member in members.values()]
+            first = next(iter(members.values()))
+            flat = self._flat[number] = bucket.sums.room(sum(counts), first.dtype, first.device)
+            for (name, member), part in zip(members.items(), flat.split(counts), strict=True):
+                self.views[name] = part.as_strided(member.shape, _strides(member))
         # Of this step so far:
         self._taken: set[str] = set()
         self._small: dict[int, list[Piece]] = {}
         self._left: dict[int, int] = {}  # by bucket, gradients that will still come
         self._to_begin: deque[int] = deque()
         self._pending: list[Pending] = []
-
-    def _laid_out(
-        self, bucket: GradientBucket, parameters: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        members = [parameters[name] for name in bucket.parameters]
-        count = sum(member.numel() for member in members)
-        flat = bucket.sums.room(count, members[0].dtype, members[0].device)
-        parts = flat.split([member.numel() for member in members])
-        for name, member, part in zip(bucket.parameters, members, parts, strict=True):
-            self.views[name] = part.as_strided(member.shape, _strides(member))
-        return flat
 
     @property
     def memory(self) -> Iterator[torch.Tensor]:
@@ -123,7 +117,7 @@ class BucketSums:
         if self._copies is None:
             put()
         else:
-            self._pending.append(job_of(self._copies.submit(put)))
+            self._pending.append(Later(self._copies.submit(put).result))
         return True
 
     def took(self, name: str) -> None:
@@ -152,18 +146,17 @@ class BucketSums:
                 self._pending.append(Later(lambda begun=begun: begun.result().wait()))
 
     def _begun(self, number: int) -> Pending:
-        self._fill(number)
-        sums = self._buckets[number].sums
-        return sums.begin(self._flat[number], self.hear, factor=self._factor)
+        return self._filled(number).begin(self._flat[number], self.hear, factor=self._factor)
 
-    def _fill(self, number: int) -> None:
+    def _filled(self, number: int) -> Sums:
         """Copy what was left for later; what no sample of this rank reaches is zero."""
-        small = self._small.pop(number)
+        bucket, small = self._buckets[number], self._small.pop(number)
         if small:
-            self._buckets[number].sums.put(small)
-        for name in self._buckets[number].parameters:
+            bucket.sums.put(small)
+        for name in bucket.parameters:
             if name not in self._taken:
                 self.views[name].zero_()
+        return bucket.sums
 
     def wait(self) -> None:
         assert all(not self._left[number] for number in self._to_begin), (
@@ -174,9 +167,7 @@ class BucketSums:
             work.wait()
         if self._to_begin:
             number = self._to_begin.popleft()
-            self._fill(number)
-            sums = self._buckets[number].sums
-            sums.now(self._flat[number], self.hear, factor=self._factor)
+            self._filled(number).now(self._flat[number], self.hear, factor=self._factor)
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 import atexit
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import msgspec
 import torch
@@ -22,8 +22,8 @@ from bayplan.planning.buckets.bucket_plan import (
     horovod_timeline,
 )
 from bayplan.planning.buckets.bucketing import plan_buckets
-from bayplan.running.collectives.averaging import Averaging, BackwardTimes, FaultBoard, needed_bytes
-from bayplan.running.collectives.sums import SIZES, Sums, WayCosts, costs_by, measure_ways, sums_by
+from bayplan.running.collectives.averaging import Averaging, BackwardTimes, needed_bytes
+from bayplan.running.collectives.sums import SIZES, Sums, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology
 from bayplan.running.ranks.starting import take_model, take_values
 from bayplan.running.ranks.watching import Watch, open_watch
@@ -76,8 +76,13 @@ def data_parallel(
     watch = open_watch()
     with watch.telling():
         watch.doing = "data_parallel, before the first step"
-        _check_model(model)
-        take_model(_own_tensors(model))
+        if _ATTRIBUTE in model.__dict__:
+            raise UsageError("data_parallel was called twice with this model; once is enough")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                "no parameter of the model is trained, so there is nothing to exchange"
+            )
+        take_model({**dict(model.named_parameters()), **dict(model.named_buffers())})
         state = DataParallel(model, watch, chosen, check_finite=check_finite)
     if broadcast_buffers and any(True for _ in model.buffers()):
         model.register_forward_pre_hook(lambda module, _: state.take_buffers())
@@ -94,63 +99,38 @@ def exchange_of(model: nn.Module) -> "DataParallel":
     return model.__dict__[_ATTRIBUTE]
 
 
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients on this rank alone; the next backward outside sends all of them."""
-    with exchange_of(model).averaging.paused():
-        yield
-
-
-def _check_model(model: nn.Module) -> None:
-    if _ATTRIBUTE in model.__dict__:
-        raise UsageError("data_parallel was called twice with this model; once is enough")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("no parameter of the model is trained, so there is nothing to exchange")
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return exchange_of(model).averaging.paused()
 
 
 class DataParallel:
-    """The exchange of one model's gradients.
-
-    Attributes:
-        costs: what sums take here, by the way they are made.
-    """
+    """The exchange of one model's gradients; `costs` are what sums were measured to take."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        watch: Watch,
-        settings: ExchangeSettings,
-        *,
-        check_finite: bool = False,
+        self, model: nn.Module, watch: Watch, settings: ExchangeSettings, *, check_finite: bool
     ) -> None:
         self._model, self._watch, self.settings = model, watch, settings
-        self._trained = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self._trained.values())).device
         self._topology = open_topology(device)
         self._num_backwards = self._num_plans = 0
+        # Bytes and seconds of the latest sums, the wait for other ranks left out:
         self._messages: deque[tuple[int, float]] = deque(maxlen=_MOST_MESSAGES)
-        self._waits: defaultdict[int, float] = defaultdict(float)
+        self._waits: defaultdict[int, float] = defaultdict(float)  # seconds so far, by rank
         num_ranks = distributed.get_world_size()
         needed = max(needed_bytes(self._trained), 2 * sum(SIZES))
         self._ways = self._topology.ways(range(num_ranks), needed, is_scattered=True)
-        self.costs = _measured(self._ways, device)
+        self.costs = measure_ways(self._ways, device)
         first = filled(_gradients(self._trained, {}), threshold_bytes=_FIRST_BUCKET_BYTES)
         self.averaging = Averaging(
             self._trained,
             sums_by(settings, self._ways, self.costs),
             num_ranks=num_ranks,
             buckets=[[gradient.name for gradient in group] for group in first],
-            board=FaultBoard(self._topology) if check_finite else None,
+            on_end=self._after_backward,
+            finite_on=self._topology if check_finite else None,
         )
-        self.averaging.on_end = self._after_backward
 
     def use(self, settings: ExchangeSettings) -> None:
         """Exchange in another way from the next backward on; to be called on all ranks at once.
@@ -171,16 +151,6 @@ class DataParallel:
     @property
     def times(self) -> BackwardTimes:
         return self.averaging.times
-
-    @property
-    def messages(self) -> Sequence[tuple[int, float]]:
-        """Bytes and seconds of the latest sums, the wait for other ranks left out."""
-        return tuple(self._messages)
-
-    @property
-    def waits(self) -> dict[int, float]:
-        """By rank, how many seconds this one has waited for it so far, where that is known."""
-        return dict(self._waits)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -241,9 +211,8 @@ class DataParallel:
     def _plan(self, settings: ExchangeSettings) -> BucketPlan:
         link = LinkCost(seconds=costs_by(settings, self.costs).seconds)
         threshold_bytes = settings.fusion_threshold_bytes
-        gradients = _gradients(
-            self._trained, self.times.ready, hides_sums=not self._cores_are_taken()
-        )
+        hides_sums = not self._cores_are_taken()
+        gradients = _gradients(self._trained, self.times.ready, hides_sums=hides_sums)
         if threshold_bytes is None:
             return plan_buckets(gradients, link)
         if settings.cycle_time_ms:
@@ -286,13 +255,3 @@ def _gradients(
         )
         for name in sorted(reversed(list(parameters)), key=lambda name: ready.get(name, last))
     ]
-
-
-def _measured(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
-    first = next(iter(ways.values()))
-    rooms = {size: first.room(size // 4, torch.float32, device) for size in SIZES}
-    group = distributed.group.WORLD
-    assert group is not None, "there is a process group"
-    costs = measure_ways(ways, rooms, group)
-    first.forget_rooms()
-    return costs

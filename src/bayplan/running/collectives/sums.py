@@ -1,4 +1,4 @@
-"""Ways to sum over ranks: torch's process group, shared memory, hosts in a hierarchy, the fastest.
+"""All-reduces: by torch's process group, shared memory, hosts in a hierarchy, whichever is fastest.
 
 A ring moves least, but takes one move after the other; shared memory is fastest inside a host, and
 strips between hosts pay only for large sums. Which is best where is found out by trying: every way
@@ -19,14 +19,14 @@ inside them.
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from bayplan.data.errors import UsageError
 from bayplan.data.exchange import Algorithm, Compression, ExchangeSettings
@@ -34,50 +34,31 @@ from bayplan.data.links import LinkCost
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
-from bayplan.running.collectives.transports import Later, Pending, job_of
+from bayplan.running.collectives.transports import DONE, Later, Pending, begun
 
 __all__ = [
-    "HIERARCHICAL",
-    "RING",
-    "SCATTERED",
-    "SHARED",
-    "SIZES",
-    "BetweenHosts",
-    "CheapestSums",
-    "CycledSums",
-    "Hear",
-    "Piece",
-    "ScatteredSums",
-    "SharedSums",
-    "SocketSums",
-    "Sum",
-    "Sums",
-    "WayCosts",
-    "costs_by",
-    "measure_ways",
-    "room_bytes",
-    "sums_by",
+    *("SIZES", "BetweenHosts", "CheapestSums", "CycledSums", "Hear", "Piece", "ScatteredSums"),
+    *("SharedSums", "SocketSums", "Sum", "Sums", "WayCosts"),
+    *("costs_by", "measure_ways", "room_bytes", "sums_by"),
 ]
-
-
-# The ways, by name.
-RING, SCATTERED, SHARED, HIERARCHICAL = "ring", "scattered", "shared", "hierarchical"
 
 # Strips that are expected at a time, which bounds the memory for them, and what queues up in front
 # of a slow link: with 4 MiB, one of 500 Mbit/s dropped packets.
 _AHEAD = 4
 
 
-@dataclass
 class BetweenHosts:
-    """Sums over one rank of each host; begun in the same order on all, and waited for in it."""
+    """Sums over one rank of each host; begun in the same order on all, and waited for in it.
 
-    group: distributed.ProcessGroup
-    _open: deque["_Exchange"] = field(default_factory=deque)
-    _number: int = 0
+    `group` has these ranks; all others have none, and nothing to do.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None) -> None:
+        self._group, self._number = group, 0
+        self._open: deque[Callable[[], None]] = deque()  # calls that expect the other's strips
 
     def begin(
-        self, strip: torch.Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
+        self, strip: Tensor, wire_dtype: torch.dtype | None = None, *, is_of_many: bool = True
     ) -> Pending:
         """Begin to replace numbers by their sum over all hosts.
 
@@ -86,71 +67,51 @@ class BetweenHosts:
             is_of_many: whether so many strips follow each other that a link is kept busy; a ring
                 was faster for few.
         """
+        if self._group is None:
+            return DONE
         sent = strip if wire_dtype is None else strip.to(wire_dtype)
-        if is_of_many and self.group.size() == 2:
-            pending: Pending = self._exchange(sent)
+        if is_of_many and self._group.size() == 2:
+            pending = self._exchange(sent, self._group)
         else:
-            work = distributed.all_reduce(sent, group=self.group, async_op=True)
-            assert work is not None, "this rank is a member of the group"
-            pending = work
+            pending = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         return pending if sent is strip else _widened(pending, sent, strip)
 
-    def _exchange(self, numbers: torch.Tensor) -> "_Exchange":
+    def _exchange(self, numbers: Tensor, group: distributed.ProcessGroup) -> Pending:
+        """Send numbers to the other host, and add to them what comes from there."""
         self._number = (self._number + 1) % 2**30
-        made = _Exchange(self, numbers, self._number)
-        self._open.append(made)
+        tag, other = self._number, 1 - group.rank()
+        going = begun(distributed.isend(numbers, group=group, group_dst=other, tag=tag))
+        expected: list[tuple[Tensor, Pending]] = []
+
+        def expect() -> None:
+            room = torch.empty_like(numbers)
+            coming = distributed.irecv(room, group=group, group_src=other, tag=tag)
+            expected.append((room, begun(coming)))
+
+        def wait() -> None:
+            room, coming = expected.pop()
+            coming.wait()
+            going.wait()  # until then the numbers are read
+            numbers.add_(room)  # of two, the order makes no difference to any bit
+            self._open.popleft()
+            if len(self._open) >= _AHEAD:
+                self._open[_AHEAD - 1]()
+
+        self._open.append(expect)
         if len(self._open) <= _AHEAD:
-            made.expect()
-        return made
-
-    def ended(self, exchange: "_Exchange") -> None:
-        self._open.remove(exchange)
-        if len(self._open) >= _AHEAD:
-            self._open[_AHEAD - 1].expect()
-
-
-class _Exchange:
-    """Numbers on their way to the other host, and its numbers on their way here."""
-
-    def __init__(self, owner: BetweenHosts, numbers: torch.Tensor, tag: int) -> None:
-        self._owner, self._numbers, self._tag = owner, numbers, tag
-        self._other = 1 - owner.group.rank()
-        self._going = distributed.isend(numbers, group=owner.group, group_dst=self._other, tag=tag)
-        self._coming: distributed.Work | None = None
-        self._room = numbers[:0]
-
-    def expect(self) -> None:
-        self._room = torch.empty_like(self._numbers)
-        self._coming = distributed.irecv(
-            self._room, group=self._owner.group, group_src=self._other, tag=self._tag
-        )
-
-    def wait(self) -> None:
-        assert self._coming is not None, "they are waited for in order"
-        assert self._going is not None, "this rank is a member of the group"
-        self._coming.wait()
-        self._going.wait()  # until then the numbers are read
-        self._numbers += self._room  # of two, the order makes no difference to any bit
-        self._room = self._numbers[:0]
-        self._owner.ended(self)
+            expect()
+        return Later(wait)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum that was made, as its rank saw it.
-
-    Attributes:
-        begun_seconds: when this rank had its numbers ready, on the clock `time.perf_counter`.
-        ended_seconds: when it had all sums.
-        last_rank: which rank came last; None where nobody can tell.
-        waited_seconds: for it.
-    """
+    """An all-reduce that was made, as its rank saw it, on the clock `time.perf_counter`."""
 
     size_bytes: int
-    begun_seconds: float
-    ended_seconds: float
-    last_rank: int | None = None
-    waited_seconds: float = 0.0
+    begun_seconds: float  # when this rank had its numbers ready
+    ended_seconds: float  # when it had all sums
+    last_rank: int | None = None  # who came last; None where nobody can tell
+    waited_seconds: float = 0.0  # for that rank
 
     @property
     def own_seconds(self) -> float:
@@ -159,30 +120,30 @@ class Sum:
 
 
 Hear = Callable[[Sum], None]
-Piece = tuple[torch.Tensor, torch.Tensor]  # a part of a room, and the numbers to copy there
-
-
+Piece = tuple[Tensor, Tensor]  # a part of a room, and the numbers to copy there
 _LARGE_BYTES = 16 << 20  # from here on, two hosts exchange strips instead of summing in a ring
 
 
-class Sums(Protocol):
-    """Sums over the same ranks, begun in the same order on all of them."""
+class Sums(ABC):
+    """All-reduces over the same ranks, begun in the same order on all of them.
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    What is summed lies in rooms; without a better place, in memory of their own.
+    """
+
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, where numbers to be summed may lie; made in the same order on all ranks."""
-        ...
+        return torch.zeros(count, dtype=dtype, device=device)
 
     def put(self, pieces: Sequence[Piece]) -> None:
         """Copy numbers into parts of rooms that fill their memory and are shaped like them."""
-        ...
+        for into, numbers in pieces:
+            into.copy_(numbers)
 
-    def forget_rooms(self) -> None:
+    def forget_rooms(self) -> None:  # noqa: B027 - most have nothing to forget
         """Use the memory of all rooms for others."""
-        ...
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    @abstractmethod
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         """Begin to replace numbers by their sum over all ranks.
 
         Args:
@@ -190,9 +151,8 @@ class Sums(Protocol):
             hear: is told of the sum when it is there, in some thread.
             factor: what each number is multiplied by before it is added.
         """
-        ...
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         """The same at once, where no other sum is on its way."""
         self.begin(numbers, hear, factor=factor).wait()
 
@@ -203,35 +163,18 @@ class Sums(Protocol):
 
 
 class SocketSums(Sums):
-    """Through the process group; with gloo, in a ring.
+    """Through the process group; with gloo, in a ring."""
 
-    Attributes:
-        wire_dtype: what numbers are rounded to on their way; None for as they are.
-    """
-
-    wire_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None  # what numbers are rounded to on their way
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, device=device)
-
-    def put(self, pieces: Sequence[Piece]) -> None:
-        for into, numbers in pieces:
-            into.copy_(numbers)
-
-    def forget_rooms(self) -> None:
-        pass
-
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         begun_seconds = time.perf_counter()
         _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
-        work = distributed.all_reduce(sent, group=self._group, async_op=True)
-        assert work is not None, "this rank is a member of the group"
+        work = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
         if hear is not None:
             work.get_future().add_done_callback(
                 lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
@@ -239,29 +182,47 @@ class SocketSums(Sums):
         return work if sent is numbers else _widened(work, sent, numbers)
 
 
-class ScatteredSums(SocketSums):
-    """Through the process group in two moves: every rank sums one part, and gives it to all.
+class _ThreadedSums(Sums):
+    """Sums that a thread of their own makes, one after the other."""
+
+    def __init__(self, thread_name: str) -> None:
+        self._thread = CopyThread(thread_name)
+
+    @abstractmethod
+    def _sum(self, numbers: Tensor, factor: float) -> Wait | None:
+        """Make a sum; returns who came last, where that is known."""
+
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
+        return Later(self._thread.submit(self._job(numbers, hear, factor)).result)
+
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+        self._job(numbers, hear, factor)()  # spares the way through the thread
+
+    def _job(self, numbers: Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
+        begun_seconds = time.perf_counter()  # a wait for the thread counts
+
+        def run() -> None:
+            wait = self._sum(numbers, factor)
+            if hear is not None:
+                last, waited_seconds = (None, 0.0) if wait is None else wait
+                ended_seconds = time.perf_counter()
+                hear(Sum(numbers.nbytes, begun_seconds, ended_seconds, last, waited_seconds))
+
+        return run
+
+
+class ScatteredSums(_ThreadedSums):
+    """Reduce-scatter and all-gather: every rank sums one part, and gives it to all.
 
     A ring of n ranks takes 2(n - 1) moves one after the other, so this is faster where a move takes
     long and few bytes are moved. A part is summed in the order of ranks, so all have the same bits.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        super().__init__(group)
-        self._thread = CopyThread("bayplan-scattered-sums")
+        super().__init__("bayplan-scattered-sums")
+        self._group = group
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
-        return job_of(self._thread.submit(self._job(numbers, hear, factor)))
-
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
-        self._job(numbers, hear, factor)()  # spares the way through the thread
-
-    def _job(self, numbers: torch.Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
-        return _told(lambda: self._summed(numbers, factor), numbers.nbytes, hear)
-
-    def _summed(self, numbers: torch.Tensor, factor: float) -> None:
+    def _sum(self, numbers: Tensor, factor: float) -> None:
         _multiply(numbers, factor)
         num_ranks = self._group.size()
         count = round_up(numbers.numel(), num_ranks)
@@ -280,125 +241,94 @@ def room_bytes(count: int, dtype: torch.dtype) -> int:
     return round_up(count * dtype.itemsize, LINE_BYTES)
 
 
-class SharedSums(Sums):
+class SharedSums(_ThreadedSums):
     """In memory that the ranks of a host share; between hosts through a group of one rank of each.
 
     Args:
         ranks: of this host, in the order of blocks.
         group: of all ranks, for what no block has room for.
-        between: sums over hosts, for the first rank of each; None for the others.
-
-    Attributes:
-        wire_dtype: what numbers are rounded to on their way between hosts; None for as they are.
-        strip_bytes: that are summed at a time where there are several hosts.
-        few_strips_bytes: the same of sums that are not large.
+        between: sums over hosts; None if there is one.
     """
 
-    wire_dtype: torch.dtype | None = None
-    strip_bytes: int = 1 << 19
-    few_strips_bytes: int = 1 << 20
+    wire_dtype: torch.dtype | None = None  # what numbers are rounded to on their way between hosts
+    strip_bytes: int = 1 << 19  # that are summed at a time where there are several hosts
+    few_strips_bytes: int = 1 << 20  # the same of sums that are not large
 
     def __init__(
         self,
         blocks: Blocks,
         ranks: Sequence[int],
         group: distributed.ProcessGroup,
-        *,
-        has_more_hosts: bool = False,
         between: BetweenHosts | None = None,
     ) -> None:
-        self._blocks, self._ranks, self._sockets = blocks, ranks, SocketSums(group)
-        self._has_more_hosts, self._between = has_more_hosts, between
-        self._offsets: dict[int, int] = {}  # of rooms, by address
+        super().__init__("bayplan-sums")
+        self._blocks, self._ranks, self._between = blocks, ranks, between
+        self._sockets = SocketSums(group)
+        self._rooms: set[int] = set()  # their addresses
         self._used_bytes = 0
-        self._thread = CopyThread("bayplan-sums")
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         offset, size_bytes = self._used_bytes, room_bytes(count, dtype)
         is_full = offset + size_bytes > self._blocks.own.data_bytes
         if dtype not in SUMMABLE or device.type != "cpu" or is_full:
-            return self._sockets.room(count, dtype, device)
+            return super().room(count, dtype, device)
         self._used_bytes += size_bytes
         room = self._blocks.own.tensor(offset, count, dtype).zero_()
-        self._offsets[room.data_ptr()] = offset
+        self._rooms.add(room.data_ptr())
         return room
 
     def put(self, pieces: Sequence[Piece]) -> None:
         self._blocks.put(pieces)
 
     def forget_rooms(self) -> None:
-        self._offsets.clear()
+        self._rooms.clear()
         self._used_bytes = 0
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
-        if numbers.data_ptr() not in self._offsets:
-            return self._sockets.begin(numbers, hear, factor=factor)
-        return job_of(self._thread.submit(self._job(numbers, hear, factor)))
+    # What no block has room for goes through the group, in the caller's thread: so it keeps its
+    # place among other sums of that group.
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
-        if numbers.data_ptr() not in self._offsets:
-            self._sockets.now(numbers, hear, factor=factor)
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
+        if numbers.data_ptr() in self._rooms:
+            return super().begin(numbers, hear, factor=factor)
+        return self._sockets.begin(numbers, hear, factor=factor)
+
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+        if numbers.data_ptr() in self._rooms:
+            super().now(numbers, hear, factor=factor)
         else:
-            self._job(numbers, hear, factor)()  # spares the way through the thread
-
-    def _job(self, numbers: torch.Tensor, hear: Hear | None, factor: float) -> Callable[[], None]:
-        offset = self._offsets[numbers.data_ptr()]
-        return _told(lambda: self._summed(numbers, offset, factor), numbers.nbytes, hear)
+            self._sockets.now(numbers, hear, factor=factor)
 
     @property
     def shared_bytes(self) -> int:
         return self._blocks.own.size_bytes
 
-    def _summed(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
-        if self._has_more_hosts:
-            return self._across(numbers, offset, factor)
-        blocks, turn = self._blocks, self._blocks.begin_turn()
-        count, itemsize = numbers.numel(), numbers.element_size()
-        wait = blocks.sum(turn, offset, count, itemsize, num_into=blocks.number, factor=factor)
-        return self._of_rank(wait)
+    def _sum(self, numbers: Tensor, factor: float) -> Wait:
+        blocks = self._blocks
+        if self._between is not None:
+            wait = self._sum_across(self._between, numbers, factor)
+        else:
+            turn, num_into = blocks.begin_turn(), blocks.number
+            wait = blocks.sum(turn, numbers, num_into=num_into, factor=factor)
+        return wait._replace(last=self._ranks[wait.last])
 
-    def _across(self, numbers: torch.Tensor, offset: int, factor: float) -> Wait:
-        size = numbers.element_size()
+    def _sum_across(self, between: BetweenHosts, numbers: Tensor, factor: float) -> Wait:
+        """NOTE [ Several hosts ]; returns the wait for the first strip."""
         is_large = numbers.nbytes >= _LARGE_BYTES
         strip_bytes = self.strip_bytes if is_large else self.few_strips_bytes
-        most, total = strip_bytes // size, numbers.numel()
-        strips = [(begin, min(begin + most, total)) for begin in range(0, total, most)] or [(0, 0)]
+        strips = numbers.split(strip_bytes // numbers.itemsize)
         turns = [self._blocks.begin_turn() for _ in strips]
         works: list[Pending] = []
         waits: list[Wait] = []
-        for turn, (begin, end) in zip(turns, strips, strict=True):
-            here, count = offset + begin * size, end - begin
-            waits.append(self._blocks.sum(turn, here, count, size, num_into=1, factor=factor))
-            if self._between is not None:
-                works.append(
-                    self._between.begin(numbers[begin:end], self.wire_dtype, is_of_many=is_large)
-                )
-        for index, (turn, (begin, end)) in enumerate(zip(turns, strips, strict=True)):
-            if self._between is not None:
-                works[index].wait()
-            self._blocks.spread(turn, offset + begin * size, (end - begin) * size)
-        return self._of_rank(waits[0])
-
-    def _of_rank(self, wait: Wait) -> Wait:
-        return wait._replace(last=self._ranks[wait.last])
+        for turn, strip in zip(turns, strips, strict=True):
+            waits.append(self._blocks.sum(turn, strip, num_into=1, factor=factor))
+            works.append(between.begin(strip, self.wire_dtype, is_of_many=is_large))
+        for turn, strip, work in zip(turns, strips, works, strict=True):
+            work.wait()
+            self._blocks.spread(turn, strip)
+        return waits[0]
 
 
-def _told(job: Callable[[], Wait | None], size_bytes: int, hear: Hear | None) -> Callable[[], None]:
-    """A call that makes a sum, which begins now, and tells of it."""
-    begun_seconds = time.perf_counter()
-
-    def run() -> None:
-        wait = job()
-        if hear is not None:
-            last, waited_seconds = (None, 0.0) if wait is None else wait
-            hear(Sum(size_bytes, begun_seconds, time.perf_counter(), last, waited_seconds))
-
-    return run
-
-
-def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pending:
+def _widened(work: Pending, rounded: Tensor, into: Tensor) -> Pending:
     """A sum of rounded numbers, which are widened when it is there."""
 
     def wait() -> None:
@@ -408,18 +338,18 @@ def _widened(work: Pending, rounded: torch.Tensor, into: torch.Tensor) -> Pendin
     return Later(wait)
 
 
-def _multiply(numbers: torch.Tensor, factor: float) -> None:
+def _multiply(numbers: Tensor, factor: float) -> None:
     if factor != 1.0:
         numbers.mul_(factor)
 
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes that are tried
-_TRIES = 5
+_TRIES = 5  # of which the median counts
 
 
 @dataclass(frozen=True)
 class WayCosts:
-    """What sums take, in seconds, by the name of the way and by size.
+    """What sums take, in seconds, by the way they are made and by size.
 
     Example:
         >>> costs = WayCosts({"a": {100: 1.0, 200: 5.0}, "b": {100: 2.0, 200: 3.0}})
@@ -440,107 +370,69 @@ class WayCosts:
         return min(link.seconds(size_bytes) for link in self._links.values())
 
 
-def measure_ways(
-    ways: Mapping[str, Sums],
-    rooms: Mapping[int, torch.Tensor],
-    group: distributed.ProcessGroup,
-    *,
-    tries: int = _TRIES,
-) -> WayCosts:
-    """Try all ways at all sizes; the same answer on all ranks.
-
-    Args:
-        rooms: by size in bytes, numbers to sum up; they become zeros.
-        tries: of each, of which the median counts.
-    """
-    seconds = torch.zeros(len(ways), len(rooms), tries, dtype=torch.float64)
-    for size_index, room in enumerate(rooms.values()):
-        for try_index in range(-1, tries):  # the first one opens connections
+def measure_ways(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
+    """Try all ways at all sizes, over all ranks; the same answer on all of them."""
+    first = next(iter(ways.values()))
+    rooms = [first.room(size // 4, torch.float32, device) for size in SIZES]
+    seconds = torch.zeros(len(ways), len(rooms), _TRIES, dtype=torch.float64)
+    for size_index, room in enumerate(rooms):
+        for try_index in range(-1, _TRIES):  # the first one opens connections
             for way_index, sums in enumerate(ways.values()):
                 room.zero_()
-                distributed.barrier(group=group)
+                distributed.barrier()
                 start = time.perf_counter()
                 sums.begin(room).wait()
                 if try_index >= 0:
                     seconds[way_index, size_index, try_index] = time.perf_counter() - start
-        room.zero_()
-    distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
+    first.forget_rooms()
+    distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
     medians = [list(map(statistics.median, of_way)) for of_way in seconds.tolist()]
     return WayCosts(
-        {way: dict(zip(rooms, row, strict=True)) for way, row in zip(ways, medians, strict=True)}
+        {way: dict(zip(SIZES, row, strict=True)) for way, row in zip(ways, medians, strict=True)}
     )
 
 
-class _RoomsOf(Sums):
-    """Sums that leave their rooms to others."""
-
-    def __init__(self, inner: Sums) -> None:
-        self._inner = inner
-
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._inner.room(count, dtype, device)
-
-    def put(self, pieces: Sequence[Piece]) -> None:
-        self._inner.put(pieces)
-
-    def forget_rooms(self) -> None:
-        self._inner.forget_rooms()
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._inner.shared_bytes
-
-
-class CheapestSums(_RoomsOf):
+class CheapestSums(Sums):
     """Sums in the best of several ways; rooms are those of the first."""
 
     def __init__(self, ways: Mapping[str, Sums], costs: WayCosts) -> None:
-        super().__init__(next(iter(ways.values())))
-        self._ways, self.costs = ways, costs
+        self._ways, self._costs, self._rooms = ways, costs, next(iter(ways.values()))
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
+    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._rooms.room(count, dtype, device)
+
+    def put(self, pieces: Sequence[Piece]) -> None:
+        self._rooms.put(pieces)
+
+    def forget_rooms(self) -> None:
+        self._rooms.forget_rooms()
+
+    def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
         return self._way(numbers).begin(numbers, hear, factor=factor)
 
-    def now(self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
+    def now(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> None:
         self._way(numbers).now(numbers, hear, factor=factor)
 
-    def _way(self, numbers: torch.Tensor) -> Sums:
-        return self._ways[self.costs.best(numbers.nbytes)]
+    def _way(self, numbers: Tensor) -> Sums:
+        return self._ways[self._costs.best(numbers.nbytes)]
 
 
-class CycledSums(_RoomsOf):
+class CycledSums(_ThreadedSums, CheapestSums):
     """Begins sums at fixed times; on a CPU, Horovod's next look waits for those before, too.
 
     There to be compared with: a bucket that is full gains nothing by waiting.
     """
 
-    def __init__(self, inner: Sums, cycle_seconds: float) -> None:
-        super().__init__(inner)
+    def __init__(self, ways: Mapping[str, Sums], costs: WayCosts, cycle_seconds: float) -> None:
+        _ThreadedSums.__init__(self, "bayplan-cycle")
+        CheapestSums.__init__(self, ways, costs)
         self._cycle_seconds = cycle_seconds
-        self._thread = CopyThread("bayplan-cycle")
 
-    def begin(
-        self, numbers: torch.Tensor, hear: Hear | None = None, *, factor: float = 1.0
-    ) -> Pending:
-        begun_seconds = time.perf_counter()  # the wait for a look is part of the sum
-
-        def run() -> None:
-            time.sleep(self._cycle_seconds - time.perf_counter() % self._cycle_seconds)
-            self._inner.now(numbers, factor=factor)
-            if hear is not None:
-                hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
-
-        return job_of(self._thread.submit(run))
+    def _sum(self, numbers: Tensor, factor: float) -> None:
+        time.sleep(self._cycle_seconds - time.perf_counter() % self._cycle_seconds)
+        self._way(numbers).now(numbers, factor=factor)
 
 
-_WAY_OF = {
-    Algorithm.RING: RING,
-    Algorithm.REDUCE_SCATTER: SCATTERED,
-    Algorithm.HIERARCHICAL: HIERARCHICAL,
-    Algorithm.SHARED: SHARED,
-}
 _WIRE_DTYPES = {
     Compression.NONE: None,
     Compression.FP16: torch.float16,
@@ -561,27 +453,27 @@ def sums_by(settings: ExchangeSettings, ways: Mapping[str, Sums], costs: WayCost
             sums.wire_dtype = _WIRE_DTYPES[settings.compression]
         if isinstance(sums, SharedSums):
             sums.strip_bytes = settings.strip_bytes
-    cheapest = CheapestSums(ways, costs_by(settings, costs))
+    allowed = costs_by(settings, costs)
     if settings.cycle_time_ms:
-        return CycledSums(cheapest, settings.cycle_time_ms / 1e3)
-    return cheapest
+        return CycledSums(ways, allowed, settings.cycle_time_ms / 1e3)
+    return CheapestSums(ways, allowed)
 
 
 def costs_by(settings: ExchangeSettings, costs: WayCosts) -> WayCosts:
     """The costs of those ways that settings allow; `UsageError` if there is no such way here."""
-    ways = costs.seconds_of
-    if settings.algorithm is not Algorithm.AUTO:
-        way = _WAY_OF[settings.algorithm]
-    elif settings.hierarchical_allreduce:
-        way = HIERARCHICAL
-    else:
-        is_flat = settings.hierarchical_allreduce is False
-        return WayCosts({n: ways[n] for n in ways if not (is_flat and n == HIERARCHICAL)})
-    if way == HIERARCHICAL and SHARED in ways:
-        way = SHARED  # with one host, inside it is all there is
-    if way not in ways:
+    ways, wanted = costs.seconds_of, settings.algorithm
+    if wanted is Algorithm.AUTO:
+        if settings.hierarchical_allreduce is None:
+            return costs
+        if not settings.hierarchical_allreduce:
+            flat = {way: own for way, own in ways.items() if way != Algorithm.HIERARCHICAL}
+            return WayCosts(flat)
+        wanted = Algorithm.HIERARCHICAL
+    if wanted is Algorithm.HIERARCHICAL and Algorithm.SHARED in ways:
+        wanted = Algorithm.SHARED  # with one host, inside it is all there is
+    if wanted not in ways:
         raise UsageError(
-            f"gradients cannot be summed by {way} here; there are {', '.join(ways)}. `shared` is"
+            f"gradients cannot be summed by {wanted} here; there are {', '.join(ways)}. `shared` is"
             " for one host, `hierarchical` for hosts with several ranks each"
         )
-    return WayCosts({way: ways[way]})
+    return WayCosts({wanted: ways[wanted]})

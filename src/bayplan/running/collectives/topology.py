@@ -3,24 +3,21 @@
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import distributed
 
 from bayplan import torch_compat as torch_compat
+from bayplan.data.exchange import Algorithm
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
 from bayplan.running.collectives.blocks import Block, Blocks, host_identity, load
 from bayplan.running.collectives.sums import (
-    HIERARCHICAL,
-    RING,
-    SCATTERED,
-    SHARED,
     BetweenHosts,
     ScatteredSums,
     SharedSums,
@@ -31,16 +28,10 @@ from bayplan.running.collectives.sums import (
 __all__ = ["RankTopology", "backend_of", "open_topology", "shares_memory"]
 
 _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
-_YES = "yes"
 
 
 def shares_memory(environment: Mapping[str, str]) -> bool:
-    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0.
-
-    Example:
-        >>> shares_memory({}), shares_memory({"BAYPLAN_SHARED_MEMORY": "0"})
-        (True, False)
-    """
+    """Whether ranks of a host may share memory: unless BAYPLAN_SHARED_MEMORY is 0."""
     return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
 
 
@@ -72,27 +63,15 @@ def open_topology(device: torch.device | None = None) -> "RankTopology":
     )
 
 
-class _Opened(msgspec.Struct, frozen=True):
-    process: int
-    file: int
-    size_bytes: int
-
-
 @dataclass(frozen=True)
 class RankTopology:
-    """All ranks of a run; every rank makes the same calls in the same order.
+    """All ranks of a run; every rank makes the same calls in the same order."""
 
-    Attributes:
-        store: that no other topology uses.
-        cache: where the compiled sums are kept.
-        is_willing: whether this rank may share memory.
-    """
-
-    store: distributed.Store
+    store: distributed.Store  # that no other topology uses
     rank: int
     world_size: int
-    cache: Path
-    is_willing: bool = True
+    cache: Path  # where the compiled sums are kept
+    is_willing: bool = True  # whether this rank may share memory
     _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property
@@ -102,14 +81,11 @@ class RankTopology:
         return tuple(self.store.get(f"host{rank}").decode() for rank in range(self.world_size))
 
     def _own_host(self) -> str:
-        alone = f"alone{self.rank}"
-        if not self.is_willing or not hasattr(os, "memfd_create"):
-            return alone
-        try:
-            load(self.cache)
-            return host_identity()
-        except (CompileFailed, OSError):
-            return alone
+        if self.is_willing and hasattr(os, "memfd_create"):
+            with suppress(CompileFailed, OSError):
+                load(self.cache)
+                return host_identity()
+        return f"alone{self.rank}"
 
     def sums(self, ranks: Sequence[int], data_bytes: int) -> Sums | None:
         """Sums over some ranks, in shared memory where that is possible; None on all others."""
@@ -137,9 +113,9 @@ class RankTopology:
             leaders = distributed.new_group([mates[0] for mates in of_host.values()])
         if not isinstance(group, distributed.ProcessGroup):
             return {}  # this rank is no member
-        sockets: dict[str, Sums] = {RING: SocketSums(group)}
+        sockets: dict[str, Sums] = {Algorithm.RING: SocketSums(group)}
         if isinstance(scattered, distributed.ProcessGroup):
-            sockets[SCATTERED] = ScatteredSums(scattered)
+            sockets[Algorithm.REDUCE_SCATTER] = ScatteredSums(scattered)
         if not is_shared:
             return sockets
         own = of_host[self.hosts[self.rank]]
@@ -153,10 +129,11 @@ class RankTopology:
             own.index(self.rank),
             patience_seconds=_PATIENCE_SECONDS,
         )
+        if leaders is None:
+            return {Algorithm.SHARED: SharedSums(blocks, own, group), **sockets}
         is_leader = isinstance(leaders, distributed.ProcessGroup)
-        between, has_more_hosts = BetweenHosts(leaders) if is_leader else None, leaders is not None
-        shared = SharedSums(blocks, own, group, has_more_hosts=has_more_hosts, between=between)
-        return {HIERARCHICAL if has_more_hosts else SHARED: shared, **sockets}
+        between = BetweenHosts(leaders if is_leader else None)
+        return {Algorithm.HIERARCHICAL: SharedSums(blocks, own, group, between), **sockets}
 
     @property
     def mates(self) -> list[int]:
@@ -174,39 +151,29 @@ class RankTopology:
             name: the same for all, and for nothing else.
             what: they are for, in a warning.
         """
-        block: Block | None = None
-        answer, told, blocks = _YES, "", dict[int, Block]()
+        fault_text, place, blocks = "", "", dict[int, Block]()
         try:
-            block = Block.make(data_bytes)
-            told = msgspec.json.encode(_Opened(os.getpid(), block.file, block.size_bytes)).decode()
+            blocks[self.rank] = block = Block.make(data_bytes)
+            place = f"{os.getpid()} {block.file} {block.size_bytes}"
         except OSError as fault:
-            answer = f"rank {self.rank}: {fault}"
-        self.store.set(f"{name}/block{self.rank}", told)
+            fault_text = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/block{self.rank}", place)
         try:
             for rank in own:
-                opened = block if rank == self.rank else self._of_other(f"{name}/block{rank}")
-                blocks |= {} if opened is None else {rank: opened}
+                place = self.store.get(f"{name}/block{rank}").decode()
+                if place and rank != self.rank:  # a rank without a block says so itself
+                    blocks[rank] = Block.of_other(*map(int, place.split()))
         except OSError as fault:
-            answer = f"rank {self.rank}: {fault}"
-        self.store.set(f"{name}/opened{self.rank}", answer)
+            fault_text = f"rank {self.rank}: {fault}"
+        self.store.set(f"{name}/opened{self.rank}", fault_text)
         answers = [self.store.get(f"{name}/opened{rank}").decode() for rank in ranks]
         for opened in blocks.values():
             opened.close_file()
-        faults = [answer for answer in answers if answer != _YES]
-        if faults:
-            if self.rank == ranks[0]:
-                warnings.warn(
-                    f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which"
-                    " is slower",
-                    stacklevel=2,
-                )
-            return None
-        return blocks
-
-    def _of_other(self, key: str) -> Block | None:
-        """The block of another rank; None if it has none, which it tells itself."""
-        told = self.store.get(key)
-        if not told:
-            return None
-        place = msgspec.json.decode(told, type=_Opened)
-        return Block.of_other(place.process, place.file, place.size_bytes)
+        faults = [answer for answer in answers if answer]
+        if faults and self.rank == ranks[0]:
+            warnings.warn(
+                f"ranks cannot share memory ({faults[0]}), so {what} go through sockets, which is"
+                " slower",
+                stacklevel=2,
+            )
+        return None if faults else blocks

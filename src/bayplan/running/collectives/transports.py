@@ -19,36 +19,26 @@ when it is opened, for a whole host: containers and hardened kernels refuse.
 
 import ctypes
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.devices.machine import is_running
-from bayplan.running.collectives.blocks import HEADER_BYTES, LINE_BYTES, Block, load
+from bayplan.running.collectives.blocks import HEADER_BYTES, LINE_BYTES, load
 
 if TYPE_CHECKING:  # it sums, and sums are `Pending`
     from bayplan.running.collectives.topology import RankTopology
 
 __all__ = [
-    "LARGE_BYTES",
-    "SOCKETS",
-    "Later",
-    "Mailboxes",
-    "PeerMemory",
-    "Pending",
-    "Transport",
-    "job_of",
-    "open_peer_memory",
-    "transport_of",
+    *("DONE", "LARGE_BYTES", "SOCKETS", "Later", "Mailboxes", "PeerMemory", "Pending", "Transport"),
+    *("begun", "open_peer_memory", "transport_of"),
 ]
 
 
@@ -65,8 +55,7 @@ class Later:
     wait: Callable[[], object]
 
 
-def job_of(future: Future[None]) -> Pending:
-    return Later(future.result)
+DONE = Later(lambda: None)
 
 
 class Transport(Protocol):
@@ -76,11 +65,11 @@ class Transport(Protocol):
         """Whether a message goes this way; the same at both ends."""
         ...
 
-    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
+    def send(self, message: Tensor, rank: int, tag: int) -> Pending:
         """Begin to send; the message must stay as it is until that is over."""
         ...
 
-    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending: ...
+    def receive(self, room: Tensor, rank: int, tag: int) -> Pending: ...
 
 
 class _Sockets:
@@ -89,15 +78,17 @@ class _Sockets:
     def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
         return True
 
-    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
-        work = distributed.isend(message, rank, tag=tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+    def send(self, message: Tensor, rank: int, tag: int) -> Pending:
+        return begun(distributed.isend(message, rank, tag=tag))
 
-    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
-        work = distributed.irecv(room, rank, tag=tag)
-        assert work is not None, "this rank is a member of the group"
-        return work
+    def receive(self, room: Tensor, rank: int, tag: int) -> Pending:
+        return begun(distributed.irecv(room, rank, tag=tag))
+
+
+def begun(work: distributed.Work | None) -> distributed.Work:
+    """What torch returns of a message or a sum that has begun."""
+    assert work is not None, "this rank is a member of the group"
+    return work
 
 
 SOCKETS: Transport = _Sockets()
@@ -115,39 +106,32 @@ _MESSAGES = 4  # of the largest size that a mailbox has room for
 _LOOK_MILLISECONDS = 500  # after which a receiver looks whether the sender still lives
 _TAKEN, _OTHER, _AWAY, _NOTHING = range(4)
 _Rings = dict[int, tuple[int, int]]  # by sender, where its mailbox begins and its capacity
-_SENT = Later(lambda: None)  # a message that lies in its box
 
 
 @dataclass
 class _Box:
-    """One direction between two ranks, as one of them sees it.
-
-    Attributes:
-        bell: the address of the receiver's.
-        number: of the next message.
-        early: by tag, messages that came before they were asked for; None for one that is in the
-            socket.
-    """
+    """One direction between two ranks, as one of them sees it."""
 
     library: ctypes.CDLL
     address: int
     capacity: int
-    bell: int
+    bell: int  # the address of the receiver's
     rank: int
     process: int
-    number: int = 0
-    early: dict[int, deque[torch.Tensor | None]] = field(default_factory=dict)
+    number: int = 0  # of the next message
+    # By tag, messages that came before they were asked for; None for one that is in the socket.
+    early: dict[int, deque[Tensor | None]] = field(default_factory=lambda: defaultdict(deque))
 
-    def put(self, message: torch.Tensor, tag: int) -> bool:
+    def put(self, message: Tensor, tag: int) -> bool:
         """Leave a message; False if it has to go another way."""
-        box, data = (self.address, self.capacity, self.bell), (message.data_ptr(), message.nbytes)
-        while (answer := self.library.mailbox_put(*box, self.number, tag, *data)) < 0:
+        data = message.data_ptr(), message.nbytes
+        while (answer := self.library.mailbox_put(*self._place(), tag, *data)) < 0:
             # Thousands are in the socket that nobody asked for: the receiver hangs.
             self._check_lives()
         self.number += 1
         return bool(answer)
 
-    def take(self, room: torch.Tensor, tag: int) -> bool:
+    def take(self, room: Tensor, tag: int) -> bool:
         """Wait for a message; False if it is in the socket."""
         if early := self.early.get(tag):
             message = early.popleft()
@@ -161,7 +145,7 @@ class _Box:
             if answer == _AWAY:
                 if next_tag == tag:
                     return False
-                self.early.setdefault(next_tag, deque()).append(None)
+                self.early[next_tag].append(None)
             elif answer == _OTHER:
                 if next_tag == tag:
                     raise RuntimeError(
@@ -170,38 +154,25 @@ class _Box:
                     )
                 message = torch.empty(next_bytes, dtype=torch.uint8)
                 self._take(message, next_tag)
-                self.early.setdefault(next_tag, deque()).append(message)
+                self.early[next_tag].append(message)
             else:
                 self._check_lives()
 
-    def _take(self, room: torch.Tensor, tag: int) -> tuple[int, int, int]:
+    def _take(self, room: Tensor, tag: int) -> tuple[int, int, int]:
         """The library's answer, and the tag and size of the next message."""
         next_tag, next_bytes = ctypes.c_uint64(), ctypes.c_uint64()
-        answer = self.library.mailbox_take(
-            self.address,
-            self.capacity,
-            self.bell,
-            self.number,
-            tag,
-            room.data_ptr(),
-            room.nbytes,
-            _LOOK_MILLISECONDS,
-            ctypes.byref(next_tag),
-            ctypes.byref(next_bytes),
-        )
+        data = room.data_ptr(), room.nbytes, _LOOK_MILLISECONDS
+        told = ctypes.byref(next_tag), ctypes.byref(next_bytes)
+        answer = self.library.mailbox_take(*self._place(), tag, *data, *told)
         self.number += answer in (_TAKEN, _AWAY)
         return answer, next_tag.value, next_bytes.value
+
+    def _place(self) -> tuple[int, int, int, int]:
+        return self.address, self.capacity, self.bell, self.number
 
     def _check_lives(self) -> None:
         if not is_running(self.process):
             raise RuntimeError(f"connection closed: process {self.process} of rank {self.rank}")
-
-
-class _Told(msgspec.Struct, frozen=True):
-    """What a rank says of its block."""
-
-    process: int
-    rings: _Rings
 
 
 class Mailboxes:
@@ -230,38 +201,35 @@ class Mailboxes:
             size_bytes = LINE_BYTES + round_up(largest[sender], LINE_BYTES)
             rings[sender] = (end, _MESSAGES * size_bytes)
             end += round_up(library.mailbox_bytes(rings[sender][1]), LINE_BYTES)
-        told = msgspec.json.encode(_Told(os.getpid(), rings)).decode()
+        told = msgspec.json.encode((os.getpid(), rings)).decode()
         topology.store.set(f"mail/rings{topology.rank}", told)
         blocks = topology.opened(mates, mates, end, name="mail", what="messages")
         if blocks is None:
             return
-        others = {
-            rank: msgspec.json.decode(topology.store.get(f"mail/rings{rank}"), type=_Told)
-            for rank in mates
-            if rank != topology.rank
-        }
         self._blocks = blocks  # whose memory it is
-        self._incoming = {
-            sender: _box(library, blocks[topology.rank], ring, sender, others[sender].process)
-            for sender, ring in rings.items()
-        }
-        self._outgoing = {
-            rank: _box(library, blocks[rank], other.rings[topology.rank], rank, other.process)
-            for rank, other in others.items()
-            if topology.rank in other.rings
-        }
+        for rank in mates:
+            told = topology.store.get(f"mail/rings{rank}")
+            process, its_rings = msgspec.json.decode(told, type=tuple[int, _Rings])
+            if rank in rings:
+                bell, (begin, capacity) = blocks[topology.rank].address, rings[rank]
+                place = (bell + HEADER_BYTES + begin, capacity, bell)
+                self._incoming[rank] = _Box(library, *place, rank, process)
+            if topology.rank in its_rings:
+                bell, (begin, capacity) = blocks[rank].address, its_rings[topology.rank]
+                place = (bell + HEADER_BYTES + begin, capacity, bell)
+                self._outgoing[rank] = _Box(library, *place, rank, process)
 
     def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
         box = (self._incoming if comes else self._outgoing).get(rank)
         taken_bytes = LINE_BYTES + round_up(size_bytes, LINE_BYTES)
         return box is not None and 2 * taken_bytes <= box.capacity
 
-    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
+    def send(self, message: Tensor, rank: int, tag: int) -> Pending:
         if self._outgoing[rank].put(message, tag):
-            return _SENT
+            return DONE
         return SOCKETS.send(message, rank, tag)
 
-    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
+    def receive(self, room: Tensor, rank: int, tag: int) -> Pending:
         def take() -> None:
             if not self._incoming[rank].take(room, tag):
                 SOCKETS.receive(room, rank, tag).wait()
@@ -269,23 +237,12 @@ class Mailboxes:
         return Later(take)
 
 
-def _box(
-    library: ctypes.CDLL, block: Block, ring: tuple[int, int], rank: int, process: int
-) -> _Box:
-    begin, capacity = ring
-    address = block.address + HEADER_BYTES + begin
-    return _Box(library, address, capacity, bell=block.address, rank=rank, process=process)
-
-
 LARGE_BYTES = 2 << 20  # at 1 MiB, sockets were 7 to 10 % faster on 4 ranks and 2 cores
 _READ = 1 << 30  # added to a message's tag, for word that it was read
 _SECRET = 0x62617970  # what ranks try to read of each other
 
 
-class _Span(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+_Span = ctypes.c_size_t * 2  # `struct iovec`: an address and a length
 
 
 def _read(process: int, address: int, into: int, size_bytes: int) -> None:
@@ -309,20 +266,18 @@ def _read(process: int, address: int, into: int, size_bytes: int) -> None:
 class PeerMemory:
     """Ranks of this host whose memory can be read, and that can read this one's.
 
-    Attributes:
-        processes: by rank.
-        is_ordered: whether messages are waited for in the order that they are expected in. Then a
-            thread copies them as they come; else each is copied when it is waited for.
+    Where messages are waited for in the order that they are expected in (`is_ordered`), a thread
+    copies them as they come; else each is copied when it is waited for.
     """
 
-    processes: Mapping[int, int]
+    processes: Mapping[int, int]  # by rank
     is_ordered: bool = True
     _thread: CopyThread = field(default_factory=lambda: CopyThread("bayplan-messages"))
 
     def reach(self, rank: int, size_bytes: int, *, comes: bool) -> bool:
         return size_bytes >= LARGE_BYTES and rank in self.processes
 
-    def send(self, message: torch.Tensor, rank: int, tag: int) -> Pending:
+    def send(self, message: Tensor, rank: int, tag: int) -> Pending:
         note = torch.tensor([message.data_ptr(), message.nbytes])
         word = torch.empty(1, dtype=torch.uint8)
         works = [SOCKETS.send(note, rank, tag), SOCKETS.receive(word, rank, _READ + tag)]
@@ -335,21 +290,19 @@ class PeerMemory:
 
         return Later(wait)
 
-    def receive(self, room: torch.Tensor, rank: int, tag: int) -> Pending:
+    def receive(self, room: Tensor, rank: int, tag: int) -> Pending:
         note = torch.empty(2, dtype=torch.int64)
         told = SOCKETS.receive(note, rank, tag)
-        copy = partial(self._copy, told, note, room, rank, tag)
-        return job_of(self._thread.submit(copy)) if self.is_ordered else Later(copy)
 
-    def _copy(
-        self, told: Pending, note: torch.Tensor, room: torch.Tensor, rank: int, tag: int
-    ) -> None:
-        told.wait()
-        address, size_bytes = note.tolist()
-        assert size_bytes == room.nbytes, "both ends know the size"
-        _read(self.processes[rank], address, room.data_ptr(), size_bytes)
-        word = torch.zeros(1, dtype=torch.uint8)
-        SOCKETS.send(word, rank, _READ + tag).wait()  # it is waited for, so this takes no time
+        def copy() -> None:
+            told.wait()
+            address, size_bytes = note.tolist()
+            assert size_bytes == room.nbytes, "both ends know the size"
+            _read(self.processes[rank], address, room.data_ptr(), size_bytes)
+            word = torch.zeros(1, dtype=torch.uint8)
+            SOCKETS.send(word, rank, _READ + tag).wait()  # it is waited for, so this takes no time
+
+        return Later(self._thread.submit(copy).result if self.is_ordered else copy)
 
 
 def open_peer_memory(topology: "RankTopology", *, is_ordered: bool = True) -> PeerMemory:
@@ -369,9 +322,8 @@ def open_peer_memory(topology: "RankTopology", *, is_ordered: bool = True) -> Pe
         if seen.value == _SECRET + rank:
             processes[rank] = process
     store.set(f"reads{topology.rank}", "yes" if len(processes) == len(near) else "no")
-    can_all = all(store.get(f"reads{rank}") == b"yes" for rank in near)  # they keep it till here
+    can_all = all(store.get(f"reads{rank}") == b"yes" for rank in topology.mates)
     store.set(f"has seen{topology.rank}", "")
     for rank in near:
         store.wait([f"has seen{rank}"])  # nobody reads `secret` any more
-    can_read = can_all and len(processes) == len(near)
-    return PeerMemory(processes if can_read else {}, is_ordered)
+    return PeerMemory(processes if can_all else {}, is_ordered)

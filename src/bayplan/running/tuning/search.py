@@ -23,12 +23,12 @@ NOTE [ How it ends ]
    above 5 %. The one with the largest expected gain is compared next. Others are never measured.
 2. A setting that wins is compared once more before it is taken for the best.
 3. Where the best so far takes no longer than a step without any exchange, nothing is open.
-4. When no candidate is open, Optuna proposes some inside the ranges. When none of these is open
-   either, or the steps are used up, the search is over.
+4. When no candidate is open, or the steps are used up, the search is over.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
@@ -37,13 +37,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bayplan.data.errors import UsageError
-from bayplan.data.exchange import ComparedSetting, ExchangeSettings, TuningRecord
+from bayplan.data.exchange import ExchangeSettings, TuningRecord
 from bayplan.data.units import format_seconds
-from bayplan.running.tuning.space import SearchSpace, TuningOptions, propose
 
-__all__ = ["Beliefs", "Comparison", "Predict", "Search", "expected_gain", "merged"]
+__all__ = [
+    *("Beliefs", "Comparison", "Predict", "Search", "TuningOptions"),
+    *("expected_gain", "merged"),
+]
 
 Predict = Callable[[ExchangeSettings], float]
+_Array = NDArray[np.float64]
 
 _ERROR_SIZES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # times the expected one
 _SIZE_DOUBT = 0.7  # how far the size may be from the expected one, as a logarithm
@@ -61,18 +64,42 @@ _OF_SCATTER = 0.25
 _WHOLE_SCATTER = 0.04  # below the 5 % within which the best setting is to be found
 _WIN = 0.25  # of the margin: less is not worth the steps that a change costs
 _SURE = 0.8  # the chance of being faster from which on a setting becomes the best
-_NUM_PROPOSALS, _MOST_REQUESTS = 24, 6  # to Optuna, in one search
 _ANOTHER_DAY = 0.01  # how far ratios of settings move from one run to the next
-_LEAST_GAIN = "the least gain worth a change"
 _QUIET_STEPS, _LOUD_STEPS = 190, 500  # and some before, until buckets are planned
 _QUIET_SPREAD = 0.06  # of steps, up to which so few are enough: see docs/tuning.md
 
 
-class Comparison(NamedTuple):
-    """Two settings, by index, measured side by side; the first's seconds over the second's."""
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    """How to search; a value outside its range is refused."""
 
-    first: int
-    second: int
+    least_gain: float = 0.02  # what a change must gain to be worth having, as a share of a step
+    most_steps: int | None = None  # of a search; None: 190, or 500 if steps scatter by over 6 %
+    first_steps: int = 3  # of a run that do not count, while caches and pages fill
+    switch_steps: int = 1  # that do not count after each change of the setting
+    expected_error: float = 0.3  # of predictions, one against the other, before any is measured
+    is_watching: bool = False  # whether to search again when the network changes
+    watched_steps: int = 20  # between two reports while watching
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("least_gain", 0.001, 0.5),
+            ("most_steps", 20, 1_000_000),
+            ("first_steps", 0, 1000),
+            ("switch_steps", 0, 100),
+            ("expected_error", 0.01, 2.0),
+            ("watched_steps", 1, 10_000),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name} is {value}, must be from {least:g} to {most:g}")
+
+
+class Comparison(NamedTuple):
+    """Two settings measured side by side; the first's seconds over the second's."""
+
+    first: ExchangeSettings
+    second: ExchangeSettings
     log_ratio: float
     variance: float  # of the logarithm, by noise
 
@@ -102,19 +129,18 @@ class Beliefs:
 
     def __init__(
         self,
-        settings: Sequence[ExchangeSettings],
-        predicted_seconds: Sequence[float],
+        predicted: Mapping[ExchangeSettings, float],
         comparisons: Sequence[Comparison],
         *,
         expected_error: float,
     ) -> None:
         kinds = [
             (s.fusion_threshold_bytes is None, s.algorithm, s.hierarchical_allreduce, s.compression)
-            for s in settings
+            for s in predicted
         ]
         # Equal distances mean equally much; buckets below 16 KiB all cost their latency.
-        sizes = np.array([(s.fusion_threshold_bytes or 0) / (1 << 14) for s in settings])
-        rest = np.array([(2 * s.cycle_time_ms, s.strip_bytes) for s in settings])
+        sizes = np.array([(s.fusion_threshold_bytes or 0) / (1 << 14) for s in predicted])
+        rest = np.array([(2 * s.cycle_time_ms, s.strip_bytes) for s in predicted])
         places = np.log2(1 + np.column_stack([sizes, rest]))
         of_kind = np.array([[float(kind == other) for other in kinds] for kind in kinds])
         squares = ((places[:, None] - places) ** 2).sum(axis=2)
@@ -122,10 +148,11 @@ class Beliefs:
         # The difference of two errors has twice the variance of each.
         units = np.stack([of_kind, _OF_NUMBERS**2 * of_kind * near]) * expected_error**2 / 2
 
-        mean = np.log(np.array(predicted_seconds))
-        seen = np.zeros((len(comparisons), len(settings)))
+        self._rows = {setting: row for row, setting in enumerate(predicted)}
+        mean = np.log(np.array(list(predicted.values())))
+        seen = np.zeros((len(comparisons), len(predicted)))
         for row, (first, second, _, _) in enumerate(comparisons):
-            seen[row, first], seen[row, second] = 1.0, -1.0
+            seen[row, self._rows[first]], seen[row, self._rows[second]] = 1.0, -1.0
         surprises = np.array([ratio for _, _, ratio, _ in comparisons]) - seen @ mean
         noise = np.diag([variance for *_, variance in comparisons])
         scales = _error_scales(seen @ units @ seen.T, surprises, noise)
@@ -135,18 +162,15 @@ class Beliefs:
         self._mean = mean + gain @ surprises
         self._covariance = covariance - gain @ seen @ covariance
 
-    def log_ratio(self, setting: int, against: int) -> NormalDist:
-        """Of a setting's seconds over those of another, by index."""
-        covariance = self._covariance
-        own, others = covariance[setting, setting], covariance[against, against]
-        variance = own + others - 2 * covariance[setting, against]
-        mean = float(self._mean[setting] - self._mean[against])
+    def log_ratio(self, setting: ExchangeSettings, against: ExchangeSettings) -> NormalDist:
+        """Of a setting's seconds over those of another."""
+        row, other, covariance = self._rows[setting], self._rows[against], self._covariance
+        variance = covariance[row, row] + covariance[other, other] - 2 * covariance[row, other]
+        mean = float(self._mean[row] - self._mean[other])
         return NormalDist(mean, math.sqrt(max(variance, 1e-18)))
 
 
-def _error_scales(
-    units: NDArray[np.float64], surprises: NDArray[np.float64], noise: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _error_scales(units: _Array, surprises: _Array, noise: _Array) -> _Array:
     """How many times the expected variance that of each error is: rule 2 of the first NOTE."""
     sizes = np.array(list(product(_ERROR_SIZES, repeat=2)))
     logs = []
@@ -163,15 +187,16 @@ class Search:
     """One search; what it knows ends with the network it was learnt on.
 
     Args:
-        known: what an earlier run found; its best is begun with, if it is still to choose from.
-        begin_with: by default the best by prediction.
+        known: what an earlier run found. Its best is begun with, if it is still a candidate, and
+            what it compared is believed.
+        begin_with: a candidate, where nothing else is known; by default the best by prediction.
         surprise: how far predictions are known to be off, as a logarithm.
         floor_seconds: what a step takes without any exchange; 0 if that is not known.
     """
 
     def __init__(
         self,
-        space: SearchSpace,
+        candidates: Iterable[ExchangeSettings],
         predict: Predict,
         options: TuningOptions,
         *,
@@ -180,30 +205,32 @@ class Search:
         surprise: float = 0.0,
         floor_seconds: float = 0.0,
     ) -> None:
-        self._space, self._predict, self._options = space, predict, options
-        self._floor_seconds = floor_seconds
+        self._options, self._floor_seconds = options, floor_seconds
         self._expected_error = max(options.expected_error, surprise)
-        self.settings: list[ExchangeSettings] = []  # candidates, and what was proposed
-        self.predicted_seconds: list[float] = []
-        for setting in space.candidates:
-            self._index(setting)
+        self.predicted = {setting: predict(setting) for setting in candidates}  # seconds of a step
+        if not self.predicted:
+            raise UsageError("there is no setting to choose from; give at least one")
+        for setting, seconds in self.predicted.items():
+            if not 0 < seconds < math.inf:
+                raise UsageError(
+                    f"a step with {setting} is predicted to take {seconds} s, must be more than 0"
+                )
+        self.best = begin_with or min(self.predicted, key=self.predicted.__getitem__)
+        self.num_steps = 0  # those that do not count included
+        self.step_spread = _LEAST_SPREAD  # around the middle of their block, as a share
         self._known: list[Comparison] = []
-        self._rounds: dict[tuple[int, int], list[Comparison]] = {}
-        self._unsure: int | None = None  # a setting that has won once only
-        self._seconds: dict[int, list[float]] = {}  # of all steps, by setting
+        self._rounds: dict[tuple[ExchangeSettings, ExchangeSettings], list[Comparison]] = {}
+        self._unsure: ExchangeSettings | None = None  # has won once only
+        self._seconds: dict[ExchangeSettings, list[float]] = {}  # of all steps
+        self._blocks: dict[ExchangeSettings, Sequence[float]] = {}  # of the last steps
         self._distances: list[float] = []  # of steps from the middle of their block, as logarithms
         self._best_blocks: list[float] = []  # middles of blocks of the best, as logarithms
-        self._num_requests = 0
-        self.step_spread = _LEAST_SPREAD  # of steps around their block's middle, as a share
-        self.best = min(range(len(self.settings)), key=self.predicted_seconds.__getitem__)
-        begin_with = begin_with if known is None else known.best
-        if begin_with is not None and space.contains(begin_with):
-            self.best = self._index(begin_with)
-            for other in known.compared if known is not None else ():
-                if space.contains(other.setting) and other.setting != begin_with:
-                    pair = self._index(other.setting), self.best
-                    variance = other.spread**2 + _ANOTHER_DAY**2
-                    self._known.append(Comparison(*pair, math.log(other.ratio), variance))
+        if known is not None and known.best in self.predicted:
+            self.best = known.best
+            for earlier in known.compared:
+                if earlier.setting in self.predicted and earlier.setting != known.best:
+                    ratio, variance = math.log(earlier.ratio), earlier.spread**2 + _ANOTHER_DAY**2
+                    self._known.append(Comparison(earlier.setting, known.best, ratio, variance))
         self._first = self.best
         self._believe()
 
@@ -225,8 +252,8 @@ class Search:
 
     @property
     def most_steps(self) -> int:
-        is_quiet = self.step_spread <= _QUIET_SPREAD
-        return self._options.most_steps or (_QUIET_STEPS if is_quiet else _LOUD_STEPS)
+        by_noise = _QUIET_STEPS if self.step_spread <= _QUIET_SPREAD else _LOUD_STEPS
+        return self._options.most_steps or by_noise
 
     @property
     def best_seconds(self) -> float:
@@ -239,13 +266,15 @@ class Search:
         return 2 * math.sqrt(self.block_variance(len(self._seconds[self.best])))
 
     @property
-    def compared(self) -> set[int]:
+    def compared(self) -> list[ExchangeSettings]:
         """Settings that were measured, now or in an earlier run, and the one begun with."""
-        return {self._first}.union(*(pair[:2] for pair in self._known), *self._rounds)
+        pairs = [*self._rounds, *(comparison[:2] for comparison in self._known)]
+        measured = {self._first}.union(*pairs)
+        return [setting for setting in self.predicted if setting in measured]
 
-    def log_ratio(self, index: int) -> NormalDist:
+    def log_ratio(self, setting: ExchangeSettings) -> NormalDist:
         """Of a setting's seconds over those of the best so far."""
-        return self._beliefs.log_ratio(index, self.best)
+        return self._beliefs.log_ratio(setting, self.best)
 
     def block_variance(self, num_steps: int) -> float:
         """How far the middle of so many steps may be off, squared, as a logarithm."""
@@ -261,27 +290,27 @@ class Search:
         self._known.clear()
         self._believe()
 
-    def note(self, index: int, seconds: Sequence[float]) -> None:
+    def note(self, setting: ExchangeSettings, seconds: Sequence[float]) -> None:
         """Take in the steps of a block."""
-        self._seconds.setdefault(index, []).extend(seconds)
+        self._blocks[setting] = seconds
+        self._seconds.setdefault(setting, []).extend(seconds)
         middle = math.log(median(seconds))
-        if index == self.best:
+        if setting == self.best:
             self._best_blocks.append(middle)
         # In a block of n, the median is as near as if it had been chosen for it: it has been.
         shrunk = math.sqrt(len(seconds) / max(len(seconds) - 1, 1))
         self._distances += [abs(math.log(step) - middle) * shrunk for step in seconds]
         self.step_spread = max(_OF_NORMAL * median(self._distances), _LEAST_SPREAD)
 
-    def compare(
-        self, challenger: int, its_seconds: Sequence[float], best_seconds: Sequence[float]
-    ) -> None:
-        """Take in two blocks, noted already, that were run side by side."""
-        log_ratio = math.log(median(its_seconds) / median(best_seconds))
-        variance = sum(self.block_variance(len(block)) for block in (its_seconds, best_seconds))
+    def compare(self, challenger: ExchangeSettings) -> None:
+        """Take in that the last blocks of a challenger and of the best were run side by side."""
+        own, best = self._blocks[challenger], self._blocks[self.best]
+        log_ratio = math.log(median(own) / median(best))
+        variance = self.block_variance(len(own)) + self.block_variance(len(best))
         rounds = self._rounds.setdefault((challenger, self.best), [])
         rounds.append(Comparison(challenger, self.best, log_ratio, variance))
         self._believe()
-        winner = min(self._seconds, key=lambda index: self.log_ratio(index).mean)
+        winner = min(self._seconds, key=lambda setting: self.log_ratio(setting).mean)
         lead = self.log_ratio(winner)
         self._unsure = None
         if lead.mean > -_WIN * self.margin or lead.cdf(0.0) < _SURE:
@@ -292,34 +321,14 @@ class Search:
         self.best = winner
         self._best_blocks.clear()
 
-    def challenger(self) -> int | None:
-        """The setting to compare with the best next; None if it is over."""
-        if self._unsure is not None:
-            return self._unsure
+    def challenger(self) -> ExchangeSettings | None:
+        """The setting to compare with the best next; None if the search is over."""
         gains = self._open_gains()
-        is_over = self._is_at_floor or self._num_requests == _MOST_REQUESTS
-        if not gains and self._space.ranges and not is_over:
-            self._num_requests += 1
-            believed = [(s, self.log_ratio(index).mean) for index, s in enumerate(self.settings)]
-            seed = self._options.seed + self._num_requests
-            for setting in propose(self._space, believed, count=_NUM_PROPOSALS, seed=seed):
-                self._index(setting)
-            self._believe()
-            gains = self._open_gains()
-        return max(gains, key=gains.__getitem__, default=None)
+        return self._unsure or max(gains, key=gains.__getitem__, default=None)
 
-    def found(self) -> tuple[ComparedSetting, ...]:
-        """What later runs may begin with."""
-        others = sorted(self.compared - {self.best})
-        ratios = [(self.settings[index], self.log_ratio(index)) for index in others]
-        return tuple(
-            ComparedSetting(setting=setting, ratio=math.exp(ratio.mean), spread=ratio.stdev)
-            for setting, ratio in ratios
-        )
-
-    def verdict(self, num_steps: int) -> str:
+    def verdict(self) -> str:
         """What was found, what was left out and why, and how far from the best it may be."""
-        num_compared, num_settings = len(self.compared), len(self.settings)
+        num_compared, num_settings = len(self.compared), len(self.predicted)
         parts = [f"{num_compared} of {num_settings} settings measured"]
         if self._known:
             parts.append(f"{len(self._known)} of them in earlier runs")
@@ -327,48 +336,37 @@ class Search:
             error = f"(ratios taken to be off by {self._beliefs.error:.0%})"
             parts.append(f"{num_settings - num_compared} ruled out by prediction {error}")
         if still_open := self._open_gains():
-            most = max(-math.expm1(self.log_ratio(index).inv_cdf(_CHANCE)) for index in still_open)
+            gains = (-math.expm1(self.log_ratio(s).inv_cdf(_CHANCE)) for s in still_open)
             number = f"{len(still_open)} setting" + "s" * (len(still_open) > 1)
             reason = f"stopped at the most steps allowed: {number} could still be faster, by up to"
-            reason += f" {most:.1%}"
+            reason += f" {max(gains):.1%}"
         elif self._is_at_floor:
             reason = f"without any exchange a step is less than {self.margin:.1%} faster"
         else:
+            is_noisy = self.margin > self._options.least_gain
+            limit = "and less is not worth a search in this noise"
             reason = f"no other is likely to be faster by more than {self.margin:.1%}, "
-            noisy = self.margin > self._options.least_gain
-            reason += "and less is not worth a search in this noise" if noisy else _LEAST_GAIN
+            reason += limit if is_noisy else "the least gain worth a change"
         return (
-            f"{self.settings[self.best]} is best: {format_seconds(self.best_seconds)} a step, steps"
-            f" scatter by {self.step_spread:.1%}; {', '.join(parts)} in {num_steps} steps; {reason}"
+            f"{self.best} is best: {format_seconds(self.best_seconds)} a step, steps scatter by"
+            f" {self.step_spread:.1%}; {', '.join(parts)} in {self.num_steps} steps; {reason}"
         )
 
     @property
     def _is_at_floor(self) -> bool:
         return self.best_seconds * (1 - self.margin) <= self._floor_seconds
 
-    def _open_gains(self) -> dict[int, float]:
+    def _open_gains(self) -> dict[ExchangeSettings, float]:
         """The expected gain of each open setting."""
-        ratios = {index: self.log_ratio(index) for index in range(len(self.settings))}
+        if self._is_at_floor:
+            return {}
+        least = math.log1p(-self.margin)
+        ratios = {setting: self.log_ratio(setting) for setting in self.predicted}
         return {
-            index: expected_gain(ratio)
-            for index, ratio in ratios.items()
-            if ratio.cdf(math.log1p(-self.margin)) > _CHANCE and not self._is_at_floor
+            s: expected_gain(ratio) for s, ratio in ratios.items() if ratio.cdf(least) > _CHANCE
         }
-
-    def _index(self, setting: ExchangeSettings) -> int:
-        """Of a setting, which is added if it is not there."""
-        if setting not in self.settings:
-            seconds = self._predict(setting)
-            if not 0 < seconds < math.inf:
-                raise UsageError(
-                    f"a step with {setting} is predicted to take {seconds} s, must be more than 0"
-                )
-            self.settings.append(setting)
-            self.predicted_seconds.append(seconds)
-        return self.settings.index(setting)
 
     def _believe(self) -> None:
         comparisons = [*self._known, *map(merged, self._rounds.values())]
-        self._beliefs = Beliefs(
-            self.settings, self.predicted_seconds, comparisons, expected_error=self._expected_error
-        )
+        expected_error = self._expected_error
+        self._beliefs = Beliefs(self.predicted, comparisons, expected_error=expected_error)

@@ -17,9 +17,8 @@ from bayplan.models.targets import resolve_target
 from bayplan.prepared_step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
 from bayplan.running.ranks.failures import run_to_exit
-from bayplan.running.tuning.space import TuningOptions
+from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuned import tune
-from bayplan.step import call_model, loss_of, split_batch
 
 __all__ = ["main"]
 
@@ -37,23 +36,19 @@ def run(
     most_steps: int | None = None,
     log: Path | None = None,
     fresh: bool = False,
-    seed: int = 0,
 ) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     step = PreparedStep(target=resolve_target(target), batch=batch, optimizer=optimizer).build()
     if step.optimizer is None:
         raise UsageError("tuning trains, so it needs an optimizer; leave out none")
     model = data_parallel(step.model)
     tuning = tune(model, log=log, is_fresh=fresh, options=TuningOptions(most_steps=most_steps))
-    inputs, targets = split_batch(step.batch, step.loss_fn)
     rank, number, told = distributed.get_rank(), 0, None
     while not tuning.is_finished:
         with tuning.step():
-            step.optimizer.zero_grad()
-            loss_of(call_model(model, inputs), step.loss_fn, targets).backward()
-            step.optimizer.step()
+            step()
         number += 1
         if rank == 0 and tuning.settings != told:
             told = tuning.settings

@@ -9,10 +9,10 @@ step, which is the time that the step took.
 import contextlib
 import csv
 import hashlib
-import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from bayplan.data.errors import BayplanError, FileFault, UsageError
 from bayplan.data.exchange import Algorithm, BucketFile, ExchangeSettings, TuningKey, TuningRecord
 from bayplan.devices.machine import cache_directory, device_name
 from bayplan.running.collectives.data_parallel import DataParallel, exchange_of
-from bayplan.running.tuning.space import Range, SearchSpace, TuningOptions
+from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuner import Outcome, Purpose, Trial, Tuner
 
 __all__ = [
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 _MIB = 1 << 20
-_THRESHOLDS = (1 * _MIB, 5 * _MIB, 25 * _MIB, 100 * _MIB)
 _WATCHED_STEPS = 5  # that tell what a step is, before anything is predicted
 _MESSAGE_BYTES = 1 << 13  # a trial or a fault as JSON, and room to spare
 _MOST_TEXT = 1000  # of a fault's
 _CPU = torch.device("cpu")
-_HEADER = (
-    "hierarchical_allreduce,hierarchical_allgather,cache_enabled,cycle_time_ms,"
-    "tensor_fusion_threshold,score,search,trial,purpose,algorithm,compression,strip_bytes,steps,"
-    "seconds,spread,predicted_seconds,ratio_to_best,is_best"
+_COLUMNS = (
+    *("hierarchical_allreduce", "hierarchical_allgather", "cache_enabled", "cycle_time_ms"),
+    *("tensor_fusion_threshold", "score", "search", "trial", "purpose", "algorithm"),
+    *("compression", "strip_bytes", "steps", "seconds", "spread", "predicted_seconds"),
+    *("ratio_to_best", "is_best"),
 )
 
 
@@ -81,11 +81,12 @@ class Tuning:
         self, model: nn.Module, log: Path | str | None, options: TuningOptions, *, is_fresh: bool
     ) -> None:
         self._model, self._exchange, self._options = model, exchange_of(model), options
+        self._is_fresh, self._is_first = is_fresh, distributed.get_rank() == 0
         self._seconds: list[float] = []  # of the steps before tuning begins
         self._tuner: Tuner | None = None
         self._run: TunedRun | None = None
-        self._is_fresh, self._is_kept, self._log = is_fresh, False, None
-        if log is not None and distributed.get_rank() == 0:
+        self._log: TrialLog | None = None
+        if log is not None and self._is_first:
             reduced_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
             self._log = TrialLog(log, reduced_bytes=reduced_bytes)
 
@@ -108,17 +109,15 @@ class Tuning:
     def step(self) -> Iterator[None]:
         """Train one step inside."""
         if len(self._seconds) < _WATCHED_STEPS:
-            begun = time.perf_counter()
+            begun_seconds = time.perf_counter()
             yield
-            self._seconds.append(time.perf_counter() - begun)
+            self._seconds.append(time.perf_counter() - begun_seconds)
             return
         if self._run is None:
-            self._run = self._begin()
+            self._tuner = self._new_tuner() if self._is_first else None
+            self._run = TunedRun(self._tuner, self._exchange.use, device=self._device)
         with self._run.step():
             yield
-        if self._tuner is not None and self._tuner.is_finished and not self._is_kept:
-            self._is_kept = True
-            keep_tuning(self._tuner.record(self._key()))
 
     def buckets(self, name: str) -> BucketFile:
         """What was found, for a file; `name` is the model's."""
@@ -134,42 +133,49 @@ class Tuning:
         if self._log is not None:
             self._log.close()
 
-    def _begin(self) -> "TunedRun":
-        if distributed.get_rank() == 0:
-            times = self._exchange.times
-            first = min(times.ready.values(), default=times.done_seconds)
-            typical = statistics.median(self._seconds[1:])
-            outside = max(0.0, typical - (times.done_seconds - first))
-            self._tuner = Tuner(
-                _space(self._exchange),
-                lambda settings: outside + self._exchange.predict(settings),
-                self._options,
-                known=None if self._is_fresh else kept_tuning(self._key()),
-                on_outcome=lambda outcome: self._log.write(outcome) if self._log else None,
-            )
-        device = next(self._model.parameters()).device
-        return TunedRun(self._tuner, self._exchange.use, device=device)
+    def _new_tuner(self) -> Tuner:
+        times = self._exchange.times
+        begun_seconds = min(times.ready.values(), default=times.done_seconds)
+        typical_seconds = statistics.median(self._seconds[1:])
+        outside_seconds = max(0.0, typical_seconds - (times.done_seconds - begun_seconds))
+        return Tuner(
+            _candidates(self._exchange),
+            lambda settings: outside_seconds + self._exchange.predict(settings),
+            self._options,
+            known=None if self._is_fresh else kept_tuning(self._key),
+            on_outcome=self._hear,
+        )
 
+    def _hear(self, outcome: Outcome) -> None:
+        if self._log is not None:
+            self._log.write(outcome)
+        if outcome.trial.purpose is Purpose.RESULT and self._tuner is not None:
+            keep_tuning(self._tuner.record(self._key))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    @cached_property
     def _key(self) -> TuningKey:
-        device, hosts = next(self._model.parameters()).device, self._exchange.hosts
+        hosts = self._exchange.hosts
         return TuningKey.of(
             model=parameters_fingerprint(self._model),
             hosts=hosts,
-            devices=[device_name(device)] * len(hosts),
+            devices=[device_name(self._device)] * len(hosts),
             torch_version=str(torch.__version__),
         )
 
 
-def _space(exchange: DataParallel) -> SearchSpace:
-    """The planned buckets, buckets of fixed sizes, and every way to sum that there is."""
+def _candidates(exchange: DataParallel) -> list[ExchangeSettings]:
+    """The planned buckets, buckets of fixed sizes, and the algorithms that there are."""
+    thresholds = [_MIB // 4 << doublings for doublings in range(10)]  # 256 KiB to 128 MiB
     settings = [ExchangeSettings()]
-    settings += [ExchangeSettings(fusion_threshold_bytes=size) for size in _THRESHOLDS]
+    settings += [ExchangeSettings(fusion_threshold_bytes=size) for size in thresholds]
     if len(exchange.costs.seconds_of) > 1:
-        ways = (Algorithm.RING, Algorithm.REDUCE_SCATTER)
-        settings += [ExchangeSettings(algorithm=way) for way in ways]
-    sizes = Range("fusion_threshold_bytes", _MIB // 4, 128 * _MIB)
-    has_optuna = importlib.util.find_spec("optuna") is not None  # an extra; candidates do without
-    return SearchSpace(tuple(settings), (sizes,) if has_optuna else ())
+        algorithms = (Algorithm.RING, Algorithm.REDUCE_SCATTER)
+        settings += [ExchangeSettings(algorithm=algorithm) for algorithm in algorithms]
+    return settings
 
 
 class TunedRun:
@@ -179,8 +185,6 @@ class TunedRun:
         tuner: on rank 0; None on all others.
         apply: makes the next step run with a setting; called between steps, on every rank.
         device: of messages: cpu for gloo, this rank's GPU for NCCL.
-        clock: seconds from any moment on, when all that was begun is done; by default the process's
-            clock, on a GPU after waiting for it.
     """
 
     def __init__(
@@ -189,12 +193,10 @@ class TunedRun:
         apply: Callable[[ExchangeSettings], None],
         *,
         device: torch.device = _CPU,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         if not distributed.is_initialized():
             raise UsageError("tuning needs torch.distributed.init_process_group() first")
         self._tuner, self._apply, self._device = tuner, apply, device
-        self._clock = clock or self._waited_clock
         # Of its own, so that its messages never meet those of a step that is still on its way.
         group = distributed.new_group()
         assert isinstance(group, distributed.ProcessGroup), "every rank is a member"
@@ -229,9 +231,9 @@ class TunedRun:
         if trial.num_steps is None:
             yield trial.setting
             return
-        begun = self._clock()
+        begun_seconds = self._now()
         yield trial.setting
-        self._seconds.append(self._clock() - begun)
+        self._seconds.append(self._now() - begun_seconds)
         if len(self._seconds) == trial.num_steps:
             self._end()
 
@@ -266,7 +268,8 @@ class TunedRun:
             except Exception as fault:  # whatever it is, all ranks raise it before the next step
                 self._fault = fault
 
-    def _waited_clock(self) -> float:
+    def _now(self) -> float:
+        """On a GPU, when all that was begun is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -280,40 +283,42 @@ class TrialLog:
     empty there. As in Horovod's, the last line of a search that has ended is its best setting.
 
     Args:
-        reduced_bytes: gradients that a step sums up, for the score.
+        reduced_bytes: gradients that a step all-reduces, for the score.
     """
 
     def __init__(self, path: Path | str, *, reduced_bytes: int) -> None:
         self._reduced_bytes = reduced_bytes
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Open for as long as there are trials.
-            self._file = Path(path).open("w", encoding="utf-8", newline="")  # noqa: SIM115
+            # Line by line, and open for as long as there are trials.
+            self._file = Path(path).open("w", 1, encoding="utf-8", newline="")  # noqa: SIM115
         except OSError as fault:
             raise FileFault(f"cannot write {path}: {fault.strerror}") from fault
         self.close = self._file.close
-        self._rows = csv.writer(self._file, lineterminator="\n")
-        self._write(_HEADER.split(","))
+        self._rows = csv.DictWriter(
+            self._file, _COLUMNS, extrasaction="ignore", lineterminator="\n"
+        )
+        self._rows.writeheader()
 
     def write(self, outcome: Outcome) -> None:
         """Write a trial's line; fit for `Tuner(on_outcome=...)`."""
-        setting, hierarchical = outcome.trial.setting, outcome.trial.setting.hierarchical_allreduce
-        threshold, purpose = setting.fusion_threshold_bytes, outcome.trial.purpose
-        row = [
-            *(hierarchical, setting.hierarchical_allgather, setting.cache_enabled),
-            *(setting.cycle_time_ms, None if threshold is None else threshold / _MIB),
-            *(self._reduced_bytes / outcome.seconds / 1e6, outcome.search),
-            *(None if purpose is Purpose.RESULT else outcome.trial.number, purpose),
-            *(setting.algorithm, setting.compression, setting.strip_bytes, outcome.num_steps),
-            *(outcome.seconds, outcome.spread, outcome.predicted_seconds),
-            *(outcome.ratio, outcome.is_best),
-        ]
-        self._write([int(cell) if isinstance(cell, bool) else cell for cell in row])
+        trial, threshold = outcome.trial, outcome.trial.setting.fusion_threshold_bytes
+        row = {
+            **msgspec.structs.asdict(trial.setting),
+            **vars(outcome),
+            "tensor_fusion_threshold": None if threshold is None else threshold / _MIB,
+            "score": self._reduced_bytes / outcome.seconds / 1e6,
+            "search": trial.search,
+            "trial": None if trial.purpose is Purpose.RESULT else trial.number,
+            "purpose": trial.purpose,
+        }
+        self._rows.writerow({name: _cell(value) for name, value in row.items()})
 
-    def _write(self, row: Sequence[object]) -> None:
-        rounded = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
-        self._rows.writerow(rounded)
-        self._file.flush()
+
+def _cell(value: object) -> object:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def parameters_fingerprint(model: nn.Module) -> str:

@@ -5,12 +5,13 @@ block, and only the ratio of neighbouring blocks counts: a machine that grows sl
 slows both, and their ratio stays. A change of the setting spoils the step after it, so who goes
 first alternates, and neighbours that are equal stay together:
 
-    best 5 steps | one 5 steps   other 5 steps | best 5 steps   best 5 steps | third 5 steps
-    `---- a comparison -----'   `---- another ------------'    `---- another -----------'
+    best 5 steps | first 5 steps   second 5 steps | best 5 steps   best 5 steps | third 5 steps
+    `----- a comparison ------'   `----- another -------------'   `----- another ------------'
 """
 
+import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -19,9 +20,8 @@ from statistics import median
 import msgspec
 
 from bayplan.data.errors import UsageError
-from bayplan.data.exchange import ExchangeSettings, TuningKey, TuningRecord
-from bayplan.running.tuning.search import Predict, Search
-from bayplan.running.tuning.space import SearchSpace, TuningOptions
+from bayplan.data.exchange import ComparedSetting, ExchangeSettings, TuningKey, TuningRecord
+from bayplan.running.tuning.search import Predict, Search, TuningOptions
 
 __all__ = ["ChangeDetector", "Outcome", "Purpose", "Trial", "Tuner"]
 
@@ -45,6 +45,7 @@ class Purpose(StrEnum):
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to run next; the first `num_ignored` of its steps do not count."""
 
+    search: int  # from 0; a network that changes begins another
     number: int  # from 0, over all searches
     setting: ExchangeSettings
     purpose: Purpose
@@ -57,13 +58,12 @@ class Outcome:
     """What a trial has shown, or for a `RESULT` the whole search."""
 
     trial: Trial
-    search: int  # from 0; a network that changes begins another
-    seconds: float  # the middle of its steps
+    steps: int  # that count
+    seconds: float  # the median of these
     spread: float  # how far single steps scatter, over all so far, as a share
-    num_steps: int  # that count
     predicted_seconds: float
+    ratio_to_best: float | None  # of its seconds, as believed now; None if it was not compared
     is_best: bool  # with this trial taken in
-    ratio: float | None  # of its seconds to the best one's as believed now; None if not compared
 
 
 class ChangeDetector:
@@ -72,15 +72,19 @@ class ChangeDetector:
     Scatter takes back what it gave, a change adds up. One step alone, however long, is no change.
     """
 
-    def __init__(self) -> None:
-        self._above = self._below = 0.0
+    _above = _below = 0.0
+
+    def has_changed(self, search: Search, seconds: Sequence[float]) -> bool:
+        """Whether steps with the best setting take another time than before."""
+        usual, spread, doubt = math.log(search.best_seconds), search.step_spread, search.doubt
+        logs = [math.log(step) - usual for step in seconds]
+        return any(self.hear(log, spread=spread, doubt=doubt) for log in logs)
 
     def hear(self, log_ratio: float, *, spread: float, doubt: float = 0.0) -> bool:
         """Whether something has changed, by a step's seconds over what they were.
 
-        Args:
-            spread: of single steps, as a share.
-            doubt: how far what they were may itself be off, as a share.
+        `spread` is that of single steps, and `doubt` how far what they were may itself be off; both
+        as shares.
         """
         unit = max(spread, _LEAST_CHANGE)
         off = max(-_MOST_SPREADS, min(log_ratio / unit, _MOST_SPREADS))
@@ -91,7 +95,7 @@ class ChangeDetector:
 
 
 class Tuner:
-    """Finds the fastest setting; docs/tuning.md has an example.
+    """Finds the fastest of some settings; docs/tuning.md has an example.
 
     Args:
         predict: seconds of a step under a setting. When the network has changed it is asked again
@@ -104,7 +108,7 @@ class Tuner:
 
     def __init__(
         self,
-        space: SearchSpace,
+        candidates: Iterable[ExchangeSettings],
         predict: Predict,
         options: TuningOptions | None = None,
         *,
@@ -117,20 +121,25 @@ class Tuner:
         self._options = options = options or TuningOptions()
         self._predict, self._on_outcome = predict, on_outcome
         self._new_search = partial(
-            Search, space, predict, options, floor_seconds=floor_seconds or 0.0
+            Search, tuple(candidates), predict, options, floor_seconds=floor_seconds or 0.0
         )
-        self.num_searches = self._num_trials = 0
-        self.num_steps = 0  # of the current search
+        self.num_searches, self._numbers = 0, itertools.count()
         self.is_finished = False  # while watching, another search may begin
         self.verdict = ""  # why the last search ended
         self._last: ExchangeSettings | None = None  # what the last steps ran with
+        self._search = self._new_search(known=known)
         self._trials = self._run_searches(known)
         self._trial = next(self._trials)
 
     @property
     def best(self) -> ExchangeSettings:
         """So far; usable at any moment."""
-        return self._search.settings[self._search.best]
+        return self._search.best
+
+    @property
+    def num_steps(self) -> int:
+        """That the current search has taken."""
+        return self._search.num_steps
 
     def ask(self) -> Trial:
         """What to run next; the same again until it is told how it went."""
@@ -138,7 +147,7 @@ class Tuner:
 
     def tell(self, seconds: Sequence[float]) -> None:
         """Take in how long each step of the trial took, those to be ignored included."""
-        trial, search, number = self._trial, self._search, self.num_searches - 1
+        trial, search = self._trial, self._search
         if trial.num_steps is None:
             raise ValueError("the search is over and its setting is kept; there is nothing to tell")
         if len(seconds) != trial.num_steps:
@@ -147,44 +156,50 @@ class Tuner:
             if not 0 < step < math.inf:
                 raise ValueError(f"step {index} took {step} s, must be more than 0")
         counted, is_search = seconds[trial.num_ignored :], trial.purpose is not Purpose.WATCH
+        search.num_steps += len(seconds) if is_search else 0
         self._last = trial.setting
-        self.num_steps += len(seconds) if is_search else 0
         self._trial = self._trials.send(counted)
-        self._report(trial, search, number, median(counted), len(counted))
+        self._report(search, trial, counted, len(counted))
         if self.is_finished and is_search:
-            result = msgspec.structs.replace(trial, setting=self.best, purpose=Purpose.RESULT)
-            self._report(result, search, number, search.best_seconds, self.num_steps)
+            result = msgspec.structs.replace(trial, setting=search.best, purpose=Purpose.RESULT)
+            self._report(search, result, [search.best_seconds], search.num_steps)
 
     def record(self, key: TuningKey) -> TuningRecord:
         """What was found so far, for a later run."""
-        if self._search.best_seconds == math.inf:
+        search = self._search
+        if search.best_seconds == math.inf:
             raise ValueError("nothing was measured yet, so there is nothing to keep")
+        ratios = {setting: search.log_ratio(setting) for setting in search.compared}
+        compared = (
+            ComparedSetting(setting=setting, ratio=math.exp(ratio.mean), spread=ratio.stdev)
+            for setting, ratio in ratios.items()
+            if setting != search.best
+        )
         return TuningRecord(
             key=key,
-            best=self.best,
-            step_seconds=self._search.best_seconds,
-            step_spread=self._search.step_spread,
-            num_steps=self.num_steps,
+            best=search.best,
+            step_seconds=search.best_seconds,
+            step_spread=search.step_spread,
+            num_steps=search.num_steps,
             verdict=self.verdict,
-            compared=self._search.found(),
+            compared=tuple(compared),
         )
 
     def _run_searches(self, known: TuningRecord | None) -> Generator[Trial, Sequence[float]]:
         """One search after the other, each until the network changes."""
-        self._search = search = self._new_search(known=known)
         while True:
-            self.num_searches, self.num_steps, self.is_finished = self.num_searches + 1, 0, False
+            search, self.num_searches, self.is_finished = self._search, self.num_searches + 1, False
             seconds = yield from self._run_search(search, known)
             # How much steps changed beyond what predictions, asked again, explain.
-            explained = self._predict(self.best) / search.predicted_seconds[search.best]
+            explained = self._predict(search.best) / search.predicted[search.best]
             changed = median(seconds[-_LATEST_STEPS:]) / search.best_seconds
             surprise, known = abs(math.log(changed / explained)), None
-            self._search = search = self._new_search(begin_with=self.best, surprise=surprise)
+            self._search = self._new_search(begin_with=search.best, surprise=surprise)
 
     def _run_search(
         self, search: Search, known: TuningRecord | None
     ) -> Generator[Trial, Sequence[float], Sequence[float]]:
-        """The trials of one search; gives the steps by which the network has changed."""
+        """The trials of one search; returns the steps by which the network has changed."""
         seconds = yield self._next(search.best, Purpose.FIRST, _FIRST_STEPS)
         search.note(search.best, seconds)
         if known is not None:  # do not believe an earlier run whose steps took another time
@@ -192,59 +207,50 @@ class Tuner:
             if off > _SAME_NETWORK + search.step_spread:
                 search.forget_known()
         detector, is_best_first, switch_steps = ChangeDetector(), True, self._options.switch_steps
-        while self.num_steps + 2 * (search.block_steps + switch_steps) <= search.most_steps:
+        while search.num_steps + 2 * (search.block_steps + switch_steps) <= search.most_steps:
             if (challenger := search.challenger()) is None:
                 break
-            pair, blocks = [search.best, challenger], {}
-            for index in pair if is_best_first else pair[::-1]:
-                seconds = yield self._next(index, Purpose.COMPARE, search.block_steps)
-                if index == search.best and _has_changed(search, detector, seconds):
+            pair = search.best, challenger
+            for setting in pair if is_best_first else pair[::-1]:
+                seconds = yield self._next(setting, Purpose.COMPARE, search.block_steps)
+                if setting == search.best and detector.has_changed(search, seconds):
                     return seconds
-                search.note(index, seconds)
-                blocks[index] = seconds
-            search.compare(challenger, blocks[challenger], blocks[search.best])
+                search.note(setting, seconds)
+            search.compare(challenger)
             is_best_first = not is_best_first
-        self.is_finished, self.verdict = True, search.verdict(self.num_steps)
+        self.is_finished, self.verdict = True, search.verdict()
         while self._options.is_watching:
             seconds = yield self._next(search.best, Purpose.WATCH, self._options.watched_steps)
-            if _has_changed(search, detector, seconds):
+            if detector.has_changed(search, seconds):
                 return seconds
-        yield Trial(number=self._num_trials, setting=self.best, purpose=Purpose.RESULT)
+        yield self._next(search.best, Purpose.RESULT, None)
         raise AssertionError("a result is told nothing")
 
-    def _next(self, index: int, purpose: Purpose, count: int) -> Trial:
-        setting, options = self._search.settings[index], self._options
-        ignored = options.first_steps if self._last is None else options.switch_steps
-        ignored *= setting != self._last
-        self._num_trials += 1
+    def _next(self, setting: ExchangeSettings, purpose: Purpose, count: int | None) -> Trial:
+        first_steps, switch_steps = self._options.first_steps, self._options.switch_steps
+        num_ignored = first_steps if self._last is None else switch_steps
+        num_ignored *= setting != self._last and count is not None
         return Trial(
-            number=self._num_trials - 1,
+            search=self.num_searches - 1,
+            number=next(self._numbers),
             setting=setting,
             purpose=purpose,
-            num_steps=count + ignored,
-            num_ignored=ignored,
+            num_steps=None if count is None else count + num_ignored,
+            num_ignored=num_ignored,
         )
 
     def _report(
-        self, trial: Trial, search: Search, number: int, seconds: float, num_steps: int
+        self, search: Search, trial: Trial, seconds: Sequence[float], num_steps: int
     ) -> None:
-        index = search.settings.index(trial.setting)
+        setting, is_compared = trial.setting, trial.setting in search.compared
         self._on_outcome(
             Outcome(
                 trial=trial,
-                search=number,
-                seconds=seconds,
+                steps=num_steps,
+                seconds=median(seconds),
                 spread=search.step_spread,
-                num_steps=num_steps,
-                predicted_seconds=search.predicted_seconds[index],
-                is_best=index == search.best,
-                ratio=math.exp(search.log_ratio(index).mean) if index in search.compared else None,
+                predicted_seconds=search.predicted[setting],
+                ratio_to_best=math.exp(search.log_ratio(setting).mean) if is_compared else None,
+                is_best=setting == search.best,
             )
         )
-
-
-def _has_changed(search: Search, detector: ChangeDetector, seconds: Sequence[float]) -> bool:
-    """Whether steps with the best setting take another time than before."""
-    usual, spread, doubt = math.log(search.best_seconds), search.step_spread, search.doubt
-    logs = [math.log(step) - usual for step in seconds]
-    return any(detector.hear(log, spread=spread, doubt=doubt) for log in logs)

@@ -155,7 +155,7 @@ def test_a_place_that_does_not_exist_is_named(devices_per_node, message):
     [
         ("0:0.2:0", r"names node 2, but not node 1; .* like 0:0\.1:0"),
         ("1:0.2:0", r"names node 1, but not node 0; .* like 0:0\.1:0"),
-        ("0:0.0:9", r"names device 9 of node 0, but not device 8; .* like 0:0\.0:1"),
+        ("0:0.0:9", r"names device 9 of node 0, but not device 1; .* like 0:0\.0:1"),
         ("0:0-1,1:1.1:2", r"names device 1 of node 1, but not device 0; .* like 0:0-1,1:0\.1:1"),
     ],
 )

@@ -99,7 +99,8 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         named = set(self.places)
         for node, device in self.places:
             if device and Place(node, device - 1) not in named:
-                gap = f"device {device} of node {node}, but not device {device - 1}"
+                missing = next(other for other in range(device) if Place(node, other) not in named)
+                gap = f"device {device} of node {node}, but not device {missing}"
             elif node and not device and Place(node - 1, 0) not in named:
                 gap = f"node {node}, but not node {node - 1}"
             else:

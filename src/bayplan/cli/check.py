@@ -74,10 +74,10 @@ def check(
         raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
     given = None if profile is None else files.read(profile, Profile)
     kind = options.device_kind(device, cluster)
-    from bayplan import api  # here: a mistake is told before torch is imported
-    from bayplan.planning.memory.largest_batch import largest_batches
+    with options.rare_collections(), ProgressBar() as bar:
+        from bayplan import api  # here: a mistake is told before torch is imported
+        from bayplan.planning.memory.largest_batch import largest_batches
 
-    with ProgressBar() as bar:
         asked: dict[str, Any] = {
             "batch": batch,
             "device": kind,

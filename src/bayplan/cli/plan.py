@@ -125,9 +125,9 @@ def plan(
     if not pareto:
         options.check_output(output)
     kind = options.device_kind(device)
-    from bayplan import api
+    with options.rare_collections(), ProgressBar() as bar:
+        from bayplan import api
 
-    with ProgressBar() as bar:
         planner = api.planner_of(
             target,
             batch,
@@ -189,12 +189,13 @@ def _plan_for_ranks(
     target: str, batch: int | None, output: Path, **asked: Any
 ) -> tuple["RankPlan", str]:
     """Plan for ranks or for a cluster; returns the plan, and what to say of it."""
-    from bayplan import api
     from bayplan.reporting.clusters import why_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import pipeline_text, start_text
 
-    with ProgressBar() as bar:
+    with options.rare_collections(), ProgressBar() as bar:
+        from bayplan import api
+
         made, why = api.plan_for_ranks(target, batch, on_progress=bar, **asked)
     if why is None:
         return made, f"{pipeline_text(made)}\n-> {output}\n{start_text(made)}"

@@ -1,4 +1,4 @@
-"""`bayplan.bind` before any rank runs; `tests/ranks` trains with it."""
+"""`bayplan.bind` before any rank runs; `whole_runs` trains with it."""
 
 import json
 

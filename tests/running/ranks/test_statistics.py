@@ -1,4 +1,4 @@
-"""Holding and averaging tensors, in a group of this process alone; `tests/ranks` has several."""
+"""Holding and averaging tensors, in a group of this process alone; `whole_runs` has several."""
 
 import pytest
 import torch

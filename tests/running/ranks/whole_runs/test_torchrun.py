@@ -15,7 +15,7 @@ from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
 from bayplan.prepared_stages import PreparedStages
 from bayplan.step import TrainingStep
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 EXAMPLE = ROOT / "examples" / "train_on_ranks.py"
 MOST_SECONDS = 250
 TOLERANCE = 2e-5  # of parameters in float32, after 20 steps in which they move by 0.01 and more

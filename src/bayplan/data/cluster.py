@@ -67,7 +67,7 @@ class Union:
         return len(roots) > 1
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups, sorted."""
+        """What is joined with each other, directly or through others."""
         members: dict[int, list[int]] = {}
         for number in range(len(self._parents)):
             members.setdefault(self.find(number), []).append(number)

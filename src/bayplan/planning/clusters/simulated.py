@@ -317,7 +317,6 @@ class _RankReplay:
 
     @cached_property
     def _hosts(self) -> list[int]:
-        """By rank."""
         return [self.cluster.devices[device].host for device in self.devices]
 
     @cached_property

@@ -236,7 +236,6 @@ class SplitCosts:
 
     @cached_property
     def network(self) -> Network:
-        """Between simulated devices."""
         network = FoldedNetwork(self.cluster.network, self.folded)
         return network if self.link_factor == 1.0 else Slowed(network, self.link_factor)
 

@@ -169,7 +169,7 @@ class StepSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """What the model is called in plans and reports."""
 
     @property
     def request(self) -> Request | None:
@@ -181,7 +181,7 @@ class StepSource(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Of the whole batch."""
+        """The size of the whole batch, over all replicas and micro-batches."""
 
     @property
     def batch_bytes(self) -> int: ...

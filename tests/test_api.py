@@ -236,3 +236,9 @@ def test_a_plan_for_a_cluster_is_replayed_there(own_planner_cache):
     assert record.typical_step_seconds == pytest.approx(plan.predicted_seconds)
     with pytest.raises(bayplan.BayplanError, match="say which"):
         bayplan.simulate(plan)
+
+
+def test_ranks_of_other_machines_are_not_started(own_planner_cache):
+    plan = bayplan.plan("alexnet", 4, placement="0:0.1:0", cluster="titanv-2x8", optimizer="sgd")
+    with pytest.raises(bayplan.BayplanError, match="names 2 nodes.*torchrun --nnodes 2"):
+        bayplan.run(plan)

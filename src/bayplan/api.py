@@ -322,6 +322,8 @@ def check_rank_run(
 ) -> None:
     """Refuse, before a process is started, what every rank would refuse."""
     check_rank_plan(plan)
+    if plan.placement:
+        Placement.parse(plan.placement).check_is_local()
     step_of_plan(plan, target=target)
     check_room(plan, swap, swap_bytes=swap_bytes)
 

@@ -12,7 +12,7 @@ from bayplan.data.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from bayplan.data.placement import Placement
 
-__all__ = ["NO_RANKS", "RANKS_HELP", "RankOptions", "check_is_local"]
+__all__ = ["NO_RANKS", "RANKS_HELP", "RankOptions"]
 
 RANKS_HELP = """\
 On many ranks: --placement 0:0-6.0:7 puts the first stage on devices 0 to 6 of node 0 and the
@@ -151,15 +151,3 @@ def _one_of(option: str, word: str, known: list[str]) -> str:
     if word not in known:
         raise UsageError(f"no {option} {word!r}; {did_you_mean(word, known)}")
     return word
-
-
-def check_is_local(placement: "Placement") -> None:
-    """Refuse to start ranks of other machines here."""
-    counts = placement.devices_per_node
-    if len(counts) > 1:
-        raise UsageError(
-            f"placement {placement} names {len(counts)} nodes, but `bayplan run` starts ranks of"
-            " this machine, which is node 0; on several, write the plan to a file with `bayplan"
-            f" plan` and start torchrun --nnodes {len(counts)} --nproc-per-node {max(counts)} on"
-            " each"
-        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from bayplan.cli import options
-from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions, check_is_local
+from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(
     if many.is_given:
         many.check_limit(swaps=swap_dir is not None or swap_size is not None)
         placement = many.devices()
-        check_is_local(placement)
+        placement.check_is_local()
         from bayplan import api
 
         with ProgressBar() as bar:
@@ -170,14 +170,11 @@ def _run_on_ranks(
 ) -> int:
     """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
     from bayplan import api
-    from bayplan.data.placement import Placement
     from bayplan.data.units import parse_bytes
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import exchange_text, pipeline_text, ranks_text
     from bayplan.running.ranks.local_run import INTERRUPTED, run_on_ranks
 
-    if plan.placement:
-        check_is_local(Placement.parse(plan.placement))
     swap_bytes = None if swap_size is None else parse_bytes(swap_size)
     api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes)
     if dry_run:

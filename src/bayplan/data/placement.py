@@ -110,6 +110,17 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f" {self.without_gaps()}"
             )
 
+    def check_is_local(self) -> None:
+        """Raise UsageError for ranks of other machines, which `run` cannot start."""
+        counts = self.devices_per_node
+        if len(counts) > 1:
+            raise UsageError(
+                f"placement {self} names {len(counts)} nodes, but `bayplan run` starts ranks of"
+                " this machine, which is node 0; on several, write the plan to a file with `bayplan"
+                f" plan` and start torchrun --nnodes {len(counts)} --nproc-per-node {max(counts)}"
+                " on each"
+            )
+
     def without_gaps(self) -> "Placement":
         """The same with every gap closed."""
         renumbered: dict[Place, Place] = {}

@@ -105,18 +105,16 @@ def test_without_compiler_the_plan_is_the_same(
 
 def test_progress_is_told(make_residual, cache_dir):
     program = make_residual(4)
-    calls: list[tuple[float, float]] = []
-    planned = plan_schedule(
+    shares: list[float] = []
+    plan_schedule(
         program,
         int(0.6 * plain_peak(program)),
         num_evaluations=5000,
-        on_progress=lambda share, seconds: calls.append((share, seconds)),
+        on_progress=shares.append,
         cache_dir=cache_dir,
     )
-    shares = [share for share, _ in calls]
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[-1] == 1.0
-    assert planned.seconds <= min(seconds for _, seconds in calls) < math.inf
 
 
 def test_a_search_that_no_longer_improves_stops_early(make_residual, cache_dir):
@@ -127,7 +125,7 @@ def test_a_search_that_no_longer_improves_stops_early(make_residual, cache_dir):
         program,
         int(0.6 * plain_peak(program)),
         num_evaluations=10**9,
-        on_progress=lambda share, _: shares.append(share),
+        on_progress=shares.append,
         cache_dir=cache_dir,
     )
     assert time.process_time() - begun < 60

@@ -18,11 +18,11 @@ from bayplan.planning.memory.choices import (
     WINDOWS,
     Choices,
     Gap,
-    Moves,
     Outcome,
+    changed,
     plain_choices,
 )
-from bayplan.planning.memory.moves import SearchSpace, changed
+from bayplan.planning.memory.moves import SearchSpace
 
 __all__ = [
     "HOT",
@@ -138,7 +138,7 @@ def drop(space: SearchSpace, choices: Choices, limit_bytes: int) -> tuple[Choice
     current, price = space.judge(choices, limit_bytes), 0.0
     while current.excess > 0 and current.length > 0 and space.budget.share_judged < 1:
         over = space.evaluator.trace(choices).ops_over(limit_bytes)
-        ranked = space.rank(choices, space.context.single_drops(choices, over), limit_bytes)
+        ranked = space.rank(choices, space.neighbourhood.single_drops(choices, over), limit_bytes)
         promises = [(_worth(space, current, after), move) for move, after in ranked]
         promises = sorted((item for item in promises if item[0] > 0), key=lambda item: -item[0])
         before, goal = current.excess, _RANK_AGAIN * current.excess
@@ -168,11 +168,10 @@ def refill(space: SearchSpace, choices: Choices, limit_bytes: int) -> Choices:
     choices = choices.copy()
     current = space.judge(choices, limit_bytes)
     while not space.budget.is_out:
-        moves = space.context.single_keeps(choices)
-        ranked = space.rank(choices, moves, limit_bytes) if moves else []
+        moves = space.neighbourhood.single_keeps(choices)
         savings = [
             (move, after)
-            for move, after in ranked
+            for move, after in space.rank(choices, moves, limit_bytes)
             if after.excess == 0 and after.seconds < current.seconds
         ]
         if not savings:
@@ -225,19 +224,19 @@ def anneal(
     while (done := (space.budget.share_used - begin) / length) < 1 and not space.budget.is_out:
         heat = space.plain_seconds * hot * (_COLD / hot) ** done
         trace = space.evaluator.trace(choices)
-        space.context.focus(trace, space.rng, limit_bytes=limit_bytes)
-        moves = [space.context.draw(space.rng, choices) for _ in range(_CHUNK)]
+        space.neighbourhood.focus(trace, space.rng, limit_bytes=limit_bytes)
+        moves = [space.neighbourhood.draw(space.rng, choices) for _ in range(_CHUNK)]
         slack = [-heat * math.log(1 - space.rng.random()) for _ in moves]
         best_seconds, current = space.evaluator.walk(
             choices,
-            Moves.pack(moves),
+            moves,
             numpy.array(slack),
             limit_bytes=limit_bytes,
             weight=weight,
             best=best,
             best_seconds=best_seconds,
         )
-        space.budget.spend(_CHUNK, best_seconds=best_seconds)
+        space.budget.spend(_CHUNK)
         moved = min(1.0, (space.budget.share_used - begin) / length - done)
         rise = max(_RISE, _FARTHEST_RISE**moved)
         weight *= rise if current.excess > 0 else rise**-0.5

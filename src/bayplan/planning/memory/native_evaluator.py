@@ -22,7 +22,7 @@ from bayplan.planning.memory.choices import (
     Choices,
     Evaluator,
     Gap,
-    Moves,
+    Move,
     Outcome,
     Steps,
     Trace,
@@ -166,7 +166,7 @@ class NativeEvaluator(Evaluator):
     def walk(
         self,
         choices: Choices,
-        moves: Moves,
+        moves: Sequence[Move],
         slack: NDArray[numpy.float64],
         *,
         limit_bytes: int,
@@ -174,10 +174,15 @@ class NativeEvaluator(Evaluator):
         best: Choices,
         best_seconds: float,
     ) -> tuple[float, Outcome]:
+        # Move m sets the gaps where[starts[m]:starts[m + 1]] to what[...].
+        changes = [change for move in moves for change in move]
+        starts = numpy.cumsum([0, *map(len, moves)], dtype=numpy.int32)
+        where = numpy.array([gap for gap, _ in changes], numpy.int32)
+        what = numpy.array([choice for _, choice in changes], numpy.uint8)
         raw, fastest = self._evaluate(choices, limit_bytes), ctypes.c_double(best_seconds)
         self._library.replay_walk(
             *(ctypes.byref(self._native), choices.ctypes.data, limit_bytes, weight, len(slack)),
-            *(array.ctypes.data for array in (moves.starts, moves.where, moves.what, slack, best)),
+            *(array.ctypes.data for array in (starts, where, what, slack, best)),
             *(ctypes.byref(fastest), ctypes.byref(raw)),
         )
         return fastest.value, _as_outcome(raw)

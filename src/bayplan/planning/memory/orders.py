@@ -17,8 +17,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory.bounds import gap
-from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.search import plan_rounds, plan_schedule
+from bayplan.planning.memory.search import plan_rounds
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -110,7 +109,6 @@ class FastestWithin:
         kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
-            compile_inner_loop(self.cache)
             try:
                 order = self._search(traced, planned_bytes(limit_bytes), known)
             except DoesNotFit:
@@ -121,11 +119,11 @@ class FastestWithin:
     def _search(
         self, traced: PackedVariants, limit_bytes: int, known: dict[str, int | float]
     ) -> StepOrder:
-        variants = pack_variants(traced) if self.may_pack else [()]
+        variants = pack_variants(traced, may_pack=self.may_pack)
         searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
         refusals: list[DoesNotFit] = []
 
-        def tell(share: float, _: float) -> None:
+        def tell(share: float) -> None:
             # First each variant once, then the fastest again.
             num_done = len(searches) + len(refusals)
             self.on_progress((num_done + share) / (len(variants) + 1))
@@ -149,7 +147,7 @@ class FastestWithin:
         limit_bytes: int,
         known: dict[str, int | float],
         time_limit_seconds: float,
-        on_progress: Callable[[float, float], None],
+        on_progress: Callable[[float], None],
     ) -> Iterator[StepOrder]:
         """The fastest order of one variant that is known after each round of its search."""
         program = traced.with_packs(packs).program
@@ -159,7 +157,7 @@ class FastestWithin:
             program,
             limit_bytes,
             tier=self.tier,
-            cache=self.cache,
+            cache_dir=self.cache,
             time_limit_seconds=time_limit_seconds,
             on_progress=on_progress,
         )
@@ -187,31 +185,20 @@ def arrange_rounds(
     limit_bytes: int,
     *,
     tier: Tier | None,
-    cache: Path,
-    time_limit_seconds: float,
-    on_progress: Callable[[float, float], None] | None = None,
+    on_progress: Callable[[float], None] = lambda share: None,
+    **options: Any,
 ) -> Iterator[Arrangement]:
     """The fastest repeats within a limit after each round; with a tier, one plan with swaps.
+
+    The other options are `SearchOptions`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if tier is not None:
-        yield choose_swaps(
-            program,
-            limit_bytes,
-            tier,
-            plan=partial(plan_schedule, cache_dir=cache),
-            time_limit_seconds=time_limit_seconds,
-        ).arrangement
+        yield choose_swaps(program, limit_bytes, tier, **options).arrangement
         return
-    for planned in plan_rounds(
-        program,
-        limit_bytes,
-        time_limit_seconds=time_limit_seconds,
-        cache_dir=cache,
-        on_progress=on_progress,
-    ):
+    for planned in plan_rounds(program, limit_bytes, on_progress=on_progress, **options):
         yield Arrangement(planned.schedule)
 
 
@@ -239,7 +226,7 @@ def limit_for(peak_bytes: int) -> int:
 def by_strategy(
     name: str, strategy: Strategy, *, plain_peak_bytes: int | None = None, tier: Tier | None = None
 ) -> Decide:
-    """Any strategy of the planner's, such as classic checkpointing."""
+    """Decide as a reference strategy does, such as classic checkpointing."""
 
     def decide(traced: PackedVariants) -> StepOrder:
         program = traced.with_packs().program
@@ -295,8 +282,10 @@ def order_of(
     )
 
 
-def pack_variants(traced: PackedVariants) -> list[tuple[str, ...]]:
-    """Nothing packed; what is worth most; everything."""
+def pack_variants(traced: PackedVariants, *, may_pack: bool = True) -> list[tuple[str, ...]]:
+    """Nothing packed and, if anything may be: what is worth most; everything."""
+    if not may_pack:
+        return [()]
     worth_most = tuple(pack.name for pack in traced.packs if pack.saved_bytes)
     everything = tuple(pack.name for pack in traced.packs)
     return list(dict.fromkeys([(), worth_most, everything]))

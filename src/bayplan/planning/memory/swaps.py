@@ -33,15 +33,17 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any
 
 from msgspec import structs
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
-from bayplan.planning.memory.search import Planned, plan_schedule
+from bayplan.planning.memory.native_evaluator import compile_inner_loop
+from bayplan.planning.memory.search import plan_schedule
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import (
     Arrangement,
@@ -55,16 +57,7 @@ from bayplan.simulating.swaps import (
     unroll,
 )
 
-__all__ = [
-    "Offered",
-    "Planner",
-    "SwapPlan",
-    "choose_swaps",
-    "ease",
-    "offer",
-    "start_seconds",
-    "when_away",
-]
+__all__ = ["Offered", "SwapPlan", "choose_swaps", "ease", "offer", "when_away"]
 
 
 @dataclass(frozen=True)
@@ -263,21 +256,11 @@ _SMALL = 0.01
 _HIDDEN_SHARE = 0.01
 
 
-class Planner(Protocol):
-    """`plan_schedule`, or something with the same signature."""
-
-    def __call__(
-        self, program: Program, limit_bytes: int, /, *, time_limit_seconds: float
-    ) -> Planned: ...
-
-
 @dataclass(frozen=True)
 class SwapPlan:
-    """What to swap and what to repeat, the program that does so, and its predicted cost."""
+    """What to swap and what to repeat, and its predicted time."""
 
     arrangement: Arrangement
-    swapped: Swapped
-    peak_bytes: int
     time: LaneTime
 
 
@@ -286,32 +269,35 @@ def choose_swaps(
     limit_bytes: int,
     tier: Tier,
     *,
-    plan: Planner = plan_schedule,
     time_limit_seconds: float = 20.0,
+    **options: Any,
 ) -> SwapPlan:
     """Find the fastest mix of repeats and swaps whose peak is within the limit.
+
+    One half of the time goes to sets of buffers, the other half to planning the best set once more.
 
     Args:
         program: the step.
         limit_bytes: for everything, inputs included.
         tier: where swapped buffers go.
-        plan: searches a schedule. One half of the time goes to sets of buffers, the other half to
-            planning the best set once more.
         time_limit_seconds: for all planning; a limit that is hard to reach takes up to twice that.
+        options: the other `SearchOptions`, for each search.
 
     Raises:
         DoesNotFit: even with every buffer swapped.
     """
+    compile_inner_loop(options.get("cache_dir"))  # the deadline does not pay for it
     deadline = time.monotonic() + time_limit_seconds
-    search = _Search(program, limit_bytes, tier, plan)
+    search = _Search(program, limit_bytes, tier, options)
     plain = search.judge(Arrangement(plain_schedule(program)))
     if plain is not None:
         return plain
     every = _candidates(program)
-    sets = [(search.hidden, _hidden(program, every, tier)), (search.waiting, every)]
-    if search.is_hopeless(every):
-        sets = [(search.waiting, ())]  # one plan, to be refused with a reason
-    for attempt, candidates in sets:
+    sets = [(True, _hidden(program, every, tier)), (False, every)]
+    if least_peak(search.offer(every, hidden=False).program).peak_bytes > limit_bytes:
+        sets = [(False, [])]  # an op is above the limit by itself: one plan tells which
+    for hidden, candidates in sets:
+        attempt = partial(search.attempt, hidden=hidden)
         best_of_set = _best_of_some(attempt, candidates, time_limit_seconds / 2)
         if best_of_set is not None:
             best, buffers = best_of_set
@@ -392,41 +378,40 @@ def _hidden(program: Program, candidates: Sequence[int], tier: Tier) -> list[int
 
 
 class _Search:
-    """Turns sets of buffers into judged plans for one program, limit and tier."""
+    """Turns sets of buffers into judged plans for one program, limit and tier.
 
-    def __init__(self, program: Program, limit_bytes: int, tier: Tier, plan: Planner) -> None:
-        self.program, self.limit_bytes, self.tier, self.plan = program, limit_bytes, tier, plan
+    A set is either hidden, which offers only buffers whose copies out are done in time, or each
+    copy is waited for at once.
+    """
+
+    def __init__(
+        self, program: Program, limit_bytes: int, tier: Tier, options: dict[str, Any]
+    ) -> None:
+        self.program, self.limit_bytes = program, limit_bytes
+        self.tier, self.options = tier, options
         self.refused = DoesNotFit("no plan was tried")
 
-    def hidden(self, buffers: Sequence[int], seconds: float) -> SwapPlan | None:
-        """With buffers offered whose copies out are done in time."""
-        aways = when_away(self.program, buffers, self.tier, only_hidden=True)
-        share = max(1 - 1 / self.tier.slowdown, _HIDDEN_SHARE)
-        return self._attempt(aways, share, seconds)
+    def offer(self, buffers: Sequence[int], *, hidden: bool) -> Offered:
+        program, tier = self.program, self.tier
+        if hidden:
+            aways = when_away(program, buffers, tier, only_hidden=True)
+            share = max(1 - 1 / tier.slowdown, _HIDDEN_SHARE)
+        else:
+            aways, share = {buffer: program.producers[buffer] + 1 for buffer in buffers}, 1.0
 
-    def waiting(self, buffers: Sequence[int], seconds: float) -> SwapPlan | None:
-        """With buffers offered whose copies are waited for at once."""
-        return self._attempt(self._at_once(buffers), 1.0, seconds)
-
-    def is_hopeless(self, buffers: Sequence[int]) -> bool:
-        """Whether an op is above the limit by itself, even with all these buffers away."""
-        offered = self._offer(self._at_once(buffers), 1.0)
-        return least_peak(offered.program).peak_bytes > self.limit_bytes
-
-    def _at_once(self, buffers: Sequence[int]) -> dict[int, int]:
-        return {buffer: self.program.producers[buffer] + 1 for buffer in buffers}
-
-    def _offer(self, aways: dict[int, int], share: float) -> Offered:
         def fetch_seconds(size_bytes: int) -> float:
-            copies = self.tier.out_seconds(size_bytes) + self.tier.in_seconds(size_bytes)
-            return share * copies + self.tier.swap_calls_seconds
+            copies = tier.out_seconds(size_bytes) + tier.in_seconds(size_bytes)
+            return share * copies + tier.swap_calls_seconds
 
-        return offer(self.program, aways, fetch_seconds=fetch_seconds)
+        return offer(program, aways, fetch_seconds=fetch_seconds)
 
-    def _attempt(self, aways: dict[int, int], share: float, seconds: float) -> SwapPlan | None:
-        offered = self._offer(aways, share)
+    def attempt(self, buffers: Sequence[int], seconds: float, *, hidden: bool) -> SwapPlan | None:
+        """The best plan found with these buffers offered, or None if none is within the limit."""
+        offered = self.offer(buffers, hidden=hidden)
         try:
-            planned = self.plan(offered.program, self.limit_bytes, time_limit_seconds=seconds)
+            planned = plan_schedule(
+                offered.program, self.limit_bytes, time_limit_seconds=seconds, **self.options
+            )
         except DoesNotFit as refused:
             # Without its schedule, which is of the offered program.
             self.refused = DoesNotFit(str(refused), smallest_bytes=refused.smallest_bytes)
@@ -441,9 +426,6 @@ class _Search:
         """What an arrangement costs, or None if it is above the limit."""
         swapped = arrangement.apply(self.program)
         schedule = plain_schedule(swapped.program)
-        peak_bytes = replay_schedule(swapped.program, schedule).peak_bytes
-        if peak_bytes > self.limit_bytes:
+        if replay_schedule(swapped.program, schedule).peak_bytes > self.limit_bytes:
             return None
-        return SwapPlan(
-            arrangement, swapped, peak_bytes, lane_seconds(swapped, schedule, self.tier)
-        )
+        return SwapPlan(arrangement, lane_seconds(swapped, schedule, self.tier))

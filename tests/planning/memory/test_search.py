@@ -51,7 +51,7 @@ def test_never_slower_than_checkpointing(make_residual, cache_dir, share):
     program = make_residual(6)
     limit_bytes = int(share * plain_peak(program))
     evaluator = Evaluator(program)
-    recipes = checkpoint_starts(program, evaluator.gaps)
+    recipes = checkpoint_starts(evaluator)
     outcomes = [evaluator.evaluate(recipe, limit_bytes=limit_bytes) for recipe in recipes]
     fitting = [outcome.seconds for outcome in outcomes if outcome.peak_bytes <= limit_bytes]
     for num_evaluations in (1, 20_000):

@@ -17,6 +17,7 @@ from bayplan.planning.memory.choices import (
     RELEASE,
     WINDOWS,
     Choices,
+    Evaluator,
     Gap,
     Outcome,
     changed,
@@ -40,8 +41,9 @@ _SEGMENT_LENGTHS = (1, 2, 3, 4, 6, 8)
 _MOST_OFFSETS = 4
 
 
-def checkpoint_starts(program: Program, gaps: Sequence[Gap]) -> list[Choices]:
+def checkpoint_starts(evaluator: Evaluator) -> list[Choices]:
     """Classic checkpointing: keep every first, second, ... narrow buffer, and drop all between."""
+    program, gaps = evaluator.program, evaluator.gaps
     narrow = narrow_buffers(program)
     plain = plain_choices(gaps)
     buffer_of = numpy.array([gap.buffer for gap in gaps], numpy.int32)
@@ -77,17 +79,14 @@ def narrow_buffers(program: Program) -> list[int]:
     return narrow
 
 
-def choices_of_schedule(program: Program, gaps: Sequence[Gap], schedule: Sequence[int]) -> Choices:
+def choices_of_schedule(evaluator: Evaluator, schedule: Sequence[int]) -> Choices:
     """Choices that lead to the schedule, or near it.
 
     A buffer that is not made again between two uses was kept. One made once was held, one made
     several times was released, or held once its next use was near enough. Schedules can say more
     than choices (release a buffer late in a gap, say): judge the result before use.
     """
-    choices = plain_choices(gaps)
-    gap_of: dict[int, int] = {}
-    for index in range(len(gaps) - 1, -1, -1):
-        gap_of[gaps[index].buffer] = index
+    program, gaps, gap_of = evaluator.program, evaluator.gaps, dict(evaluator.first_gap)
     made_before: list[list[int]] = [[] for _ in gaps]  # the plain ops before which it was made
     is_read: list[bool] = [False] * len(gaps)  # by a repeat, before anything made it again
     following = program.first_backward
@@ -101,9 +100,11 @@ def choices_of_schedule(program: Program, gaps: Sequence[Gap], schedule: Sequenc
             is_read[gap_of[buffer]] |= not made_before[gap_of[buffer]]
         for buffer in gap_of.keys() & program.repeats[index].writes:
             made_before[gap_of[buffer]].append(following)
-    for index, gap in enumerate(gaps):
-        choices[index] = _choice(gap, sorted({*made_before[index]}), is_read=is_read[index])
-    return choices
+    choices = [
+        _choice(gap, sorted({*made_before[index]}), is_read=is_read[index])
+        for index, gap in enumerate(gaps)
+    ]
+    return numpy.array(choices, numpy.uint8)
 
 
 def _choice(gap: Gap, made_before: list[int], *, is_read: bool) -> int:

@@ -103,21 +103,26 @@ class FastestWithin:
         plain = replay_schedule(program, plain_schedule(program))
         plain_peak_bytes = self.plain_peak_bytes or plain.peak_bytes
         limit_bytes = self.limit.of(plain_peak_bytes)
-        known = {"plain_peak_bytes": plain_peak_bytes, "plain_seconds": program.plain_seconds}
+        as_order = partial(
+            order_of,
+            strategy=AUTO,
+            plain_peak_bytes=plain_peak_bytes,
+            plain_seconds=program.plain_seconds,
+        )
         if plain.peak_bytes <= limit_bytes:
-            return order_of(program, Arrangement(plain_schedule(program)), strategy=AUTO, **known)
+            return as_order(program, Arrangement(plain_schedule(program)))
         kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
             try:
-                order = self._search(traced, planned_bytes(limit_bytes), known)
+                order = self._search(traced, planned_bytes(limit_bytes), as_order)
             except DoesNotFit:
-                order = self._search(traced, limit_bytes, known)
+                order = self._search(traced, limit_bytes, as_order)
             kept.write(order)
         return order
 
     def _search(
-        self, traced: PackedVariants, limit_bytes: int, known: dict[str, int | float]
+        self, traced: PackedVariants, limit_bytes: int, as_order: Callable[..., StepOrder]
     ) -> StepOrder:
         variants = pack_variants(traced, may_pack=self.may_pack)
         searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
@@ -128,9 +133,13 @@ class FastestWithin:
             num_done = len(searches) + len(refusals)
             self.on_progress((num_done + share) / (len(variants) + 1))
 
-        seconds = self.time_limit_seconds / len(variants)
+        options = {
+            "cache_dir": self.cache,
+            "time_limit_seconds": self.time_limit_seconds / len(variants),
+            "on_progress": tell,
+        }
         for packs in variants:
-            rounds = self._rounds(traced, packs, limit_bytes, known, seconds, tell)
+            rounds = self._rounds(traced, packs, limit_bytes, as_order, options)
             try:
                 searches.append((next(rounds), rounds))
             except DoesNotFit as refusal:
@@ -145,24 +154,15 @@ class FastestWithin:
         traced: PackedVariants,
         packs: tuple[str, ...],
         limit_bytes: int,
-        known: dict[str, int | float],
-        time_limit_seconds: float,
-        on_progress: Callable[[float], None],
+        as_order: Callable[..., StepOrder],
+        options: dict[str, Any],
     ) -> Iterator[StepOrder]:
         """The fastest order of one variant that is known after each round of its search."""
         program = traced.with_packs(packs).program
-        as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
+        as_order = partial(as_order, program, packs=packs)
         as_plan = partial(as_order, tier=self.tier, limit_bytes=limit_bytes)
-        arrangements = arrange_rounds(
-            program,
-            limit_bytes,
-            tier=self.tier,
-            cache_dir=self.cache,
-            time_limit_seconds=time_limit_seconds,
-            on_progress=on_progress,
-        )
         try:
-            yield from map(as_plan, arrangements)
+            yield from map(as_plan, arrange_rounds(program, limit_bytes, self.tier, **options))
         except DoesNotFit as refusal:
             # Whoever comes back with the limit that a refusal named finds its plan.
             smallest = KeptOrder(self.cache, f"smallest-{program.fingerprint}")
@@ -183,8 +183,8 @@ class FastestWithin:
 def arrange_rounds(
     program: Program,
     limit_bytes: int,
-    *,
     tier: Tier | None,
+    *,
     on_progress: Callable[[float], None] = lambda share: None,
     **options: Any,
 ) -> Iterator[Arrangement]:
@@ -202,9 +202,9 @@ def arrange_rounds(
         yield Arrangement(planned.schedule)
 
 
-def arrange(program: Program, limit_bytes: int, **options: Any) -> Arrangement:
+def arrange(program: Program, limit_bytes: int, tier: Tier | None, **options: Any) -> Arrangement:
     """The fastest repeats and swaps of a whole search; see `arrange_rounds`."""
-    *_, arrangement = arrange_rounds(program, limit_bytes, **options)
+    *_, arrangement = arrange_rounds(program, limit_bytes, tier, **options)
     return arrangement
 
 

@@ -40,14 +40,12 @@ __all__ = ["Planned", "pareto", "plan_rounds", "plan_schedule", "smallest_peak"]
 _FIRST_STEP, _LAST_STEP = 0.08, 1e-3  # shares of the bytes that can be released at all
 
 
-def squeeze(space: SearchSpace, *, goal_bytes: int = 0, start: Choices | None = None) -> Choices:
+def squeeze(space: SearchSpace, *, goal_bytes: int = 0, starts: Sequence[Choices] = ()) -> Choices:
     """The choices of the smallest peak found, or the first within the goal.
 
-    It begins with classic checkpointing and, if given, with `start`.
+    It begins with the best of classic checkpointing and `starts`.
     """
-    starts = [space.plain, *checkpoint_starts(space.program, space.evaluator.gaps)]
-    if start is not None:
-        starts.append(start)
+    starts = [space.plain, *checkpoint_starts(space.evaluator), *starts]
     best = min(starts, key=lambda choices: space.judge(choices, 0).peak_bytes)
     if not space.neighbourhood.by_place:
         return best
@@ -122,7 +120,7 @@ def improving(
         best = _wander(space, walks, best, price, limit_bytes)
         if not space.fits(best, limit_bytes):
             space.budget.start_round(space.budget.total)
-            best = squeeze(space, goal_bytes=limit_bytes, start=best)
+            best = squeeze(space, goal_bytes=limit_bytes, starts=[best])
             if not space.fits(best, limit_bytes):
                 yield best
                 return
@@ -170,7 +168,7 @@ def _settle(space: SearchSpace, best: Choices, price: float, limit_bytes: int) -
 
 def _best_recipe(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices]) -> Choices:
     """The fastest of starts and classic checkpointing that fits, else the one nearest to it."""
-    recipes = checkpoint_starts(space.program, space.evaluator.gaps)
+    recipes = checkpoint_starts(space.evaluator)
     judged = [(space.judge(recipe, limit_bytes), recipe) for recipe in (*starts, *recipes)]
     fitting = [item for item in judged if item[0].peak_bytes <= limit_bytes]
     if not fitting:
@@ -206,11 +204,10 @@ class Curve:
 
     def schedules_near(self, limit_bytes: int) -> list[tuple[int, ...]]:
         """The schedules known for a limit and for its nearest known neighbours."""
-        known = sorted(self.plans)
-        below = [limit for limit in known if limit < limit_bytes][-1:]
-        above = [limit for limit in known if limit > limit_bytes][:1]
-        here = [limit for limit in known if limit == limit_bytes]
-        return [*{self.plans[limit].schedule: None for limit in (*below, *here, *above)}]
+        limits = sorted({*self.plans, limit_bytes})
+        place = limits.index(limit_bytes)
+        near = limits[max(place - 1, 0) : place + 2]
+        return [*{self.plans[limit].schedule: None for limit in near if limit in self.plans}]
 
 
 # How the time of a curve is shared: the way down finds each plan, the way up only betters it.
@@ -242,7 +239,7 @@ def plan_rounds(
     space = SearchSpace(program, **options)
     known = _fastest_fitting(program, starts, limit_bytes)
     if least_peak(program).peak_bytes <= limit_bytes:
-        begin = [choices_of_schedule(program, space.evaluator.gaps, start) for start in starts]
+        begin = [choices_of_schedule(space.evaluator, start) for start in starts]
         rounds = improving(space, limit_bytes, begin)
     else:
         rounds = iter([squeeze(space)])

@@ -42,7 +42,7 @@ from msgspec import structs
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
-from bayplan.planning.memory.native_evaluator import compile_inner_loop
+from bayplan.planning.memory.native_evaluator import open_evaluator
 from bayplan.planning.memory.search import plan_schedule
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import (
@@ -68,14 +68,14 @@ class Offered:
         plain: the program it was made from.
         program: what to plan.
         op_of: for each of its ops the plain one, or -1.
-        fetched: the buffer that a `fetch` brings back, by op index.
+        fetched: for each of its ops the buffer that it brings back, or -1.
         aways: before which plain op a buffer's copy out is waited for.
     """
 
     plain: Program
     program: Program
     op_of: tuple[int, ...]
-    fetched: Mapping[int, int]
+    fetched: tuple[int, ...]
     aways: Mapping[int, int]
 
     def settle(self, schedule: Sequence[int]) -> Arrangement:
@@ -89,27 +89,20 @@ class Offered:
         for index in schedule:
             if self.op_of[index] >= 0:
                 steps.append(self.op_of[index])
-            elif index in self.fetched and index in done:
+            elif self.fetched[index] >= 0 and index in done:
                 backs[self.fetched[index]].append(len(steps))
             done.add(index)
         unrolled = unroll(self.plain, steps).program
         swaps: list[Swap] = []
         for buffer in sorted(backs):
-            useful = _with_readers(unrolled, buffer, backs[buffer])
-            if useful:
-                swaps.append(Swap(buffer, self.aways[buffer], useful))
+            swap = Swap(buffer, self.aways[buffer], tuple(sorted({*backs[buffer]})))
+            # An op with several outputs may have been repeated for another of them. That made this
+            # buffer too, and its later readers want no copy in.
+            returns = zip(swap.backs_before, stretches(unrolled, swap), strict=True)
+            read_again = tuple(back for back, readers in returns if readers)
+            if read_again:
+                swaps.append(structs.replace(swap, backs_before=read_again))
         return Arrangement(tuple(steps), tuple(swaps))
-
-
-def _with_readers(program: Program, buffer: int, backs: Sequence[int]) -> tuple[int, ...]:
-    """Those returns after which the buffer is read.
-
-    An op with several outputs may have been repeated for another of them. That made this buffer
-    too, and its later readers want no copy in.
-    """
-    swap = Swap(buffer, 0, tuple(sorted({*backs})))
-    served = stretches(program, swap)
-    return tuple(back for back, readers in zip(swap.backs_before, served, strict=True) if readers)
 
 
 def offer(
@@ -124,8 +117,9 @@ def offer(
     """
     sizes = list(program.buffers)
     made_instead: dict[int, int] = {}
-    after: dict[int, list[tuple[int, Op]]] = defaultdict(list)  # plain op: (fetched or -1, op)
-    before: dict[int, list[Op]] = defaultdict(list)
+    # What comes before and after a plain op: an op, the plain op that it is and what it fetches.
+    before: dict[int, list[tuple[Op, int, int]]] = defaultdict(list)
+    after: dict[int, list[tuple[Op, int, int]]] = defaultdict(list)
     for buffer, away_before in sorted(aways.items()):
         made, host, gone = range(len(sizes), len(sizes) + 3)
         sizes += [program.buffers[buffer], 0, 0]
@@ -138,27 +132,17 @@ def offer(
             writes=(buffer,),
             seconds=fetch_seconds(program.buffers[buffer]),
         )
-        after[producer] += [(-1, _free("out", name, (made,), host)), (buffer, fetch)]
-        before[away_before].append(_free("away", name, (buffer, host), gone))
-    ops: list[Op] = []
-    op_of: list[int] = []
-    fetched: dict[int, int] = {}
+        after[producer] += [(_free("out", name, (made,), host), -1, -1), (fetch, -1, buffer)]
+        before[away_before].append((_free("away", name, (buffer, host), gone), -1, -1))
+    rows: list[tuple[Op, int, int]] = []
     first_backward = len(program.ops)
     for index, op in enumerate(program.ops):
-        ops += before[index]
-        op_of += [-1] * len(before[index])
-        first_backward = len(ops) if index == program.first_backward else first_backward
-        ops.append(op.renamed({}, made_instead))
-        op_of.append(index)
-        for buffer, extra in after[index]:
-            if buffer >= 0:
-                fetched[len(ops)] = buffer
-            ops.append(extra)
-            op_of.append(-1)
-    offered = structs.replace(
-        program, buffers=tuple(sizes), ops=tuple(ops), first_backward=first_backward
-    )
-    return Offered(program, offered, tuple(op_of), fetched, dict(aways))
+        rows += before[index]
+        first_backward = len(rows) if index == program.first_backward else first_backward
+        rows += [(op.renamed({}, made_instead), index, -1), *after[index]]
+    ops, op_of, fetched = zip(*rows, strict=True)
+    offered = structs.replace(program, buffers=tuple(sizes), ops=ops, first_backward=first_backward)
+    return Offered(program, offered, op_of, fetched, dict(aways))
 
 
 def _free(kind: str, name: str, reads: tuple[int, ...], write: int) -> Op:
@@ -286,7 +270,7 @@ def choose_swaps(
     Raises:
         DoesNotFit: even with every buffer swapped.
     """
-    compile_inner_loop(options.get("cache_dir"))  # the deadline does not pay for it
+    open_evaluator(program, cache_dir=options.get("cache_dir"))  # compiles before the clock starts
     deadline = time.monotonic() + time_limit_seconds
     search = _Search(program, limit_bytes, tier, options)
     plain = search.judge(Arrangement(plain_schedule(program)))

@@ -218,11 +218,7 @@ class StageSearch:
             return None  # proven, and time saved; swaps may beat that bound
         try:
             arrangement = arrange(
-                capped,
-                limit_bytes,
-                tier=self.tier,
-                cache_dir=self.cache,
-                time_limit_seconds=seconds,
+                capped, limit_bytes, self.tier, cache_dir=self.cache, time_limit_seconds=seconds
             )
         except DoesNotFit:
             return None

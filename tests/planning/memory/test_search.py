@@ -16,7 +16,7 @@ from bayplan.planning.memory import moves, search
 from bayplan.planning.memory.annealing import checkpoint_starts
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.choices import Evaluator
-from bayplan.planning.memory.moves import Budget
+from bayplan.planning.memory.moves import Budget, SearchOptions
 from bayplan.simulating.schedule import alive_at, check_schedule, plain_schedule, replay_schedule
 
 # Stopped by a number of evaluations and never by the clock, however busy the machine is.
@@ -148,7 +148,7 @@ def test_each_round_is_as_fast_as_the_one_before(make_residual, cache_dir):
 def test_time_between_rounds_is_the_callers(make_residual, monkeypatch):
     now = 0.0
     monkeypatch.setattr(moves.time, "monotonic", lambda: now)
-    budget = Budget(make_residual(4), time_limit_seconds=10)
+    budget = Budget(make_residual(4), SearchOptions(time_limit_seconds=10))
     now = 4.0
     with budget.paused():
         now = 1000.0

@@ -15,8 +15,9 @@ import re
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack
+from typing import TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -40,23 +41,23 @@ from bayplan.planning.memory.native_evaluator import open_evaluator
 __all__ = ["Budget", "Neighbourhood", "SearchOptions", "SearchSpace", "kind_of_op"]
 
 
-class SearchOptions(TypedDict, total=False):
-    """What may be said of any search.
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The keyword arguments of every search.
 
     Attributes:
-        time_limit_seconds: when to stop, 10 by default; the search stops by itself when it no
-            longer improves. Starts are judged and greedy drops finished in any case.
-        seed: of the search; 0 by default.
+        time_limit_seconds: when to stop; the search stops by itself when it no longer improves.
+            Starts are judged and greedy drops finished in any case.
         num_evaluations: how many schedules to judge at most; by default as many as the time allows.
         on_progress: called with the share of the budget used.
         cache_dir: where the compiled inner loop is kept; None compiles it for this process alone.
     """
 
-    time_limit_seconds: float
-    seed: int
-    num_evaluations: int | None
-    on_progress: Callable[[float], None]
-    cache_dir: Path | None
+    time_limit_seconds: float = 10.0
+    seed: int = 0
+    num_evaluations: int | None = None
+    on_progress: Callable[[float], None] = field(default=lambda share: None)
+    cache_dir: Path | None = None
 
 
 # Steps of schedules judged per second on a slow machine with the compiled inner loop.
@@ -73,15 +74,14 @@ class Budget:
         used: how many were.
     """
 
-    def __init__(self, program: Program, **options: Unpack[SearchOptions]) -> None:
-        time_limit_seconds = options.get("time_limit_seconds", 10.0)
-        num_evaluations = options.get("num_evaluations")
-        by_time = min(time_limit_seconds * _OPS_PER_SECOND / len(program.ops), 2.0**62)
-        self.total = max(1, int(by_time) if num_evaluations is None else num_evaluations)
+    def __init__(self, program: Program, options: SearchOptions) -> None:
+        by_time = min(options.time_limit_seconds * _OPS_PER_SECOND / len(program.ops), 2.0**62)
+        most = int(by_time) if options.num_evaluations is None else options.num_evaluations
+        self.total = max(1, most)
         self.used = 0
         self._begin = time.monotonic()
-        self._deadline = self._begin + max(time_limit_seconds, 1e-9)
-        self._on_progress = options.get("on_progress", lambda share: None)
+        self._deadline = self._begin + max(options.time_limit_seconds, 1e-9)
+        self._on_progress = options.on_progress
         self.start_round(self.total)
 
     def start_round(self, num_evaluations: int) -> None:
@@ -295,11 +295,11 @@ class SearchSpace:
         plain: the choices without any repeat.
     """
 
-    def __init__(self, program: Program, **options: Unpack[SearchOptions]) -> None:
+    def __init__(self, program: Program, options: SearchOptions) -> None:
         self.program = program
-        self.evaluator = open_evaluator(program, cache_dir=options.get("cache_dir"))
-        self.budget = Budget(program, **options)  # the clock starts once all is compiled
-        self.rng = random.Random(options.get("seed", 0))
+        self.evaluator = open_evaluator(program, cache_dir=options.cache_dir)
+        self.budget = Budget(program, options)  # the clock starts once all is compiled
+        self.rng = random.Random(options.seed)
         self.neighbourhood = Neighbourhood(program, self.evaluator.gaps)
         self.plain = plain_choices(self.evaluator.gaps)
 

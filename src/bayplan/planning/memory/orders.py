@@ -253,7 +253,7 @@ def order_of(
     arrangement: Arrangement,
     *,
     strategy: str,
-    plain_peak_bytes: int | float,
+    plain_peak_bytes: int,
     plain_seconds: float,
     packs: Sequence[str] = (),
     tier: Tier | None = None,
@@ -272,7 +272,7 @@ def order_of(
         swaps=arrangement.swaps,
         strategy=strategy,
         peak_bytes=replay.peak_bytes,
-        plain_peak_bytes=int(plain_peak_bytes),
+        plain_peak_bytes=plain_peak_bytes,
         seconds=seconds,
         plain_seconds=plain_seconds,
         # The bound knows of repeats alone; a swap or a pack may well beat it.

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Program
@@ -179,7 +179,7 @@ def _best_recipe(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices]
     return min(candidates, key=lambda choices: space.judge(choices, limit_bytes).seconds)
 
 
-class Curve:
+class _Curve:
     """Limits in ascending order, and for each the fastest plan offered that fits it."""
 
     def __init__(self, program: Program, limits_bytes: Iterable[int]) -> None:
@@ -210,16 +210,8 @@ class Curve:
         return [*{self.plans[limit].schedule: None for limit in near if limit in self.plans}]
 
 
-# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
-_DOWN, _UP = 2, 1
-
-
 def plan_rounds(
-    program: Program,
-    limit_bytes: int,
-    *,
-    starts: Sequence[Sequence[int]] = (),
-    **options: Unpack[SearchOptions],
+    program: Program, limit_bytes: int, *, starts: Sequence[Sequence[int]] = (), **options: Any
 ) -> Iterator[Planned]:
     """Find the fastest schedule whose peak is within the limit; a plan comes after each round.
 
@@ -236,7 +228,7 @@ def plan_rounds(
         DoesNotFit: no schedule within the limit was found, or none exists.
         ValueError: a start is no schedule of the program.
     """
-    space = SearchSpace(program, **options)
+    space = SearchSpace(program, SearchOptions(**options))
     known = _fastest_fitting(program, starts, limit_bytes)
     if least_peak(program).peak_bytes <= limit_bytes:
         begin = [choices_of_schedule(space.evaluator, start) for start in starts]
@@ -276,13 +268,17 @@ def _fastest_fitting(
     return fastest
 
 
-def smallest_peak(program: Program, **options: Unpack[SearchOptions]) -> Planned:
-    """The schedule of the smallest peak found, whatever it costs."""
-    space = SearchSpace(program, **options)
+def smallest_peak(program: Program, **options: Any) -> Planned:
+    """The schedule of the smallest peak found, whatever it costs; see `SearchOptions`."""
+    space = SearchSpace(program, SearchOptions(**options))
     choices = squeeze(space)
     peak_bytes = space.judge(choices, 0).peak_bytes
     choices = refill(space, choices, peak_bytes)
     return finish(space.evaluator, space.evaluator.schedule(choices), peak_bytes)
+
+
+# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
+_DOWN, _UP = 2, 1
 
 
 def pareto(
@@ -311,7 +307,7 @@ def pareto(
         options: the other `SearchOptions`, for each search.
     """
     floor_bytes = least_peak(program).peak_bytes
-    curve = Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
+    curve = _Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
     deadline = time.monotonic() + time_limit_seconds
     total = left = (_DOWN + _UP) * len(curve.limits_bytes)
 

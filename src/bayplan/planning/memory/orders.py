@@ -190,7 +190,7 @@ def arrange_rounds(
 ) -> Iterator[Arrangement]:
     """The fastest repeats within a limit after each round; with a tier, one plan with swaps.
 
-    The other options are `SearchOptions`.
+    Takes the keyword arguments of `SearchOptions`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.

@@ -109,14 +109,13 @@ class Planner:
         Raises:
             DoesNotFit: says what binds and the smallest limit that works.
         """
-        plain_peak_bytes = self.step.plain_peak_bytes
+        step = self.step
         if strategy == "auto":
-            decide = self.within(limit, plain_peak_bytes=plain_peak_bytes)
-        else:
-            tier = self.tier or ASSUMED_TIER
-            chosen = strategy_named(strategy, tier=tier)
-            decide = by_strategy(strategy, chosen, plain_peak_bytes=plain_peak_bytes, tier=tier)
-        return decide(self.step.traced)
+            return self.within(limit, plain_peak_bytes=step.plain_peak_bytes)(step.traced)
+        tier = self.tier or ASSUMED_TIER
+        chosen = strategy_named(strategy, tier=tier)
+        decide = by_strategy(strategy, chosen, plain_peak_bytes=step.plain_peak_bytes, tier=tier)
+        return decide(step.traced)
 
     def within(self, limit: Limit, *, plain_peak_bytes: int | None = None) -> FastestWithin:
         """Our own strategy with this planner's settings, for the step at any batch size."""

@@ -70,13 +70,12 @@ def check(
     if record.peak_bytes > limit_bytes and planned is None:
         search = _Changes(step, costs, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
-        if smallest_bytes is not None and memory_bytes is not None:
-            changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
-        changes += (
-            [f"--memory {limit_text(record.peak_bytes)}"]
-            if memory_bytes is not None
-            else search.of_the_device(record.peak_bytes)
-        )
+        if memory_bytes is None:
+            changes += search.of_the_device(record.peak_bytes)
+        else:
+            if smallest_bytes is not None:
+                changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
+            changes.append(f"--memory {limit_text(record.peak_bytes)}")
     return judge(
         record,
         step.graph,
@@ -146,10 +145,7 @@ class _Changes:
         if samples is None:
             return 0
         batch = largest_batch(
-            lambda size: self._estimate(self._step.at(size)),
-            limit_bytes=self._limit_bytes,
-            batch=samples,
-            peak_bytes=peak_bytes,
+            self._estimate, limit_bytes=self._limit_bytes, batch=samples, peak_bytes=peak_bytes
         )
         for _ in range(_MAX_RETRIES):
             if not batch or self._fits(self._step.at(batch)):
@@ -157,7 +153,8 @@ class _Changes:
             batch -= max(1, batch // 16)  # scaled workspace is off by a little, never by much
         return 0
 
-    def _estimate(self, changed: CheckableStep) -> int | None:
+    def _estimate(self, batch: int) -> int | None:
+        changed = self._step.at(batch)
         if not self._is_captured(changed):
             return None
         return changed.estimated_peak_bytes(self._step.graph, self._profile)

@@ -63,7 +63,7 @@ def test_focus_sees_what_fills_memory_and_what_costs(evaluator):
         buffer, begin, end = evaluator.gaps[gap]
         assert program.producers[buffer] <= begin
         assert end == -1 or end >= schedule_step
-    start = checkpoint_starts(program, evaluator.gaps)[0]
+    start = checkpoint_starts(evaluator)[0]
     context.focus(evaluator.trace(start), rng, limit_bytes=0)
     trace = evaluator.trace(start)
     repeated = {*trace.schedule[trace.is_repeat].tolist()}
@@ -82,7 +82,7 @@ def test_blocks_end_where_forward_is_narrow(evaluator):
 
 
 def test_checkpointing_frees_memory(evaluator):
-    starts = checkpoint_starts(evaluator.program, evaluator.gaps)
+    starts = checkpoint_starts(evaluator)
     plain = evaluator.evaluate(plain_choices(evaluator.gaps), limit_bytes=0)
     peaks = [evaluator.evaluate(start, limit_bytes=0).peak_bytes for start in starts]
     assert min(peaks) < plain.peak_bytes
@@ -91,15 +91,15 @@ def test_checkpointing_frees_memory(evaluator):
 def test_choices_are_read_off_their_own_schedule(evaluator):
     for start in [
         plain_choices(evaluator.gaps),
-        *checkpoint_starts(evaluator.program, evaluator.gaps),
+        *checkpoint_starts(evaluator),
     ]:
         schedule = evaluator.schedule(start)
-        choices = choices_of_schedule(evaluator.program, evaluator.gaps, schedule)
+        choices = choices_of_schedule(evaluator, schedule)
         assert evaluator.schedule(choices) == schedule
 
 
 def test_plain_schedule_is_read_as_plain_choices(evaluator):
     schedule = range(len(evaluator.program.ops))
-    choices = choices_of_schedule(evaluator.program, evaluator.gaps, schedule)
+    choices = choices_of_schedule(evaluator, schedule)
     assert choices.tolist() == plain_choices(evaluator.gaps).tolist()
     assert set(choices.tolist()) <= {KEEP, RELEASE}

@@ -108,8 +108,7 @@ def test_swaps_keep_to_the_cap_as_well(chain):
         chain, ops=tuple(structs.replace(op, seconds=9 * op.seconds) for op in chain.ops)
     )
     capped, limit_bytes = cap_held(costly, cap_bytes=20, in_flight=3, budget_bytes=100)
-    plan = partial(plan_schedule, num_evaluations=3000)
-    chosen = choose_swaps(capped, limit_bytes, FAST, plan=plan, time_limit_seconds=60)
+    chosen = choose_swaps(capped, limit_bytes, FAST, num_evaluations=3000, time_limit_seconds=60)
     found = without_op_between(capped, chosen.arrangement)
     assert found.swaps
     assert needed_bytes(costly, found, 3) <= 100

@@ -17,12 +17,13 @@ from bayplan.planning.memory.choices import (
     RELEASE,
     WINDOWS,
     Choices,
+    Evaluator,
     Gap,
-    Moves,
     Outcome,
+    changed,
     plain_choices,
 )
-from bayplan.planning.memory.moves import SearchSpace, changed
+from bayplan.planning.memory.moves import SearchSpace
 
 __all__ = [
     "HOT",
@@ -40,8 +41,9 @@ _SEGMENT_LENGTHS = (1, 2, 3, 4, 6, 8)
 _MOST_OFFSETS = 4
 
 
-def checkpoint_starts(program: Program, gaps: Sequence[Gap]) -> list[Choices]:
+def checkpoint_starts(evaluator: Evaluator) -> list[Choices]:
     """Classic checkpointing: keep every first, second, ... narrow buffer, and drop all between."""
+    program, gaps = evaluator.program, evaluator.gaps
     narrow = narrow_buffers(program)
     plain = plain_choices(gaps)
     buffer_of = numpy.array([gap.buffer for gap in gaps], numpy.int32)
@@ -77,17 +79,14 @@ def narrow_buffers(program: Program) -> list[int]:
     return narrow
 
 
-def choices_of_schedule(program: Program, gaps: Sequence[Gap], schedule: Sequence[int]) -> Choices:
+def choices_of_schedule(evaluator: Evaluator, schedule: Sequence[int]) -> Choices:
     """Choices that lead to the schedule, or near it.
 
     A buffer that is not made again between two uses was kept. One made once was held, one made
     several times was released, or held once its next use was near enough. Schedules can say more
     than choices (release a buffer late in a gap, say): judge the result before use.
     """
-    choices = plain_choices(gaps)
-    gap_of: dict[int, int] = {}
-    for index in range(len(gaps) - 1, -1, -1):
-        gap_of[gaps[index].buffer] = index
+    program, gaps, gap_of = evaluator.program, evaluator.gaps, dict(evaluator.first_gap)
     made_before: list[list[int]] = [[] for _ in gaps]  # the plain ops before which it was made
     is_read: list[bool] = [False] * len(gaps)  # by a repeat, before anything made it again
     following = program.first_backward
@@ -101,9 +100,11 @@ def choices_of_schedule(program: Program, gaps: Sequence[Gap], schedule: Sequenc
             is_read[gap_of[buffer]] |= not made_before[gap_of[buffer]]
         for buffer in gap_of.keys() & program.repeats[index].writes:
             made_before[gap_of[buffer]].append(following)
-    for index, gap in enumerate(gaps):
-        choices[index] = _choice(gap, sorted({*made_before[index]}), is_read=is_read[index])
-    return choices
+    choices = [
+        _choice(gap, sorted({*made_before[index]}), is_read=is_read[index])
+        for index, gap in enumerate(gaps)
+    ]
+    return numpy.array(choices, numpy.uint8)
 
 
 def _choice(gap: Gap, made_before: list[int], *, is_read: bool) -> int:
@@ -138,7 +139,7 @@ def drop(space: SearchSpace, choices: Choices, limit_bytes: int) -> tuple[Choice
     current, price = space.judge(choices, limit_bytes), 0.0
     while current.excess > 0 and current.length > 0 and space.budget.share_judged < 1:
         over = space.evaluator.trace(choices).ops_over(limit_bytes)
-        ranked = space.rank(choices, space.context.single_drops(choices, over), limit_bytes)
+        ranked = space.rank(choices, space.neighbourhood.single_drops(choices, over), limit_bytes)
         promises = [(_worth(space, current, after), move) for move, after in ranked]
         promises = sorted((item for item in promises if item[0] > 0), key=lambda item: -item[0])
         before, goal = current.excess, _RANK_AGAIN * current.excess
@@ -168,11 +169,10 @@ def refill(space: SearchSpace, choices: Choices, limit_bytes: int) -> Choices:
     choices = choices.copy()
     current = space.judge(choices, limit_bytes)
     while not space.budget.is_out:
-        moves = space.context.single_keeps(choices)
-        ranked = space.rank(choices, moves, limit_bytes) if moves else []
+        moves = space.neighbourhood.single_keeps(choices)
         savings = [
             (move, after)
-            for move, after in ranked
+            for move, after in space.rank(choices, moves, limit_bytes)
             if after.excess == 0 and after.seconds < current.seconds
         ]
         if not savings:
@@ -225,19 +225,19 @@ def anneal(
     while (done := (space.budget.share_used - begin) / length) < 1 and not space.budget.is_out:
         heat = space.plain_seconds * hot * (_COLD / hot) ** done
         trace = space.evaluator.trace(choices)
-        space.context.focus(trace, space.rng, limit_bytes=limit_bytes)
-        moves = [space.context.draw(space.rng, choices) for _ in range(_CHUNK)]
+        space.neighbourhood.focus(trace, space.rng, limit_bytes=limit_bytes)
+        moves = [space.neighbourhood.draw(space.rng, choices) for _ in range(_CHUNK)]
         slack = [-heat * math.log(1 - space.rng.random()) for _ in moves]
         best_seconds, current = space.evaluator.walk(
             choices,
-            Moves.pack(moves),
+            moves,
             numpy.array(slack),
             limit_bytes=limit_bytes,
             weight=weight,
             best=best,
             best_seconds=best_seconds,
         )
-        space.budget.spend(_CHUNK, best_seconds=best_seconds)
+        space.budget.spend(_CHUNK)
         moved = min(1.0, (space.budget.share_used - begin) / length - done)
         rise = max(_RISE, _FARTHEST_RISE**moved)
         weight *= rise if current.excess > 0 else rise**-0.5

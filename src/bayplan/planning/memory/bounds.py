@@ -23,7 +23,7 @@ from bayplan.data.units import format_bytes
 from bayplan.planning.memory.choices import Evaluator
 from bayplan.simulating.schedule import alive_at, replay_schedule
 
-__all__ = ["PeakBound", "Planned", "finish", "least_peak", "least_seconds", "refusal"]
+__all__ = ["PeakBound", "Planned", "finish", "gap", "least_peak", "least_seconds", "refusal"]
 
 
 @dataclass(frozen=True)

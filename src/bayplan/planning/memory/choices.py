@@ -17,15 +17,13 @@ is there, recursively. `native_evaluator.py` does the same some hundred times fa
 hold the two equal.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
-from bayplan.data.program import Program
+from bayplan.data.program import Op, Program
 from bayplan.simulating.schedule import replay_schedule
 
 __all__ = [
@@ -40,11 +38,13 @@ __all__ = [
     "Choices",
     "Evaluator",
     "Gap",
-    "Moves",
+    "Move",
     "Outcome",
     "Steps",
     "Trace",
+    "changed",
     "find_gaps",
+    "needed_repeats",
     "plain_choices",
 ]
 
@@ -54,6 +54,7 @@ FAR = 2**29  # the end of a gap that no use ends
 WINDOWS = (2**30, 2**30, -1, 6, 12, 24, 48)
 NUM_CHOICES = len(WINDOWS)
 Choices = NDArray[numpy.uint8]
+Move = Sequence[tuple[int, int]]  # (gap, its new choice)
 Steps = Sequence[int] | NDArray[numpy.int32]  # op indices
 
 # A schedule longer than this many times the plain one is given up: nobody wants it, and nested
@@ -112,29 +113,6 @@ class Trace(NamedTuple):
         return range(int(ops[0]), int(ops[-1]) + 1) if len(ops) else range(0)
 
 
-@dataclass(frozen=True)
-class Moves:
-    """Changes of choices: move m sets `where[starts[m]:starts[m + 1]]` to `what[...]`."""
-
-    starts: NDArray[numpy.int32]
-    where: NDArray[numpy.int32]
-    what: NDArray[numpy.uint8]
-
-    @classmethod
-    def pack(cls, moves: Sequence[Sequence[tuple[int, int]]]) -> "Moves":
-        """From lists of (gap, choice)."""
-        flat = [change for move in moves for change in move]
-        return cls(
-            numpy.cumsum([0, *map(len, moves)], dtype=numpy.int32),
-            numpy.array([gap for gap, _ in flat], numpy.int32),
-            numpy.array([choice for _, choice in flat], numpy.uint8),
-        )
-
-    def __iter__(self) -> Iterator[tuple[NDArray[numpy.int32], NDArray[numpy.uint8]]]:
-        for first, last in itertools.pairwise(self.starts.tolist()):
-            yield self.where[first:last], self.what[first:last]
-
-
 def find_gaps(program: Program) -> tuple[Gap, ...]:
     """All gaps, buffer by buffer, each buffer's in order."""
     gaps: list[Gap] = []
@@ -153,6 +131,27 @@ def plain_choices(gaps: Sequence[Gap]) -> Choices:
     return numpy.array([RELEASE if gap.end < 0 else KEEP for gap in gaps], numpy.uint8)
 
 
+def changed(choices: Choices, move: Move) -> Choices:
+    """A copy with the move made."""
+    after = choices.copy()
+    for gap, choice in move:
+        after[gap] = choice
+    return after
+
+
+def needed_repeats(program: Program, ops: Iterable[Op], missing: Set[int]) -> list[int]:
+    """The ops to repeat so that `ops` can read what is missing, sources included, in order."""
+    needed: set[int] = set()
+    stack = list(ops)
+    while stack:
+        for buffer in missing & {*stack.pop().reads}:
+            producer = program.producers[buffer]
+            if producer not in needed:
+                needed.add(producer)
+                stack.append(program.repeats[producer])
+    return sorted(needed)
+
+
 class Evaluator:
     """Judges choices for one program, in plain Python: what `NativeEvaluator` must agree with."""
 
@@ -169,9 +168,9 @@ class Evaluator:
         steps = list(range(program.first_backward))
         missing = {buffer for buffer, gap in gap_of.items() if choices[gap] != KEEP}
         for index in range(program.first_backward, len(program.ops)):
-            cone = self._cone(index, missing)
-            steps += [*cone, index]
-            for buffer in (buffer for op in cone for buffer in program.repeats[op].writes):
+            repeats = needed_repeats(program, [program.ops[index]], missing)
+            steps += [*repeats, index]
+            for buffer in (buffer for op in repeats for buffer in program.repeats[op].writes):
                 if buffer in gap_of and self._stays(gap_of[buffer], index, choices):
                     missing.discard(buffer)
             for buffer in {*program.ops[index].reads} & gap_of.keys():
@@ -187,17 +186,6 @@ class Evaluator:
     def _stays(self, gap: int, index: int, choices: Choices) -> bool:
         end = self.gaps[gap].end
         return (end if end >= 0 else FAR) - index <= WINDOWS[choices[gap]]
-
-    def _cone(self, index: int, missing: set[int]) -> list[int]:
-        cone: set[int] = set()
-        stack = [self.program.ops[index]]
-        while stack:
-            for buffer in missing.intersection(stack.pop().reads):
-                producer = self.program.producers[buffer]
-                if producer not in cone:
-                    cone.add(producer)
-                    stack.append(self.program.repeats[producer])
-        return sorted(cone)
 
     def trace(self, choices: Choices) -> Trace:
         schedule = self.schedule(choices)
@@ -241,17 +229,10 @@ class Evaluator:
     def evaluate(self, choices: Choices, *, limit_bytes: int) -> Outcome:
         return self.simulate(self.schedule(choices), limit_bytes=limit_bytes)
 
-    def try_moves(self, choices: Choices, moves: Moves, *, limit_bytes: int) -> list[Outcome]:
-        """Each move alone, from the same choices."""
-        return [
-            self.evaluate(_moved(choices, where, what), limit_bytes=limit_bytes)
-            for where, what in moves
-        ]
-
     def walk(
         self,
         choices: Choices,
-        moves: Moves,
+        moves: Sequence[Move],
         slack: NDArray[numpy.float64],
         *,
         limit_bytes: int,
@@ -265,21 +246,15 @@ class Evaluator:
         returned are its seconds and the last outcome.
         """
         current = self.evaluate(choices, limit_bytes=limit_bytes)
-        for (where, what), allowed in zip(moves, slack, strict=True):
-            if (choices[where] == what).all():
+        for move, allowed in zip(moves, slack, strict=True):
+            if all(choices[gap] == choice for gap, choice in move):
                 continue
-            changed = _moved(choices, where, what)
-            outcome = self.evaluate(changed, limit_bytes=limit_bytes)
+            candidate = changed(choices, move)
+            outcome = self.evaluate(candidate, limit_bytes=limit_bytes)
             energy = current.seconds + weight * current.excess
             if outcome.seconds + weight * outcome.excess > energy + allowed:
                 continue
-            choices[:], current = changed, outcome
+            choices[:], current = candidate, outcome
             if outcome.peak_bytes <= limit_bytes and outcome.seconds < best_seconds:
-                best[:], best_seconds = changed, outcome.seconds
+                best[:], best_seconds = candidate, outcome.seconds
         return best_seconds, current
-
-
-def _moved(choices: Choices, where: NDArray, what: NDArray) -> Choices:
-    moved = choices.copy()
-    moved[where] = what
-    return moved

@@ -1,10 +1,10 @@
 """A decided order in a reader's words: what happens to each activation, and what sets the peak."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bayplan.data.plan import Choice, Decision, LiveValue, PeakMoment, StepOrder
-from bayplan.data.program import Program
+from bayplan.data.program import Op, Program
 from bayplan.simulating.schedule import alive_at, plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped
 
@@ -21,34 +21,26 @@ def decisions_of(program: Program, order: StepOrder) -> tuple[Decision, ...]:
 
 
 def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
+    def decision(op: Op, choice: Choice, buffers: Sequence[int], seconds: float = 0.0) -> Decision:
+        size_bytes = sum(program.buffers[buffer] for buffer in buffers)
+        return Decision(
+            value=op.name, choice=choice, place=op.place, size_bytes=size_bytes, seconds=seconds
+        )
+
     for index, count in Counter(order.schedule).items():
         op = program.repeats[index]
         if count > 1:
-            yield Decision(
-                value=op.name,
-                choice=Choice.RECOMPUTE,
-                place=op.place,
-                size_bytes=sum(program.buffers[buffer] for buffer in op.writes),
-                seconds=(count - 1) * op.seconds,
-            )
+            yield decision(op, Choice.RECOMPUTE, op.writes, (count - 1) * op.seconds)
     for swap in order.swaps:
         op = program.ops[program.producers[swap.buffer]]
-        yield Decision(
-            value=op.name,
-            choice=Choice.SWAP,
-            place=op.place,
-            size_bytes=program.buffers[swap.buffer],
-        )
+        yield decision(op, Choice.SWAP, [swap.buffer])
     made_by = {op.name: op for op in program.ops}
     for name in order.packs:
         value = name.partition(":")[2]
-        op = made_by.get(value)
-        yield Decision(
-            value=value,
-            choice=Choice.PACK,
-            place="" if op is None else op.place,
-            size_bytes=0 if op is None else sum(program.buffers[b] for b in op.writes),
-        )
+        if value in made_by:
+            yield decision(made_by[value], Choice.PACK, made_by[value].writes)
+        else:
+            yield Decision(value=value, choice=Choice.PACK)
 
 
 _MOST_NAMED = 20

@@ -8,8 +8,9 @@ itself, which gives a better line and so a better size, until line and trace agr
 size fit is tried first at the next one; a search comes last.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from msgspec import structs
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, UsageError
 from bayplan.data.plan import StepOrder
 from bayplan.data.program import Op, Program
-from bayplan.data.units import Limit
+from bayplan.data.units import Limit, no_progress
 from bayplan.planning.memory.bounds import least_peak
-from bayplan.planning.memory.orders import FastestWithin, order_of
+from bayplan.planning.memory.orders import order_of
 from bayplan.planning.memory.planner import ASSUMED_TIER, STRATEGIES, Planner, strategy_named
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.memory.strategies import Strategy
@@ -28,15 +29,7 @@ from bayplan.planning.memory.swaps import choose_swaps
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Arrangement, Tier
 
-__all__ = [
-    "AffineProgram",
-    "FittingWay",
-    "LargestBatch",
-    "Packs",
-    "by_any",
-    "by_one",
-    "largest_batches",
-]
+__all__ = ["AffineProgram", "FittingWay", "LargestBatch", "largest_batches"]
 
 
 @dataclass(frozen=True)
@@ -106,78 +99,58 @@ def _shape(program: Program) -> tuple[object, ...]:
 
 
 Packs = tuple[str, ...]  # what is packed in a variant of a step
-# Of the variants of a step, one with an arrangement within a limit; None where there is none.
-FittingWay = Callable[[Mapping[Packs, Program], int], tuple[Packs, Arrangement] | None]
 
 
-def by_one(strategy: Strategy) -> FittingWay:
-    """What a reference strategy does, which knows no packs."""
+@dataclass
+class FittingWay:
+    """How a step is made to fit: by strategies and, given time, by a search of our own.
 
-    def find(
-        programs: Mapping[Packs, Program], limit_bytes: int
-    ) -> tuple[Packs, Arrangement] | None:
-        arrangement = _arranged(strategy, programs[()])
-        if _peak_bytes(programs[()], arrangement) > limit_bytes:
-            return None
-        return (), arrangement
-
-    return find
-
-
-def by_any(
-    strategies: Sequence[Strategy],
-    *,
-    tier: Tier | None,
-    time_limit_seconds: float,
-    cache_dir: Path | None = None,
-) -> FittingWay:
-    """What any strategy does, or a search of our own finds.
-
-    Args:
-        strategies: those of others; what fits by one of them fits by this.
-        tier: where buffers may be swapped to; None repeats only.
-        time_limit_seconds: for each search.
-        cache_dir: see `plan_schedule`.
+    Attributes:
+        strategies: those of others, which know no packs.
+        search_seconds: for each search; None searches nothing.
+        tier: where the search may swap buffers to; None repeats only.
+        cache_dir: see `SearchOptions`.
     """
-    known: dict[Packs, list[Arrangement]] = {}
+
+    strategies: Sequence[Strategy]
+    search_seconds: float | None = None
+    tier: Tier | None = None
+    cache_dir: Path | None = None
+    _searched: dict[Packs, list[Arrangement]] = field(default_factory=dict)
 
     def find(
-        programs: Mapping[Packs, Program], limit_bytes: int
+        self, programs: Mapping[Packs, Program], limit_bytes: int
     ) -> tuple[Packs, Arrangement] | None:
-        for packs, program in programs.items():
-            for arrangement in known.get(packs, ()):
-                if _peak_bytes(program, arrangement) <= limit_bytes:
-                    return packs, arrangement
-        for strategy in strategies:
-            fitting = by_one(strategy)(programs, limit_bytes)
-            if fitting is not None:
-                return fitting
-        seconds = time_limit_seconds / len(programs)
-        for packs, program in programs.items():
-            for arrangement in _searched(program, limit_bytes, tier, seconds, cache_dir):
-                known.setdefault(packs, []).insert(0, arrangement)
-                if _peak_bytes(program, arrangement) <= limit_bytes:
-                    return packs, arrangement
+        """One of the variants with an arrangement within the limit; None where there is none."""
+        for packs, arrangement in self._candidates(programs, limit_bytes):
+            arranged = arrangement.apply(programs[packs]).program
+            if replay_schedule(arranged, plain_schedule(arranged)).peak_bytes <= limit_bytes:
+                return packs, arrangement
         return None
 
-    return find
+    def _candidates(
+        self, programs: Mapping[Packs, Program], limit_bytes: int
+    ) -> Iterator[tuple[Packs, Arrangement]]:
+        """What was found before, what strategies do, and last, because it takes long, a search."""
+        for packs in programs:
+            for arrangement in self._searched.get(packs, ()):
+                yield packs, arrangement
+        for strategy in self.strategies:
+            yield (), _arranged(strategy, programs[()])
+        if self.search_seconds is not None:
+            for packs, program in programs.items():
+                seconds = self.search_seconds / len(programs)
+                for arrangement in self._search(program, limit_bytes, seconds):
+                    self._searched.setdefault(packs, []).insert(0, arrangement)
+                    yield packs, arrangement
 
-
-def _searched(
-    program: Program,
-    limit_bytes: int,
-    tier: Tier | None,
-    seconds: float,
-    cache_dir: Path | None,
-) -> Iterator[Arrangement]:
-    if least_peak(program).peak_bytes <= limit_bytes:
-        planned = smallest_peak(program, time_limit_seconds=seconds, cache_dir=cache_dir)
-        yield Arrangement(planned.schedule)
-    if tier is not None:
-        try:
-            yield choose_swaps(program, limit_bytes, tier, time_limit_seconds=seconds).arrangement
-        except DoesNotFit:
-            return
+    def _search(self, program: Program, limit_bytes: int, seconds: float) -> Iterator[Arrangement]:
+        options = {"time_limit_seconds": seconds, "cache_dir": self.cache_dir}
+        if least_peak(program).peak_bytes <= limit_bytes:
+            yield Arrangement(smallest_peak(program, **options).schedule)
+        if self.tier is not None:
+            with contextlib.suppress(DoesNotFit):
+                yield choose_swaps(program, limit_bytes, self.tier, **options).arrangement
 
 
 def _arranged(strategy: Strategy, program: Program) -> Arrangement:
@@ -185,11 +158,6 @@ def _arranged(strategy: Strategy, program: Program) -> Arrangement:
         return strategy(program)
     except BayplanError:  # at few samples it may find nothing to hold on to: then all is kept
         return Arrangement(plain_schedule(program))
-
-
-def _peak_bytes(program: Program, arrangement: Arrangement) -> int:
-    arranged = arrangement.apply(program).program
-    return replay_schedule(arranged, plain_schedule(arranged)).peak_bytes
 
 
 _SMALL = (4, 8)  # sizes to trace; two samples may take other kernels than many
@@ -235,10 +203,12 @@ def largest_batches(
             f"{planner.step.name!r} takes no batch size, so there is no largest; give"
             " its function a parameter batch_size"
         )
-    search = _Search(planner, limit_bytes)
+    # A device elsewhere has a host to swap to; here, only what was measured counts.
+    tier = planner.tier or (None if planner.step.is_here else ASSUMED_TIER)
+    search = _Search(replace(planner, tier=tier, on_progress=no_progress), limit_bytes)
     for name in strategies:
         planner.on_progress(f"largest batch by {name}", 0, 1)
-        if name in _SWAPPING and search.tier is None:
+        if name in _SWAPPING and tier is None:
             yield LargestBatch(name, 0, note="needs --swap-dir")
         else:
             yield search.row(name)
@@ -249,9 +219,6 @@ class _Search:
 
     def __init__(self, planner: Planner, limit_bytes: int) -> None:
         self._planner, self._limit_bytes = planner, limit_bytes
-        # A device elsewhere has a host to swap to; here, only what was measured counts.
-        elsewhere = not planner.step.is_here
-        self.tier: Tier | None = planner.tier or (ASSUMED_TIER if elsewhere else None)
         self._small = self._programs(_SMALL[0], None)
         self._lines = self._lines_to(_SMALL[1], self._programs(_SMALL[1], tuple(self._small)))
 
@@ -269,8 +236,9 @@ class _Search:
         batch = max(fitting, default=min(orders, default=0))
         while batch and orders.get(batch) is None:
             batch -= max(1, batch // 16)
-            programs = self._programs(batch, tuple(lines)) if batch else {}
-            orders[batch] = self._order(name, way, programs, batch) if batch else None
+            if batch:
+                programs = self._programs(batch, tuple(lines))
+                orders[batch] = self._order(name, way, programs, batch)
         order = orders.get(batch)
         if order is None:
             return LargestBatch(name, 0)
@@ -278,63 +246,46 @@ class _Search:
         return LargestBatch(name, batch, order.peak_bytes, order.time_ratio, rate)
 
     def _way(self, name: str) -> FittingWay:
+        planner = self._planner
         if name != "auto":
-            return by_one(strategy_named(name, tier=self.tier))
-        others = [other for other in STRATEGIES if other != "auto"]
-        return by_any(
-            [
-                strategy_named(other, tier=self.tier)
-                for other in others
-                if other not in _SWAPPING or self.tier is not None
-            ],
-            tier=self.tier,
-            time_limit_seconds=_SEARCH_SHARE * self._planner.time_limit_seconds,
-            cache_dir=self._planner.cache,
-        )
+            return FittingWay([strategy_named(name, tier=planner.tier)])
+        others = [
+            strategy_named(other, tier=planner.tier)
+            for other in STRATEGIES
+            if other != "auto" and (other not in _SWAPPING or planner.tier is not None)
+        ]
+        seconds = _SEARCH_SHARE * planner.time_limit_seconds
+        return FittingWay(others, seconds, planner.tier, planner.cache)
 
     def _order(
         self, name: str, way: FittingWay, programs: Mapping[Packs, Program], batch: int
     ) -> StepOrder | None:
         """What the strategy does at a size, if that fits; of ours the fastest that is known."""
-        fitting = way(programs, self._limit_bytes)
-        orders: list[StepOrder] = []
-        if fitting is not None:
-            packs, arrangement = fitting
-            order = order_of(
-                programs[packs],
-                arrangement,
-                strategy=name,
-                packs=packs,
-                tier=self.tier,
-                plain_peak_bytes=0,
-                plain_seconds=programs[()].plain_seconds,
-            )
-            orders.append(order)
-            if name == "auto":
-                orders += self._faster(batch)
-        return min(orders, key=lambda order: order.seconds, default=None)
-
-    def _faster(self, batch: int) -> Iterator[StepOrder]:
-        planner = self._planner
-        decide = FastestWithin(
-            Limit(size_bytes=self._limit_bytes),
-            cache=planner.cache,
-            time_limit_seconds=planner.time_limit_seconds,
-            tier=self.tier,
-            may_pack=planner.may_pack,
-            machine=planner.machine,
+        fitting = way.find(programs, self._limit_bytes)
+        if fitting is None:
+            return None
+        packs, arrangement = fitting
+        order = order_of(
+            programs[packs],
+            arrangement,
+            strategy=name,
+            packs=packs,
+            tier=self._planner.tier,
+            plain_peak_bytes=0,
+            plain_seconds=programs[()].plain_seconds,
         )
+        if name != "auto":
+            return order
+        fastest = self._planner.within(Limit(size_bytes=self._limit_bytes))
         try:
-            yield decide(self._at(batch).step.traced)
+            faster = fastest(self._planner.step.at(batch).traced)
         except DoesNotFit:
-            return
-
-    def _at(self, batch: int) -> Planner:
-        return replace(self._planner, step=self._planner.step.at(batch))
+            return order
+        return min(order, faster, key=lambda order: order.seconds)
 
     def _programs(self, batch: int, variants: tuple[Packs, ...] | None) -> dict[Packs, Program]:
         """The programs at a size: without packs, and with all that are wanted or known."""
-        traced = self._at(batch).step.traced
+        traced = self._planner.step.at(batch).traced
         known = tuple(sorted(pack.name for pack in traced.packs))
         if variants is None:
             variants = tuple(dict.fromkeys([(), known if self._planner.may_pack else ()]))
@@ -358,7 +309,7 @@ class _Search:
 
         def fits(size: int) -> bool:
             programs = {packs: line.at(size) for packs, line in lines.items()}
-            return way(programs, self._limit_bytes) is not None
+            return way.find(programs, self._limit_bytes) is not None
 
         low, high = 0, 1
         while high < _MOST and fits(high):

@@ -10,12 +10,13 @@ of a row, change all gaps of neighbouring ops, or copy one block's choices to an
 """
 
 import contextlib
-import math
 import random
 import re
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import numpy
@@ -28,25 +29,36 @@ from bayplan.planning.memory.choices import (
     NUM_CHOICES,
     RELEASE,
     Choices,
-    Evaluator,
     Gap,
-    Moves,
+    Move,
     Outcome,
     Trace,
+    changed,
     plain_choices,
 )
+from bayplan.planning.memory.native_evaluator import open_evaluator
 
-__all__ = [
-    "Budget",
-    "Move",
-    "Neighbourhood",
-    "Progress",
-    "SearchSpace",
-    "changed",
-    "kind_of_op",
-]
+__all__ = ["Budget", "Neighbourhood", "SearchOptions", "SearchSpace", "kind_of_op"]
 
-Progress = Callable[[float, float], None]  # share of the budget used, best seconds so far
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The keyword arguments of every search.
+
+    Attributes:
+        time_limit_seconds: when to stop; the search stops by itself when it no longer improves.
+            Starts are judged and greedy drops finished in any case.
+        num_evaluations: how many schedules to judge at most; by default as many as the time allows.
+        on_progress: called with the share of the budget used.
+        cache_dir: where the compiled inner loop is kept; None compiles it for this process alone.
+    """
+
+    time_limit_seconds: float = 10.0
+    seed: int = 0
+    num_evaluations: int | None = None
+    on_progress: Callable[[float], None] = field(default=lambda share: None)
+    cache_dir: Path | None = None
+
 
 # Steps of schedules judged per second on a slow machine with the compiled inner loop.
 _OPS_PER_SECOND = 3e7
@@ -62,20 +74,14 @@ class Budget:
         used: how many were.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        time_limit_seconds: float,
-        num_evaluations: int | None = None,
-        on_progress: Progress | None = None,
-    ) -> None:
-        by_time = min(time_limit_seconds * _OPS_PER_SECOND / len(program.ops), 2.0**62)
-        self.total = max(1, int(by_time) if num_evaluations is None else num_evaluations)
+    def __init__(self, program: Program, options: SearchOptions) -> None:
+        by_time = min(options.time_limit_seconds * _OPS_PER_SECOND / len(program.ops), 2.0**62)
+        most = int(by_time) if options.num_evaluations is None else options.num_evaluations
+        self.total = max(1, most)
         self.used = 0
         self._begin = time.monotonic()
-        self._deadline = self._begin + max(time_limit_seconds, 1e-9)
-        self._on_progress = on_progress
+        self._deadline = self._begin + max(options.time_limit_seconds, 1e-9)
+        self._on_progress = options.on_progress
         self.start_round(self.total)
 
     def start_round(self, num_evaluations: int) -> None:
@@ -92,17 +98,15 @@ class Budget:
         self._deadline += elapsed
         self._round_begin += elapsed
 
-    def stop(self, *, best_seconds: float) -> None:
+    def stop(self) -> None:
         """Tell the listener that the search is done, whatever is left."""
-        if self._on_progress is not None:
-            self._on_progress(1.0, best_seconds)
+        self._on_progress(1.0)
 
-    def spend(self, num_evaluations: int, *, best_seconds: float = math.inf) -> None:
+    def spend(self, num_evaluations: int) -> None:
         """Count schedules judged, and tell the listener."""
         self.used += num_evaluations
-        if self._on_progress is not None:
-            share = max(self.used / self.total, self._share_of_time(self._begin))
-            self._on_progress(min(1.0, share), best_seconds)
+        share = max(self.used / self.total, self._share_of_time(self._begin))
+        self._on_progress(min(1.0, share))
 
     def _share_of_time(self, begin: float) -> float:
         return (time.monotonic() - begin) / max(self._deadline - begin, 1e-9)
@@ -125,7 +129,6 @@ class Budget:
 
 
 _T = TypeVar("_T")
-Move = list[tuple[int, int]]  # (gap, choice)
 
 # Buffers below this share of the largest are never worth a repeat of their own.
 _SMALL = 0.002
@@ -179,7 +182,7 @@ class Neighbourhood:
     def single_drops(self, choices: Choices, ops: range) -> list[Move]:
         """Every way to drop one more gap that crosses these ops, or all gaps of a role."""
         crossing = [gap for gap in self.by_place if self._crosses(self.gaps[gap], ops)]
-        moves = [[(gap, HOLD)] for gap in crossing if choices[gap] in (KEEP, RELEASE)]
+        moves: list[Move] = [[(gap, HOLD)] for gap in crossing if choices[gap] in (KEEP, RELEASE)]
         moves += [[(gap, KEEP)] for gap in crossing if choices[gap] == HOLD]
         return moves + [[(gap, HOLD) for gap in row] for row in self.rows if len(row) > 1]
 
@@ -257,8 +260,8 @@ class Neighbourhood:
         row, k = self.seat_of[gap]
         return row[min(max(k + rng.randint(-3, 3), 0), len(row) - 1)]
 
-    def _copy(self, window: Iterable[int], shift: int, choices: Choices) -> Move:
-        move: Move = []
+    def _copy(self, window: Sequence[int], shift: int, choices: Choices) -> Move:
+        move: list[tuple[int, int]] = []
         for gap in window:
             row, k = self.seat_of[gap]
             if 0 <= k + shift < len(row):
@@ -289,15 +292,16 @@ class SearchSpace:
 
     Attributes:
         rng: the only source of chance.
-        context: the moves.
         plain: the choices without any repeat.
     """
 
-    def __init__(self, evaluator: Evaluator, budget: Budget, rng: random.Random) -> None:
-        self.evaluator, self.budget, self.rng = evaluator, budget, rng
-        self.program = evaluator.program
-        self.context = Neighbourhood(self.program, evaluator.gaps)
-        self.plain = plain_choices(evaluator.gaps)
+    def __init__(self, program: Program, options: SearchOptions) -> None:
+        self.program = program
+        self.evaluator = open_evaluator(program, cache_dir=options.cache_dir)
+        self.budget = Budget(program, options)  # the clock starts once all is compiled
+        self.rng = random.Random(options.seed)
+        self.neighbourhood = Neighbourhood(program, self.evaluator.gaps)
+        self.plain = plain_choices(self.evaluator.gaps)
 
     @property
     def plain_seconds(self) -> float:
@@ -316,13 +320,7 @@ class SearchSpace:
     ) -> list[tuple[Move, Outcome]]:
         """What each move alone would cost."""
         self.budget.spend(len(moves))
-        outcomes = self.evaluator.try_moves(choices, Moves.pack(moves), limit_bytes=limit_bytes)
-        return list(zip(moves, outcomes, strict=True))
-
-
-def changed(choices: Choices, move: Move) -> Choices:
-    """A copy with the move made."""
-    after = choices.copy()
-    for gap, choice in move:
-        after[gap] = choice
-    return after
+        return [
+            (move, self.evaluator.evaluate(changed(choices, move), limit_bytes=limit_bytes))
+            for move in moves
+        ]

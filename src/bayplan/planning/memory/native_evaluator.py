@@ -3,7 +3,6 @@
 Arrays are laid out once for a program and shared with C by pointer; C allocates nothing.
 """
 
-import contextlib
 import ctypes
 from collections.abc import Sequence
 from functools import cache
@@ -21,23 +20,26 @@ from bayplan.planning.memory.choices import (
     WINDOWS,
     Choices,
     Evaluator,
-    Gap,
-    Moves,
+    Move,
     Outcome,
     Steps,
     Trace,
 )
 
-__all__ = ["NativeEvaluator", "compile_inner_loop", "open_evaluator"]
+__all__ = ["NativeEvaluator", "open_evaluator"]
 
 _SOURCE = Path(__file__).with_name("replay.c")
 _FLAGS = ("-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=default")
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+# The structures of replay.c, field by field.
 class _Outcome(ctypes.Structure):
     _fields_ = [
-        ("seconds", ctypes.c_double),
-        ("excess", ctypes.c_double),
+        *_fields(ctypes.c_double, "seconds excess"),
         ("peak", ctypes.c_int64),
         ("length", ctypes.c_int32),
     ]
@@ -51,42 +53,27 @@ def _as_outcome(raw: _Outcome) -> Outcome:
 
 class _Trace(ctypes.Structure):
     _fields_ = [
-        ("curve", ctypes.c_void_p),
-        ("lives", ctypes.c_void_p),
-        ("last_read", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "curve lives last_read"),
         ("num_lives", ctypes.c_int32),
     ]
 
 
-_COUNTS = ("num_ops", "num_buffers", "first_backward", "num_gaps")
-_PER_BUFFER = ("bytes", "kind", "producer", "first_choice")
-_PER_GAP = ("gap_end", "window")
-_LISTS = ("reads", "writes", "takes")
-_PER_OP = ("workspace", "seconds")
-_SCRATCH = ("is_there", "is_live", "copies", "gap", "stamp", "cone", "stack", "old")
-_SCHEDULE = ("schedule", "is_repeat")
-
-
 class _Form(ctypes.Structure):
-    """`Form` of replay.c, field by field."""
-
     _fields_ = [
-        *((f"{name}{part}", ctypes.c_void_p) for name in _LISTS for part in ("_start", "")),
-        *((name, ctypes.c_void_p) for name in _PER_OP),
+        *_fields(ctypes.c_void_p, "reads_start reads writes_start writes takes_start takes"),
+        *_fields(ctypes.c_void_p, "workspace seconds"),
     ]
 
 
 class _Program(ctypes.Structure):
-    """`Program` of replay.c, field by field."""
-
     _fields_ = [
-        *((name, ctypes.c_int32) for name in _COUNTS),
+        *_fields(ctypes.c_int32, "num_ops num_buffers first_backward num_gaps"),
         ("end_bytes", ctypes.c_int64),
         ("plain_seconds", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in (*_PER_BUFFER, *_PER_GAP)),
-        ("plain", _Form),
-        ("again", _Form),
-        *((name, ctypes.c_void_p) for name in (*_SCRATCH, *_SCHEDULE)),
+        *_fields(ctypes.c_void_p, "bytes kind producer first_choice gap_end window"),
+        *_fields(_Form, "plain again"),
+        *_fields(ctypes.c_void_p, "is_there is_live copies gap stamp cone stack old"),
+        *_fields(ctypes.c_void_p, "schedule is_repeat"),
         ("capacity", ctypes.c_int32),
     ]
 
@@ -97,7 +84,7 @@ class NativeEvaluator(Evaluator):
     def __init__(self, program: Program, library: ctypes.CDLL) -> None:
         super().__init__(program)
         self._library = library
-        self._arrays = _flatten(program, self.gaps)
+        self._arrays = self._flatten()
         self._forms = [_flatten_ops(ops, program.inputs) for ops in (program.ops, program.repeats)]
         self._native = _Program(
             num_ops=len(program.ops),
@@ -112,6 +99,34 @@ class NativeEvaluator(Evaluator):
             **_pointers(self._arrays),
         )
         self._most_writes = max(len(op.writes) for op in program.ops)
+
+    def _flatten(self) -> dict[str, NDArray]:
+        program, gaps = self.program, self.gaps
+        num_ops, num_buffers = len(program.ops), len(program.buffers)
+        first_choice = numpy.full(num_buffers, -1, numpy.int32)
+        first_choice[[*self.first_gap]] = [*self.first_gap.values()]
+        kind = numpy.zeros(num_buffers, numpy.uint8)
+        kind[sorted(program.outputs)] = 1
+        capacity = MOST_REPEATS * num_ops + 1
+        return {
+            "bytes": numpy.array(program.buffers, numpy.int64),
+            "kind": kind,
+            "producer": numpy.array(program.producers, numpy.int32),
+            "first_choice": first_choice,
+            "gap_end": numpy.array([gap.end if gap.end >= 0 else FAR for gap in gaps], numpy.int32),
+            "window": numpy.array(WINDOWS, numpy.int32),
+            "is_there": numpy.zeros(num_buffers, numpy.uint8),
+            "is_live": numpy.zeros(num_buffers, numpy.uint8),
+            "copies": numpy.zeros(num_buffers, numpy.int32),
+            "gap": numpy.zeros(num_buffers, numpy.int32),
+            "stamp": numpy.full(num_ops, -1, numpy.int32),
+            "cone": numpy.zeros(num_ops, numpy.int32),
+            "stack": numpy.zeros(num_ops, numpy.int32),
+            # A move changes each gap at most once, but for the few it draws by itself.
+            "old": numpy.zeros(2 * len(gaps) + 16, numpy.uint8),
+            "schedule": numpy.zeros(capacity, numpy.int32),
+            "is_repeat": numpy.zeros(capacity, numpy.uint8),
+        }
 
     def _evaluate(
         self, choices: Choices, limit_bytes: int, trace: _Trace | None = None
@@ -166,7 +181,7 @@ class NativeEvaluator(Evaluator):
     def walk(
         self,
         choices: Choices,
-        moves: Moves,
+        moves: Sequence[Move],
         slack: NDArray[numpy.float64],
         *,
         limit_bytes: int,
@@ -174,42 +189,18 @@ class NativeEvaluator(Evaluator):
         best: Choices,
         best_seconds: float,
     ) -> tuple[float, Outcome]:
+        # Move m sets the gaps where[starts[m]:starts[m + 1]] to what[...].
+        changes = [change for move in moves for change in move]
+        starts = numpy.cumsum([0, *map(len, moves)], dtype=numpy.int32)
+        where = numpy.array([gap for gap, _ in changes], numpy.int32)
+        what = numpy.array([choice for _, choice in changes], numpy.uint8)
         raw, fastest = self._evaluate(choices, limit_bytes), ctypes.c_double(best_seconds)
         self._library.replay_walk(
             *(ctypes.byref(self._native), choices.ctypes.data, limit_bytes, weight, len(slack)),
-            *(array.ctypes.data for array in (moves.starts, moves.where, moves.what, slack, best)),
+            *(array.ctypes.data for array in (starts, where, what, slack, best)),
             *(ctypes.byref(fastest), ctypes.byref(raw)),
         )
         return fastest.value, _as_outcome(raw)
-
-
-def _flatten(program: Program, gaps: Sequence[Gap]) -> dict[str, NDArray]:
-    num_ops, num_buffers = len(program.ops), len(program.buffers)
-    first_choice = numpy.full(num_buffers, -1, numpy.int32)
-    for index in range(len(gaps) - 1, -1, -1):
-        first_choice[gaps[index].buffer] = index
-    kind = numpy.zeros(num_buffers, numpy.uint8)
-    kind[sorted(program.outputs)] = 1
-    capacity = MOST_REPEATS * num_ops + 1
-    return {
-        "bytes": numpy.array(program.buffers, numpy.int64),
-        "kind": kind,
-        "producer": numpy.array(program.producers, numpy.int32),
-        "first_choice": first_choice,
-        "gap_end": numpy.array([gap.end if gap.end >= 0 else FAR for gap in gaps], numpy.int32),
-        "window": numpy.array(WINDOWS, numpy.int32),
-        "is_there": numpy.zeros(num_buffers, numpy.uint8),
-        "is_live": numpy.zeros(num_buffers, numpy.uint8),
-        "copies": numpy.zeros(num_buffers, numpy.int32),
-        "gap": numpy.zeros(num_buffers, numpy.int32),
-        "stamp": numpy.full(num_ops, -1, numpy.int32),
-        "cone": numpy.zeros(num_ops, numpy.int32),
-        "stack": numpy.zeros(num_ops, numpy.int32),
-        # A move changes each gap at most once, but for the few it draws by itself.
-        "old": numpy.zeros(2 * len(gaps) + 16, numpy.uint8),
-        "schedule": numpy.zeros(capacity, numpy.int32),
-        "is_repeat": numpy.zeros(capacity, numpy.uint8),
-    }
 
 
 def _flatten_ops(ops: Sequence[Op], inputs: frozenset[int]) -> dict[str, NDArray]:
@@ -240,12 +231,6 @@ def open_evaluator(program: Program, *, cache_dir: Path | None = None) -> Evalua
         return NativeEvaluator(program, _load(cache_dir))
     except CompileFailed:
         return Evaluator(program)
-
-
-def compile_inner_loop(cache_dir: Path | None) -> None:
-    """Do now what the first search would do, so that no time limit pays for it."""
-    with contextlib.suppress(CompileFailed):
-        _load(cache_dir)
 
 
 @cache

@@ -17,8 +17,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory.bounds import gap
-from bayplan.planning.memory.native_evaluator import compile_inner_loop
-from bayplan.planning.memory.search import plan_rounds, plan_schedule
+from bayplan.planning.memory.search import plan_rounds
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -104,35 +103,43 @@ class FastestWithin:
         plain = replay_schedule(program, plain_schedule(program))
         plain_peak_bytes = self.plain_peak_bytes or plain.peak_bytes
         limit_bytes = self.limit.of(plain_peak_bytes)
-        known = {"plain_peak_bytes": plain_peak_bytes, "plain_seconds": program.plain_seconds}
+        as_order = partial(
+            order_of,
+            strategy=AUTO,
+            plain_peak_bytes=plain_peak_bytes,
+            plain_seconds=program.plain_seconds,
+        )
         if plain.peak_bytes <= limit_bytes:
-            return order_of(program, Arrangement(plain_schedule(program)), strategy=AUTO, **known)
+            return as_order(program, Arrangement(plain_schedule(program)))
         kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = kept.read(traced, limit_bytes)
         if order is None:
-            compile_inner_loop(self.cache)
             try:
-                order = self._search(traced, planned_bytes(limit_bytes), known)
+                order = self._search(traced, planned_bytes(limit_bytes), as_order)
             except DoesNotFit:
-                order = self._search(traced, limit_bytes, known)
+                order = self._search(traced, limit_bytes, as_order)
             kept.write(order)
         return order
 
     def _search(
-        self, traced: PackedVariants, limit_bytes: int, known: dict[str, int | float]
+        self, traced: PackedVariants, limit_bytes: int, as_order: Callable[..., StepOrder]
     ) -> StepOrder:
-        variants = pack_variants(traced) if self.may_pack else [()]
+        variants = pack_variants(traced, may_pack=self.may_pack)
         searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
         refusals: list[DoesNotFit] = []
 
-        def tell(share: float, _: float) -> None:
+        def tell(share: float) -> None:
             # First each variant once, then the fastest again.
             num_done = len(searches) + len(refusals)
             self.on_progress((num_done + share) / (len(variants) + 1))
 
-        seconds = self.time_limit_seconds / len(variants)
+        options = {
+            "cache_dir": self.cache,
+            "time_limit_seconds": self.time_limit_seconds / len(variants),
+            "on_progress": tell,
+        }
         for packs in variants:
-            rounds = self._rounds(traced, packs, limit_bytes, known, seconds, tell)
+            rounds = self._rounds(traced, packs, limit_bytes, as_order, options)
             try:
                 searches.append((next(rounds), rounds))
             except DoesNotFit as refusal:
@@ -147,24 +154,15 @@ class FastestWithin:
         traced: PackedVariants,
         packs: tuple[str, ...],
         limit_bytes: int,
-        known: dict[str, int | float],
-        time_limit_seconds: float,
-        on_progress: Callable[[float, float], None],
+        as_order: Callable[..., StepOrder],
+        options: dict[str, Any],
     ) -> Iterator[StepOrder]:
         """The fastest order of one variant that is known after each round of its search."""
         program = traced.with_packs(packs).program
-        as_order = partial(order_of, program, strategy=AUTO, packs=packs, **known)
+        as_order = partial(as_order, program, packs=packs)
         as_plan = partial(as_order, tier=self.tier, limit_bytes=limit_bytes)
-        arrangements = arrange_rounds(
-            program,
-            limit_bytes,
-            tier=self.tier,
-            cache=self.cache,
-            time_limit_seconds=time_limit_seconds,
-            on_progress=on_progress,
-        )
         try:
-            yield from map(as_plan, arrangements)
+            yield from map(as_plan, arrange_rounds(program, limit_bytes, self.tier, **options))
         except DoesNotFit as refusal:
             # Whoever comes back with the limit that a refusal named finds its plan.
             smallest = KeptOrder(self.cache, f"smallest-{program.fingerprint}")
@@ -185,39 +183,28 @@ class FastestWithin:
 def arrange_rounds(
     program: Program,
     limit_bytes: int,
-    *,
     tier: Tier | None,
-    cache: Path,
-    time_limit_seconds: float,
-    on_progress: Callable[[float, float], None] | None = None,
+    *,
+    on_progress: Callable[[float], None] = lambda share: None,
+    **options: Any,
 ) -> Iterator[Arrangement]:
     """The fastest repeats within a limit after each round; with a tier, one plan with swaps.
+
+    Takes the keyword arguments of `SearchOptions`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
     """
     if tier is not None:
-        yield choose_swaps(
-            program,
-            limit_bytes,
-            tier,
-            plan=partial(plan_schedule, cache_dir=cache),
-            time_limit_seconds=time_limit_seconds,
-        ).arrangement
+        yield choose_swaps(program, limit_bytes, tier, **options).arrangement
         return
-    for planned in plan_rounds(
-        program,
-        limit_bytes,
-        time_limit_seconds=time_limit_seconds,
-        cache_dir=cache,
-        on_progress=on_progress,
-    ):
+    for planned in plan_rounds(program, limit_bytes, on_progress=on_progress, **options):
         yield Arrangement(planned.schedule)
 
 
-def arrange(program: Program, limit_bytes: int, **options: Any) -> Arrangement:
+def arrange(program: Program, limit_bytes: int, tier: Tier | None, **options: Any) -> Arrangement:
     """The fastest repeats and swaps of a whole search; see `arrange_rounds`."""
-    *_, arrangement = arrange_rounds(program, limit_bytes, **options)
+    *_, arrangement = arrange_rounds(program, limit_bytes, tier, **options)
     return arrangement
 
 
@@ -239,7 +226,7 @@ def limit_for(peak_bytes: int) -> int:
 def by_strategy(
     name: str, strategy: Strategy, *, plain_peak_bytes: int | None = None, tier: Tier | None = None
 ) -> Decide:
-    """Any strategy of the planner's, such as classic checkpointing."""
+    """Decide as a reference strategy does, such as classic checkpointing."""
 
     def decide(traced: PackedVariants) -> StepOrder:
         program = traced.with_packs().program
@@ -266,7 +253,7 @@ def order_of(
     arrangement: Arrangement,
     *,
     strategy: str,
-    plain_peak_bytes: int | float,
+    plain_peak_bytes: int,
     plain_seconds: float,
     packs: Sequence[str] = (),
     tier: Tier | None = None,
@@ -285,7 +272,7 @@ def order_of(
         swaps=arrangement.swaps,
         strategy=strategy,
         peak_bytes=replay.peak_bytes,
-        plain_peak_bytes=int(plain_peak_bytes),
+        plain_peak_bytes=plain_peak_bytes,
         seconds=seconds,
         plain_seconds=plain_seconds,
         # The bound knows of repeats alone; a swap or a pack may well beat it.
@@ -295,8 +282,10 @@ def order_of(
     )
 
 
-def pack_variants(traced: PackedVariants) -> list[tuple[str, ...]]:
-    """Nothing packed; what is worth most; everything."""
+def pack_variants(traced: PackedVariants, *, may_pack: bool = True) -> list[tuple[str, ...]]:
+    """Nothing packed and, if anything may be: what is worth most; everything."""
+    if not may_pack:
+        return [()]
     worth_most = tuple(pack.name for pack in traced.packs if pack.saved_bytes)
     everything = tuple(pack.name for pack in traced.packs)
     return list(dict.fromkeys([(), worth_most, everything]))

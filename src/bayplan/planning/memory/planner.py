@@ -1,8 +1,7 @@
 """Plans of a step for one device: one limit, or a whole curve of memory against time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -73,16 +72,16 @@ class PlannableStep(Protocol):
 
 def strategy_named(name: str, *, tier: Tier | None = None) -> Strategy:
     """One of the reference strategies, with the settings its authors gave it."""
-    known: dict[str, Callable[[], Strategy]] = {
-        "keep": keep,
-        "checkpoint": partial(checkpoint, "memory"),
-        "checkpoint-speed": partial(checkpoint, "speed"),
-        "swap": partial(swap, tier=tier),
-        "ome": partial(ome, tier=tier),
+    strategies = {
+        "keep": keep(),
+        "checkpoint": checkpoint("memory"),
+        "checkpoint-speed": checkpoint("speed"),
+        "swap": swap(tier=tier),
+        "ome": ome(tier=tier),
     }
-    if name not in known:
+    if name not in strategies:
         raise UsageError(f"no strategy {name!r}; {did_you_mean(name, STRATEGIES)}")
-    return known[name]()
+    return strategies[name]
 
 
 @dataclass
@@ -110,24 +109,26 @@ class Planner:
         Raises:
             DoesNotFit: says what binds and the smallest limit that works.
         """
-        if strategy != "auto":
-            tier = self.tier or ASSUMED_TIER
-            chosen = strategy_named(strategy, tier=tier)
-            decide = by_strategy(
-                strategy, chosen, plain_peak_bytes=self.step.plain_peak_bytes, tier=tier
-            )
-            return decide(self.step.traced)
-        within = FastestWithin(
+        step = self.step
+        if strategy == "auto":
+            return self.within(limit, plain_peak_bytes=step.plain_peak_bytes)(step.traced)
+        tier = self.tier or ASSUMED_TIER
+        chosen = strategy_named(strategy, tier=tier)
+        decide = by_strategy(strategy, chosen, plain_peak_bytes=step.plain_peak_bytes, tier=tier)
+        return decide(step.traced)
+
+    def within(self, limit: Limit, *, plain_peak_bytes: int | None = None) -> FastestWithin:
+        """Our own strategy with this planner's settings, for the step at any batch size."""
+        return FastestWithin(
             limit,
             cache=self.cache,
             time_limit_seconds=self.time_limit_seconds,
-            plain_peak_bytes=self.step.plain_peak_bytes,
+            plain_peak_bytes=plain_peak_bytes,
             tier=self.tier,
             may_pack=self.may_pack,
             machine=self.machine,
             on_progress=lambda share: self.on_progress("planning", int(share * _PERCENT), _PERCENT),
         )
-        return within(self.step.traced)
 
     def curve(
         self,
@@ -194,8 +195,7 @@ class Planner:
 
     @property
     def _variants(self) -> list[tuple[str, ...]]:
-        """Nothing packed, what is worth it, and everything."""
-        return pack_variants(self.step.traced) if self.may_pack else [()]
+        return pack_variants(self.step.traced, may_pack=self.may_pack)
 
     def decisions(self, order: StepOrder) -> tuple[Decision, ...]:
         """What happens to each activation, in a reader's words."""

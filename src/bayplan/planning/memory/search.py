@@ -16,11 +16,9 @@ evaluations, unless the time limit ends it earlier.
 
 import itertools
 import math
-import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bayplan.data.errors import DoesNotFit
@@ -34,25 +32,22 @@ from bayplan.planning.memory.annealing import (
 )
 from bayplan.planning.memory.bounds import Planned, finish, gap, least_peak, least_seconds, refusal
 from bayplan.planning.memory.choices import Choices
-from bayplan.planning.memory.moves import Budget, Progress, SearchSpace
-from bayplan.planning.memory.native_evaluator import open_evaluator
+from bayplan.planning.memory.moves import SearchOptions, SearchSpace
 from bayplan.simulating.schedule import check_schedule, replay_schedule
 
-__all__ = ["Curve", "Planned", "pareto", "plan_rounds", "plan_schedule", "smallest_peak", "squeeze"]
+__all__ = ["Planned", "pareto", "plan_rounds", "plan_schedule", "smallest_peak"]
 
 _FIRST_STEP, _LAST_STEP = 0.08, 1e-3  # shares of the bytes that can be released at all
 
 
-def squeeze(space: SearchSpace, *, goal_bytes: int = 0, start: Choices | None = None) -> Choices:
+def squeeze(space: SearchSpace, *, goal_bytes: int = 0, starts: Sequence[Choices] = ()) -> Choices:
     """The choices of the smallest peak found, or the first within the goal.
 
-    It begins with classic checkpointing and, if given, with `start`.
+    It begins with the best of classic checkpointing and `starts`.
     """
-    starts = [space.plain, *checkpoint_starts(space.program, space.evaluator.gaps)]
-    if start is not None:
-        starts.append(start)
+    starts = [space.plain, *checkpoint_starts(space.evaluator), *starts]
     best = min(starts, key=lambda choices: space.judge(choices, 0).peak_bytes)
-    if not space.context.by_place:
+    if not space.neighbourhood.by_place:
         return best
     floor = max(goal_bytes, least_peak(space.program).peak_bytes)
     peak, step = space.judge(best, 0).peak_bytes, _FIRST_STEP
@@ -104,7 +99,7 @@ def improving(
     `starts` are choices to begin with, whether they fit or not. If greedy drops make one fit, the
     search stays around it, which is much quicker than from nothing.
     """
-    if space.fits(space.plain, limit_bytes) or not space.context.by_place:
+    if space.fits(space.plain, limit_bytes) or not space.neighbourhood.by_place:
         yield space.plain
         return
     bound_seconds = least_seconds(space.program, limit_bytes)
@@ -125,7 +120,7 @@ def improving(
         best = _wander(space, walks, best, price, limit_bytes)
         if not space.fits(best, limit_bytes):
             space.budget.start_round(space.budget.total)
-            best = squeeze(space, goal_bytes=limit_bytes, start=best)
+            best = squeeze(space, goal_bytes=limit_bytes, starts=[best])
             if not space.fits(best, limit_bytes):
                 yield best
                 return
@@ -143,7 +138,7 @@ def improving(
         ):
             break
         best_seconds = seconds
-    space.budget.stop(best_seconds=seconds)
+    space.budget.stop()
 
 
 def _wander(
@@ -173,7 +168,7 @@ def _settle(space: SearchSpace, best: Choices, price: float, limit_bytes: int) -
 
 def _best_recipe(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices]) -> Choices:
     """The fastest of starts and classic checkpointing that fits, else the one nearest to it."""
-    recipes = checkpoint_starts(space.program, space.evaluator.gaps)
+    recipes = checkpoint_starts(space.evaluator)
     judged = [(space.judge(recipe, limit_bytes), recipe) for recipe in (*starts, *recipes)]
     fitting = [item for item in judged if item[0].peak_bytes <= limit_bytes]
     if not fitting:
@@ -184,7 +179,7 @@ def _best_recipe(space: SearchSpace, limit_bytes: int, starts: Sequence[Choices]
     return min(candidates, key=lambda choices: space.judge(choices, limit_bytes).seconds)
 
 
-class Curve:
+class _Curve:
     """Limits in ascending order, and for each the fastest plan offered that fits it."""
 
     def __init__(self, program: Program, limits_bytes: Iterable[int]) -> None:
@@ -209,27 +204,14 @@ class Curve:
 
     def schedules_near(self, limit_bytes: int) -> list[tuple[int, ...]]:
         """The schedules known for a limit and for its nearest known neighbours."""
-        known = sorted(self.plans)
-        below = [limit for limit in known if limit < limit_bytes][-1:]
-        above = [limit for limit in known if limit > limit_bytes][:1]
-        here = [limit for limit in known if limit == limit_bytes]
-        return [*{self.plans[limit].schedule: None for limit in (*below, *here, *above)}]
-
-
-# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
-_DOWN, _UP = 2, 1
+        limits = sorted({*self.plans, limit_bytes})
+        place = limits.index(limit_bytes)
+        near = limits[max(place - 1, 0) : place + 2]
+        return [*{self.plans[limit].schedule: None for limit in near if limit in self.plans}]
 
 
 def plan_rounds(
-    program: Program,
-    limit_bytes: int,
-    *,
-    time_limit_seconds: float = 10.0,
-    seed: int = 0,
-    num_evaluations: int | None = None,
-    starts: Sequence[Sequence[int]] = (),
-    on_progress: Progress | None = None,
-    cache_dir: Path | None = None,
+    program: Program, limit_bytes: int, *, starts: Sequence[Sequence[int]] = (), **options: Any
 ) -> Iterator[Planned]:
     """Find the fastest schedule whose peak is within the limit; a plan comes after each round.
 
@@ -238,22 +220,18 @@ def plan_rounds(
     Args:
         program: the step.
         limit_bytes: for everything, inputs included.
-        time_limit_seconds: when to stop; the search stops by itself when it no longer improves.
-            Starts are judged and greedy drops finished in any case.
-        seed: of the search.
-        num_evaluations: how many schedules to judge at most; by default as many as the time allows.
         starts: schedules to start from, whether they fit or not; the result is never slower than
             those that do.
-        on_progress: called with the share of the budget used and the best seconds so far.
-        cache_dir: where the compiled inner loop is kept; None compiles it for this process alone.
+        options: see `SearchOptions`.
 
     Raises:
         DoesNotFit: no schedule within the limit was found, or none exists.
+        ValueError: a start is no schedule of the program.
     """
-    space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
-    known = _fitting(program, starts, limit_bytes)[:1]
+    space = SearchSpace(program, SearchOptions(**options))
+    known = _fastest_fitting(program, starts, limit_bytes)
     if least_peak(program).peak_bytes <= limit_bytes:
-        begin = [choices_of_schedule(program, space.evaluator.gaps, start) for start in starts]
+        begin = [choices_of_schedule(space.evaluator, start) for start in starts]
         rounds = improving(space, limit_bytes, begin)
     else:
         rounds = iter([squeeze(space)])
@@ -277,52 +255,30 @@ def plan_schedule(program: Program, limit_bytes: int, **options: Any) -> Planned
     return planned
 
 
-def _open(
-    program: Program,
-    time_limit_seconds: float,
-    seed: int,
-    num_evaluations: int | None,
-    on_progress: Progress | None,
-    cache_dir: Path | None,
-) -> SearchSpace:
-    evaluator = open_evaluator(program, cache_dir=cache_dir)  # compiles before the clock runs
-    budget = Budget(
-        program,
-        time_limit_seconds=time_limit_seconds,
-        num_evaluations=num_evaluations,
-        on_progress=on_progress,
-    )
-    return SearchSpace(evaluator, budget, random.Random(seed))
-
-
-def _fitting(
+def _fastest_fitting(
     program: Program, schedules: Iterable[Sequence[int]], limit_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Those within the limit, the fastest first; ValueError if one is not valid."""
-    replays: list[tuple[float, tuple[int, ...]]] = []
+    """The fastest one within the limit, if there is one; ValueError if any is not valid."""
+    fastest, fastest_seconds = [], math.inf
     for schedule in schedules:
         check_schedule(program, schedule)
         replay = replay_schedule(program, schedule)
-        if replay.peak_bytes <= limit_bytes:
-            replays.append((replay.seconds, tuple(schedule)))
-    return [schedule for _, schedule in sorted(replays, key=lambda item: item[0])]
+        if replay.peak_bytes <= limit_bytes and replay.seconds < fastest_seconds:
+            fastest, fastest_seconds = [tuple(schedule)], replay.seconds
+    return fastest
 
 
-def smallest_peak(
-    program: Program,
-    *,
-    time_limit_seconds: float = 10.0,
-    seed: int = 0,
-    num_evaluations: int | None = None,
-    on_progress: Progress | None = None,
-    cache_dir: Path | None = None,
-) -> Planned:
-    """The schedule of the smallest peak found, whatever it costs; see `plan_rounds`."""
-    space = _open(program, time_limit_seconds, seed, num_evaluations, on_progress, cache_dir)
+def smallest_peak(program: Program, **options: Any) -> Planned:
+    """The schedule of the smallest peak found, whatever it costs; see `SearchOptions`."""
+    space = SearchSpace(program, SearchOptions(**options))
     choices = squeeze(space)
     peak_bytes = space.judge(choices, 0).peak_bytes
     choices = refill(space, choices, peak_bytes)
     return finish(space.evaluator, space.evaluator.schedule(choices), peak_bytes)
+
+
+# How the time of a curve is shared: the way down finds each plan, the way up only betters it.
+_DOWN, _UP = 2, 1
 
 
 def pareto(
@@ -330,10 +286,9 @@ def pareto(
     limits_bytes: Iterable[int],
     *,
     time_limit_seconds: float = 60.0,
-    seed: int = 0,
     num_evaluations: int | None = None,
     starts: Sequence[Sequence[int]] = (),
-    cache_dir: Path | None = None,
+    **options: Any,
 ) -> Iterator[tuple[int, Planned]]:
     """Plans for several limits, as they are found; limits that do not fit never come.
 
@@ -347,46 +302,31 @@ def pareto(
         program: the step.
         limits_bytes: in any order.
         time_limit_seconds: for all limits together.
-        seed: of each search.
         num_evaluations: how many schedules to judge at most, for all limits together.
         starts: see `plan_rounds`.
-        cache_dir: see `plan_rounds`.
+        options: the other `SearchOptions`, for each search.
     """
     floor_bytes = least_peak(program).peak_bytes
-    curve = Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
+    curve = _Curve(program, [limit for limit in limits_bytes if limit >= floor_bytes])
     deadline = time.monotonic() + time_limit_seconds
     total = left = (_DOWN + _UP) * len(curve.limits_bytes)
 
-    def part(weight: int) -> tuple[float, int | None]:
-        """The seconds and evaluations of one of the searches that are left."""
+    def options_of(weight: int) -> dict[str, Any]:
+        """The options of one of the searches that are left, with its part of the budget."""
         seconds = min(1.0, weight / max(1, left)) * max(0.0, deadline - time.monotonic())
         # Evaluations are a part of the whole, not of what is left: only that is the same each run.
-        return seconds, num_evaluations and max(1, num_evaluations * weight // total)
+        evaluations = num_evaluations and max(1, num_evaluations * weight // total)
+        return {**options, "time_limit_seconds": seconds, "num_evaluations": evaluations}
 
     def search(limit_bytes: int, weight: int) -> Planned:
-        seconds, evaluations = part(weight)
-        return plan_schedule(
-            program,
-            limit_bytes,
-            seed=seed,
-            starts=[*starts, *curve.schedules_near(limit_bytes)],
-            cache_dir=cache_dir,
-            time_limit_seconds=seconds,
-            num_evaluations=evaluations,
-        )
+        near = [*starts, *curve.schedules_near(limit_bytes)]
+        return plan_schedule(program, limit_bytes, starts=near, **options_of(weight))
 
     for limit_bytes in reversed(curve.limits_bytes):
         try:
             planned = search(limit_bytes, _DOWN)
         except DoesNotFit:
-            seconds, evaluations = part(_DOWN)
-            planned = smallest_peak(
-                program,
-                seed=seed,
-                cache_dir=cache_dir,
-                time_limit_seconds=seconds,
-                num_evaluations=evaluations,
-            )
+            planned = smallest_peak(program, **options_of(_DOWN))
         left -= _DOWN
         yield from curve.offer(planned)
         if limit_bytes not in curve.plans:  # nor will any smaller one fit

@@ -36,6 +36,7 @@ from typing import Literal
 
 from bayplan.data.errors import UsageError
 from bayplan.data.program import Program
+from bayplan.planning.memory.choices import needed_repeats
 from bayplan.planning.memory.swaps import when_away
 from bayplan.simulating.schedule import plain_schedule
 from bayplan.simulating.swaps import Arrangement, Swap, Tier, unroll
@@ -177,10 +178,15 @@ def is_dear(name: str) -> bool:
 
 def repeat_segments(program: Program, kept: Collection[int]) -> tuple[int, ...]:
     """The schedule that keeps these buffers and makes all else of forward again when needed."""
-    dropped = _dropped(program, kept)
+    dropped = {
+        buffer
+        for op in program.ops[: program.first_backward]
+        for buffer in op.writes
+        if buffer in program.renewable and buffer not in kept and buffer not in program.outputs
+    }
     segment_of = _segments(program, kept, dropped)
     members: dict[int, list[int]] = defaultdict(list)
-    for index in _needed_again(program, dropped):
+    for index in needed_repeats(program, program.ops[program.first_backward :], dropped):
         members[segment_of[index]].append(index)
     schedule = list(range(program.first_backward))
     missing = set(dropped)
@@ -189,28 +195,6 @@ def repeat_segments(program: Program, kept: Collection[int]) -> tuple[int, ...]:
         schedule += [*repeats, index]
         missing.difference_update(b for repeat in repeats for b in program.repeats[repeat].writes)
     return tuple(schedule)
-
-
-def _dropped(program: Program, kept: Collection[int]) -> set[int]:
-    return {
-        buffer
-        for op in program.ops[: program.first_backward]
-        for buffer in op.writes
-        if buffer in program.renewable and buffer not in kept and buffer not in program.outputs
-    }
-
-
-def _needed_again(program: Program, dropped: set[int]) -> list[int]:
-    """The forward ops that backward needs to repeat, sources included, in order."""
-    needed: set[int] = set()
-    stack = list(program.ops[program.first_backward :])
-    while stack:
-        for buffer in dropped.intersection(stack.pop().reads):
-            producer = program.producers[buffer]
-            if producer not in needed:
-                needed.add(producer)
-                stack.append(program.repeats[producer])
-    return sorted(needed)
 
 
 def _segments(program: Program, kept: Collection[int], dropped: set[int]) -> list[int]:

@@ -33,15 +33,17 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any
 
 from msgspec import structs
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
-from bayplan.planning.memory.search import Planned, plan_schedule
+from bayplan.planning.memory.native_evaluator import open_evaluator
+from bayplan.planning.memory.search import plan_schedule
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import (
     Arrangement,
@@ -55,16 +57,7 @@ from bayplan.simulating.swaps import (
     unroll,
 )
 
-__all__ = [
-    "Offered",
-    "Planner",
-    "SwapPlan",
-    "choose_swaps",
-    "ease",
-    "offer",
-    "start_seconds",
-    "when_away",
-]
+__all__ = ["Offered", "SwapPlan", "choose_swaps", "ease", "offer", "when_away"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +68,14 @@ class Offered:
         plain: the program it was made from.
         program: what to plan.
         op_of: for each of its ops the plain one, or -1.
-        fetched: the buffer that a `fetch` brings back, by op index.
+        fetched: for each of its ops the buffer that it brings back, or -1.
         aways: before which plain op a buffer's copy out is waited for.
     """
 
     plain: Program
     program: Program
     op_of: tuple[int, ...]
-    fetched: Mapping[int, int]
+    fetched: tuple[int, ...]
     aways: Mapping[int, int]
 
     def settle(self, schedule: Sequence[int]) -> Arrangement:
@@ -96,27 +89,20 @@ class Offered:
         for index in schedule:
             if self.op_of[index] >= 0:
                 steps.append(self.op_of[index])
-            elif index in self.fetched and index in done:
+            elif self.fetched[index] >= 0 and index in done:
                 backs[self.fetched[index]].append(len(steps))
             done.add(index)
         unrolled = unroll(self.plain, steps).program
         swaps: list[Swap] = []
         for buffer in sorted(backs):
-            useful = _with_readers(unrolled, buffer, backs[buffer])
-            if useful:
-                swaps.append(Swap(buffer, self.aways[buffer], useful))
+            swap = Swap(buffer, self.aways[buffer], tuple(sorted({*backs[buffer]})))
+            # An op with several outputs may have been repeated for another of them. That made this
+            # buffer too, and its later readers want no copy in.
+            returns = zip(swap.backs_before, stretches(unrolled, swap), strict=True)
+            read_again = tuple(back for back, readers in returns if readers)
+            if read_again:
+                swaps.append(structs.replace(swap, backs_before=read_again))
         return Arrangement(tuple(steps), tuple(swaps))
-
-
-def _with_readers(program: Program, buffer: int, backs: Sequence[int]) -> tuple[int, ...]:
-    """Those returns after which the buffer is read.
-
-    An op with several outputs may have been repeated for another of them. That made this buffer
-    too, and its later readers want no copy in.
-    """
-    swap = Swap(buffer, 0, tuple(sorted({*backs})))
-    served = stretches(program, swap)
-    return tuple(back for back, readers in zip(swap.backs_before, served, strict=True) if readers)
 
 
 def offer(
@@ -131,8 +117,9 @@ def offer(
     """
     sizes = list(program.buffers)
     made_instead: dict[int, int] = {}
-    after: dict[int, list[tuple[int, Op]]] = defaultdict(list)  # plain op: (fetched or -1, op)
-    before: dict[int, list[Op]] = defaultdict(list)
+    # What comes before and after a plain op: an op, the plain op that it is and what it fetches.
+    before: dict[int, list[tuple[Op, int, int]]] = defaultdict(list)
+    after: dict[int, list[tuple[Op, int, int]]] = defaultdict(list)
     for buffer, away_before in sorted(aways.items()):
         made, host, gone = range(len(sizes), len(sizes) + 3)
         sizes += [program.buffers[buffer], 0, 0]
@@ -145,27 +132,17 @@ def offer(
             writes=(buffer,),
             seconds=fetch_seconds(program.buffers[buffer]),
         )
-        after[producer] += [(-1, _free("out", name, (made,), host)), (buffer, fetch)]
-        before[away_before].append(_free("away", name, (buffer, host), gone))
-    ops: list[Op] = []
-    op_of: list[int] = []
-    fetched: dict[int, int] = {}
+        after[producer] += [(_free("out", name, (made,), host), -1, -1), (fetch, -1, buffer)]
+        before[away_before].append((_free("away", name, (buffer, host), gone), -1, -1))
+    rows: list[tuple[Op, int, int]] = []
     first_backward = len(program.ops)
     for index, op in enumerate(program.ops):
-        ops += before[index]
-        op_of += [-1] * len(before[index])
-        first_backward = len(ops) if index == program.first_backward else first_backward
-        ops.append(op.renamed({}, made_instead))
-        op_of.append(index)
-        for buffer, extra in after[index]:
-            if buffer >= 0:
-                fetched[len(ops)] = buffer
-            ops.append(extra)
-            op_of.append(-1)
-    offered = structs.replace(
-        program, buffers=tuple(sizes), ops=tuple(ops), first_backward=first_backward
-    )
-    return Offered(program, offered, tuple(op_of), fetched, dict(aways))
+        rows += before[index]
+        first_backward = len(rows) if index == program.first_backward else first_backward
+        rows += [(op.renamed({}, made_instead), index, -1), *after[index]]
+    ops, op_of, fetched = zip(*rows, strict=True)
+    offered = structs.replace(program, buffers=tuple(sizes), ops=ops, first_backward=first_backward)
+    return Offered(program, offered, op_of, fetched, dict(aways))
 
 
 def _free(kind: str, name: str, reads: tuple[int, ...], write: int) -> Op:
@@ -263,21 +240,11 @@ _SMALL = 0.01
 _HIDDEN_SHARE = 0.01
 
 
-class Planner(Protocol):
-    """`plan_schedule`, or something with the same signature."""
-
-    def __call__(
-        self, program: Program, limit_bytes: int, /, *, time_limit_seconds: float
-    ) -> Planned: ...
-
-
 @dataclass(frozen=True)
 class SwapPlan:
-    """What to swap and what to repeat, the program that does so, and its predicted cost."""
+    """What to swap and what to repeat, and its predicted time."""
 
     arrangement: Arrangement
-    swapped: Swapped
-    peak_bytes: int
     time: LaneTime
 
 
@@ -286,32 +253,35 @@ def choose_swaps(
     limit_bytes: int,
     tier: Tier,
     *,
-    plan: Planner = plan_schedule,
     time_limit_seconds: float = 20.0,
+    **options: Any,
 ) -> SwapPlan:
     """Find the fastest mix of repeats and swaps whose peak is within the limit.
+
+    One half of the time goes to sets of buffers, the other half to planning the best set once more.
 
     Args:
         program: the step.
         limit_bytes: for everything, inputs included.
         tier: where swapped buffers go.
-        plan: searches a schedule. One half of the time goes to sets of buffers, the other half to
-            planning the best set once more.
         time_limit_seconds: for all planning; a limit that is hard to reach takes up to twice that.
+        options: the other `SearchOptions`, for each search.
 
     Raises:
         DoesNotFit: even with every buffer swapped.
     """
+    open_evaluator(program, cache_dir=options.get("cache_dir"))  # compiles before the clock starts
     deadline = time.monotonic() + time_limit_seconds
-    search = _Search(program, limit_bytes, tier, plan)
+    search = _Search(program, limit_bytes, tier, options)
     plain = search.judge(Arrangement(plain_schedule(program)))
     if plain is not None:
         return plain
     every = _candidates(program)
-    sets = [(search.hidden, _hidden(program, every, tier)), (search.waiting, every)]
-    if search.is_hopeless(every):
-        sets = [(search.waiting, ())]  # one plan, to be refused with a reason
-    for attempt, candidates in sets:
+    sets = [(True, _hidden(program, every, tier)), (False, every)]
+    if least_peak(search.offer(every, hidden=False).program).peak_bytes > limit_bytes:
+        sets = [(False, [])]  # an op is above the limit by itself: one plan tells which
+    for hidden, candidates in sets:
+        attempt = partial(search.attempt, hidden=hidden)
         best_of_set = _best_of_some(attempt, candidates, time_limit_seconds / 2)
         if best_of_set is not None:
             best, buffers = best_of_set
@@ -392,41 +362,40 @@ def _hidden(program: Program, candidates: Sequence[int], tier: Tier) -> list[int
 
 
 class _Search:
-    """Turns sets of buffers into judged plans for one program, limit and tier."""
+    """Turns sets of buffers into judged plans for one program, limit and tier.
 
-    def __init__(self, program: Program, limit_bytes: int, tier: Tier, plan: Planner) -> None:
-        self.program, self.limit_bytes, self.tier, self.plan = program, limit_bytes, tier, plan
+    A set is either hidden, which offers only buffers whose copies out are done in time, or each
+    copy is waited for at once.
+    """
+
+    def __init__(
+        self, program: Program, limit_bytes: int, tier: Tier, options: dict[str, Any]
+    ) -> None:
+        self.program, self.limit_bytes = program, limit_bytes
+        self.tier, self.options = tier, options
         self.refused = DoesNotFit("no plan was tried")
 
-    def hidden(self, buffers: Sequence[int], seconds: float) -> SwapPlan | None:
-        """With buffers offered whose copies out are done in time."""
-        aways = when_away(self.program, buffers, self.tier, only_hidden=True)
-        share = max(1 - 1 / self.tier.slowdown, _HIDDEN_SHARE)
-        return self._attempt(aways, share, seconds)
+    def offer(self, buffers: Sequence[int], *, hidden: bool) -> Offered:
+        program, tier = self.program, self.tier
+        if hidden:
+            aways = when_away(program, buffers, tier, only_hidden=True)
+            share = max(1 - 1 / tier.slowdown, _HIDDEN_SHARE)
+        else:
+            aways, share = {buffer: program.producers[buffer] + 1 for buffer in buffers}, 1.0
 
-    def waiting(self, buffers: Sequence[int], seconds: float) -> SwapPlan | None:
-        """With buffers offered whose copies are waited for at once."""
-        return self._attempt(self._at_once(buffers), 1.0, seconds)
-
-    def is_hopeless(self, buffers: Sequence[int]) -> bool:
-        """Whether an op is above the limit by itself, even with all these buffers away."""
-        offered = self._offer(self._at_once(buffers), 1.0)
-        return least_peak(offered.program).peak_bytes > self.limit_bytes
-
-    def _at_once(self, buffers: Sequence[int]) -> dict[int, int]:
-        return {buffer: self.program.producers[buffer] + 1 for buffer in buffers}
-
-    def _offer(self, aways: dict[int, int], share: float) -> Offered:
         def fetch_seconds(size_bytes: int) -> float:
-            copies = self.tier.out_seconds(size_bytes) + self.tier.in_seconds(size_bytes)
-            return share * copies + self.tier.swap_calls_seconds
+            copies = tier.out_seconds(size_bytes) + tier.in_seconds(size_bytes)
+            return share * copies + tier.swap_calls_seconds
 
-        return offer(self.program, aways, fetch_seconds=fetch_seconds)
+        return offer(program, aways, fetch_seconds=fetch_seconds)
 
-    def _attempt(self, aways: dict[int, int], share: float, seconds: float) -> SwapPlan | None:
-        offered = self._offer(aways, share)
+    def attempt(self, buffers: Sequence[int], seconds: float, *, hidden: bool) -> SwapPlan | None:
+        """The best plan found with these buffers offered, or None if none is within the limit."""
+        offered = self.offer(buffers, hidden=hidden)
         try:
-            planned = self.plan(offered.program, self.limit_bytes, time_limit_seconds=seconds)
+            planned = plan_schedule(
+                offered.program, self.limit_bytes, time_limit_seconds=seconds, **self.options
+            )
         except DoesNotFit as refused:
             # Without its schedule, which is of the offered program.
             self.refused = DoesNotFit(str(refused), smallest_bytes=refused.smallest_bytes)
@@ -441,9 +410,6 @@ class _Search:
         """What an arrangement costs, or None if it is above the limit."""
         swapped = arrangement.apply(self.program)
         schedule = plain_schedule(swapped.program)
-        peak_bytes = replay_schedule(swapped.program, schedule).peak_bytes
-        if peak_bytes > self.limit_bytes:
+        if replay_schedule(swapped.program, schedule).peak_bytes > self.limit_bytes:
             return None
-        return SwapPlan(
-            arrangement, swapped, peak_bytes, lane_seconds(swapped, schedule, self.tier)
-        )
+        return SwapPlan(arrangement, lane_seconds(swapped, schedule, self.tier))

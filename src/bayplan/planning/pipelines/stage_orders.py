@@ -26,7 +26,6 @@ from bayplan.data.plan import LiveValue, StageOrder, StepOrder
 from bayplan.data.program import Op, Program
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.decisions import decisions_of
-from bayplan.planning.memory.native_evaluator import compile_inner_loop
 from bayplan.planning.memory.orders import KeptOrder, arrange, order_of, pack_variants
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.pipelines.step_source import PackableStep, TracedStage
@@ -173,13 +172,12 @@ class StageSearch:
             in_flight: how many micro-batches are past their forward at once.
             budget_bytes: for what all of them hold and what passes.
         """
-        variants = self._variants(traced)
+        variants = pack_variants(traced.step, may_pack=self.may_pack)
         plain = [self.plain(traced, packs) for packs in variants]
         known = [*plain, *self._known(traced, in_flight)]
         fitting = [fit for fit in known if fit.memory.needed_bytes(in_flight) <= budget_bytes]
         if plain[0] in fitting:
             return plain[:1]  # nothing is faster than to keep all as it is
-        compile_inner_loop(self.cache)
         attempt = partial(self._attempt, traced, in_flight, budget_bytes)
         tries = [
             (packs, cap_bytes)
@@ -220,7 +218,7 @@ class StageSearch:
             return None  # proven, and time saved; swaps may beat that bound
         try:
             arrangement = arrange(
-                capped, limit_bytes, tier=self.tier, cache=self.cache, time_limit_seconds=seconds
+                capped, limit_bytes, self.tier, cache_dir=self.cache, time_limit_seconds=seconds
             )
         except DoesNotFit:
             return None
@@ -246,8 +244,7 @@ class StageSearch:
         The one that needs least is kept on disk, as are those of the limit that a refusal names. So
         whoever comes back finds them again, however little the search gets done in its time.
         """
-        compile_inner_loop(self.cache)
-        variants = self._variants(traced)
+        variants = pack_variants(traced.step, may_pack=self.may_pack)
         plain = [self.plain(traced, packs) for packs in variants]
         fits = [*plain, *self._known(traced, in_flight)]
         shares = _SQUEEZES if in_flight > 1 else _SQUEEZES[:1]
@@ -327,9 +324,6 @@ class StageSearch:
             free.update(program.movable)
         kept = held_buffers(program, plain_schedule(program)) - (free - program.outputs)
         return sum(program.buffers[buffer] for buffer in kept)
-
-    def _variants(self, traced: TracedStage) -> list[tuple[str, ...]]:
-        return pack_variants(traced.step) if self.may_pack else [()]
 
 
 def _caps(plain: Fit, least_bytes: int, in_flight: int, budget_bytes: int) -> list[int]:

@@ -240,5 +240,5 @@ def test_a_plan_for_a_cluster_is_replayed_there(own_planner_cache):
 
 def test_ranks_of_other_machines_are_not_started(own_planner_cache):
     plan = bayplan.plan("alexnet", 4, placement="0:0.1:0", cluster="titanv-2x8", optimizer="sgd")
-    with pytest.raises(bayplan.BayplanError, match="names 2 nodes.*torchrun --nnodes 2"):
+    with pytest.raises(bayplan.BayplanError, match=r"names 2 nodes.*torchrun --nnodes 2"):
         bayplan.run(plan)

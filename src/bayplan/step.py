@@ -41,7 +41,7 @@ AUTOCASTS = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _nothing(_: object) -> None:
-    """Listen to nothing."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,13 +176,9 @@ def measured_workspaces(
 def scale_workspaces(
     profile: Profile, graph: StepGraph, step: TrainingStep, *, optimizer: OptimizerSource
 ) -> Profile:
-    """A scaled profile whose scratch memory is measured where it could decide the peak.
+    """A profile scaled from another batch size, with scratch memory measured where it matters.
 
-    Args:
-        profile: of the graph, scaled from another batch size.
-        graph: the step.
-        step: what it was captured from.
-        optimizer: as for `bayplan.capture`.
+    That is where it could decide the peak.
     """
     granularity_bytes = granularity_of(next(step.model.parameters()).device.type)
     nodes = nodes_that_may_set_the_peak(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -39,7 +39,6 @@ from bayplan.tracing.traced_step import MemoryContext, Price
 from bayplan.tracing.tracer import Locator, StepTracer, count_flops
 
 __all__ = [
-    "CallPrices",
     "DerivedCosts",
     "RankPrices",
     "StagePrices",
@@ -70,16 +69,6 @@ def measured_prices(
         yield OperatorCosts(meter, clock_function(clock, device), known)
 
 
-class CallPrices(Protocol):
-    """Prices of single calls: measured (`OperatorCosts`) or derived (`DerivedCosts`)."""
-
-    def price(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[float, int]:
-        """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
-        ...
-
-
 @dataclass(frozen=True)
 class DerivedCosts:
     """Prices from a device's description; what a kernel needs for itself is not known there."""
@@ -89,23 +78,24 @@ class DerivedCosts:
 
     def __call__(self, node: fx.Node) -> tuple[float, int]:
         assert callable(node.target), "a joint graph calls functions only"
-        return self._price(node.target, *arguments_of(node), made=node.meta["val"])
+        return self.price(node.target, *arguments_of(node), made=node.meta["val"])
 
     def price(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made: Any = None
     ) -> tuple[float, int]:
-        return self._price(operator, args, kwargs, made=None)
+        """Seconds and workspace bytes of one call on fake tensors.
 
-    def _price(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made: Any
-    ) -> tuple[float, int]:
-        """The same; what was made tells the fake mode of a call without tensors."""
+        Where no argument is a tensor, what was made tells the fake mode.
+        """
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self._known:
             graph = _operators(operator, args, kwargs, _mode_of((args, kwargs, made)))
             seconds = 0.0 if graph is None else sum(derive_profile(graph, self.kind).seconds)
             self._known[signature] = seconds
         return self._known[signature], 0
+
+
+RankPrices = OperatorCosts | DerivedCosts  # measured or derived; of nodes and of single calls
 
 
 @contextmanager
@@ -140,7 +130,7 @@ def scaled_prices(
 
 
 def seconds_of_nodes(
-    step: TrainingStep, nodes: Collection[int], costs: CallPrices, *, optimizer: OptimizerSource
+    step: TrainingStep, nodes: Collection[int], costs: RankPrices, *, optimizer: OptimizerSource
 ) -> float:
     """What some nodes of a captured step take, priced one by one."""
     seconds: list[float] = []
@@ -184,12 +174,6 @@ def _operators(
 
 _PRICED_FLOPS = 3e11  # of all samples; more would take minutes to price
 _FEWEST = 2  # samples; one may take other kernels than many
-
-
-class RankPrices(CallPrices, Protocol):
-    """Prices of nodes and of single calls."""
-
-    def __call__(self, node: fx.Node) -> tuple[float, int]: ...
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import measured_workspaces
-from bayplan.costing.pricing import CallPrices, seconds_of_nodes
+from bayplan.costing.pricing import RankPrices, seconds_of_nodes
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
@@ -147,7 +147,7 @@ def update_cost(
     parameters: Sequence[torch.Tensor],
     optimizer: OptimizerSource,
     *,
-    prices: AbstractContextManager[CallPrices],
+    prices: AbstractContextManager[RankPrices],
     granularity_bytes: int,
 ) -> UpdateCost:
     """Price an update of parameters, which may take no memory, operator by operator."""

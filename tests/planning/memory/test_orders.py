@@ -96,6 +96,17 @@ def test_share_is_of_the_peak_that_is_given(traced, tmp_path):
     assert order.plain_peak_bytes == 2 * plain_bytes
 
 
+def test_kept_order_is_not_taken_for_another_plain_peak(traced, tmp_path):
+    """What it saves is told against that peak: a kept order once told it against another."""
+    plain_bytes = plain_peak_bytes(traced)
+    limit = Limit(size_bytes=int(0.7 * plain_bytes))
+    first = FastestWithin(limit, tmp_path, time_limit_seconds=0.5)(traced)
+    other = FastestWithin(
+        limit, tmp_path, time_limit_seconds=0.5, plain_peak_bytes=2 * plain_bytes
+    )(traced)
+    assert (first.plain_peak_bytes, other.plain_peak_bytes) == (plain_bytes, 2 * plain_bytes)
+
+
 def test_same_step_is_planned_once(traced, tmp_path, monkeypatch):
     decide = within(0.7, tmp_path)
     order = decide(traced)

@@ -176,7 +176,8 @@ class FastestWithin:
 
     def _key(self, program: Program, limit_bytes: int) -> str:
         settings = (limit_bytes, self.time_limit_seconds, self.may_pack, self.tier)
-        parts = (program.fingerprint, *settings, self.machine)
+        # The plain peak as well: a kept order says what it saves.
+        parts = (program.fingerprint, *settings, self.plain_peak_bytes, self.machine)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

@@ -409,10 +409,7 @@ class PreparedStep:
 
     @property
     def half_precision(self) -> str | None:
-        """The mixed precision to offer: bf16 needs no loss scaling, older GPUs cannot compute it.
-
-        A processor takes bf16, slowly where it has no instructions for it.
-        """
+        """The mixed precision to offer: bf16 needs no loss scaling, old GPUs cannot compute it."""
         if self.device is not None:
             words = (("bfloat16", "bf16"), ("float16", "fp16"))
             return next((word for dtype, word in words if dtype in self.device.flops_per_s), None)

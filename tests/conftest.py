@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.plan import Stage
+from bayplan.data.plan import Stage, StepOrder
 from bayplan.data.program import Program
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.fitted import bind
@@ -172,6 +172,25 @@ def bind_to(context: MemoryContext) -> Callable[..., PlannedBackend]:
 def digests() -> Callable[..., Digests]:
     """Sum up a training: `digests(build, prepare=lambda step: None, num_steps=2)`."""
     return train_digests
+
+
+@pytest.fixture
+def assert_same(digests, bind_to) -> Callable[..., StepOrder]:
+    """Train plainly and as decided; returns the order it was trained in."""
+
+    def check(build: Callable[[], Any], decide: Decide, space: SwapSpace | None = None, **how: Any):
+        bound = []
+        plain = digests(build, **how)
+        planned = digests(
+            build, prepare=lambda step: bound.append(bind_to(step, decide, space=space)), **how
+        )
+        different = [name for name in plain if plain[name] != planned.get(name)]
+        assert not different
+        assert plain.keys() == planned.keys()
+        (order,) = bound[0].orders
+        return order
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ Losses, gradients, buffers, parameters and the random state are compared after e
 reference models are shrunk: other depths of ResNet are made of the same blocks.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from bayplan.planning.memory.strategies import checkpoint, keep, ome, swap
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Tier
-from bayplan.tracing.traced_step import Decide, TracedStep
+from bayplan.tracing.traced_step import TracedStep
 
 FAST = Tier(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 SMALL: dict[str, Any] = {"num_layers": 2, "num_heads": 2, "width": 16, "context": 16}
@@ -165,25 +164,6 @@ def build_transformer(name: str):
 @pytest.fixture(params=["mixed", pytest.param("gpt", marks=pytest.mark.slow)])
 def build(request):
     return build_mixed if request.param == "mixed" else REFERENCE_MODELS["gpt"]
-
-
-@pytest.fixture
-def assert_same(digests, bind_to) -> Callable[..., StepOrder]:
-    """Train plainly and as decided; returns the order it was trained in."""
-
-    def check(build: Callable[[], Any], decide: Decide, space: SwapSpace | None = None, **how: Any):
-        bound = []
-        plain = digests(build, **how)
-        planned = digests(
-            build, prepare=lambda step: bound.append(bind_to(step, decide, space=space)), **how
-        )
-        different = [name for name in plain if plain[name] != planned.get(name)]
-        assert not different
-        assert plain.keys() == planned.keys()
-        (order,) = bound[0].orders
-        return order
-
-    return check
 
 
 @pytest.fixture

@@ -287,3 +287,59 @@ def test_a_call_after_backward_comes_when_all_gradients_are_there():
         weight.register_post_accumulate_grad_hook(ready)
     (weights[0] * weights[1] * weights[2]).sum().backward()
     assert seen == ["first", [True] * 3]
+
+
+# Calls of operators.
+
+
+def test_call_of_an_overload_runs_that_overload():
+    overload = torch.ops.aten.add.Tensor
+    assert isinstance(overload, torch_compat.OpOverload)
+    call = torch_compat.call_of_overload(overload)
+    assert torch.equal(call(torch.ones(2), 1, alpha=2), torch.full((2,), 3.0))
+
+
+def test_below_autograd_nothing_is_recorded_but_changes_are_counted():
+    x = torch.ones(2, requires_grad=True)
+    y = torch.ones(2)
+    version = y._version
+    with torch_compat.below_autograd():
+        assert not (x * 2).requires_grad
+        y.add_(1)
+    assert y._version == version + 1  # autograd checks what it saved by these
+    assert (x * 2).requires_grad
+
+
+# Fake kernels.
+
+
+def test_a_fake_kernel_can_be_replaced_and_calls_torchs_own(monkeypatch):
+    from torch._decomp import decomposition_table, meta_table
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    operator = torch.ops.aten.native_group_norm.default
+    decomposed = decomposition_table[operator]
+    monkeypatch.setitem(meta_table, operator, decomposed)  # both are put back afterwards
+    monkeypatch.setitem(op_implementations_dict, operator, decomposed)
+    torch_compat.set_fake_kernel(
+        operator, lambda otherwise, *args: (otherwise(*args)[0].double(), None, None)
+    )
+    with torch_compat.FakeTensorMode():
+        image = torch.ones(2, 4, 3)
+        assert operator(image, None, None, 2, 4, 3, 2, 1e-5)[0].dtype == torch.float64
+    assert decomposition_table[operator] is decomposed  # which other compilers use
+    monkeypatch.undo()
+    torch_compat.FakeTensorMode.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.ones(2, 3, 4, 5), torch.contiguous_format),
+        (torch.ones(2, 3, 4, 5).transpose(2, 3), torch.contiguous_format),
+        (torch.ones(2, 4, 5, 3).permute(0, 3, 1, 2), torch.channels_last),
+        (torch.ones(2, 4, 5, 6, 3).permute(0, 4, 1, 2, 3), torch.channels_last_3d),
+    ],
+)
+def test_memory_format_that_kernels_see(tensor, expected):
+    assert torch_compat.suggested_format(tensor) == expected

@@ -182,3 +182,88 @@ def test_forward_that_logs_is_compiled_as_one_graph():
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())
+
+
+def test_backward_is_traced_without_the_forwards_autocast():
+    from functorch.compile import default_partition
+
+    dtypes = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        products = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        dtypes.extend(node.meta["val"].dtype for node in products)
+        return default_partition(joint, inputs, **options)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_compat.compile_joint(
+            module, inputs, partition=partition, compile_graph=lambda graph, _: graph
+        )
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            return gradient.float() @ w.t(), x.t() @ gradient.float()
+
+    weight = nn.Parameter(torch.ones(3, 3))
+    call = torch.compile(lambda x: Product.apply(x, weight), backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = call(torch.ones(2, 3, requires_grad=True))
+    output.sum().backward()
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_backward_may_keep_its_graph_after_one_that_did_not():
+    from functorch.compile import default_partition
+
+    kept = []
+
+    def compile_graph(graph: fx.GraphModule, _):
+        def run(arguments):
+            kept.append(torch_compat.is_graph_kept())
+            return graph(*arguments)
+
+        return torch_compat.boxed(run)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_compat.compile_joint(
+            module, inputs, partition=default_partition, compile_graph=compile_graph
+        )
+
+    model = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.GELU()), backend=backend)
+    for retain in (False, True):
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward(retain_graph=retain)
+    loss.backward()
+    assert kept == [False, False, False, True, False]  # forward, backward, and so on
+
+
+def test_faults_of_the_compiler_are_told_from_those_of_what_it_compiled():
+    def backend(module: fx.GraphModule, inputs):
+        raise KeyError("x")
+
+    with pytest.raises(Exception, match="KeyError") as raised:
+        torch.compile(nn.Linear(3, 3), backend=backend)(torch.ones(2, 3))
+    assert torch_compat.is_compile_fault(raised.value)
+    assert isinstance(torch_compat.compile_fault(raised.value), KeyError)
+    assert not torch_compat.is_compile_fault(KeyError("x"))
+
+
+def test_under_a_mode_nothing_is_compiled_and_its_class_is_known():
+    class Seeing(torch_compat.OperatorWatch):
+        def run(self, func, /, *args, **kwargs):
+            return func(*args, **kwargs)
+
+    compiled = torch.compile(nn.Linear(3, 3), backend="eager", fullgraph=True)
+    with Seeing():
+        modes = torch_compat.dispatch_modes()
+        with pytest.raises(RuntimeError) as raised:
+            compiled(torch.ones(2, 3))
+    assert modes[-1].endswith("Seeing")
+    assert torch_compat.is_compile_fault(raised.value)
+    assert torch_compat.dispatch_modes() == []

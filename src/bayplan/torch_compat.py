@@ -1,18 +1,20 @@
-"""Every use of torch's private names, in one file, so that a new release breaks in one place.
+"""Torch's private names, in one place, so that a new release breaks in one place.
 
-Attributes of torch's objects included. Each has a test of its own in `tests/test_torch_compat*.py`
-that says what we rely on.
+Attributes of torch's objects included. `torch_answers.py` has those for what code is told while it
+is traced. Each has a test of its own in `tests/test_torch_compat*.py` or
+`tests/tracing/test_values.py` that says what we rely on.
 """
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,31 +23,41 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "OperatorWatch",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "after_backward",
+    "below_autograd",
     "boxed",
     "call_of_module",
+    "call_of_overload",
     "changed_inputs",
     "compile_fault",
     "compile_joint",
     "compiled_call",
     "current_backward_sequence",
     "default_store",
+    "dispatch_modes",
     "fake_mode_of",
     "has_gradient_hooks",
     "ignore_logging",
     "is_bookkeeping",
+    "is_compile_fault",
     "is_faking",
+    "is_graph_kept",
     "is_tangent",
     "mutated_arguments",
     "next_forward_sequence",
@@ -53,7 +65,9 @@ __all__ = [
     "replayed_views",
     "running_eagerly",
     "set_compiled_call",
+    "set_fake_kernel",
     "storage_key",
+    "suggested_format",
     "tensors_in",
     "tree_leaves",
     "tree_map_only",
@@ -176,6 +190,34 @@ def replayed_views() -> AbstractContextManager[Any]:
     return torch.autograd._force_original_view_tracking(True)
 
 
+def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
+    """Replace what an operator does on fake tensors, for the process.
+
+    `rule` is called with torch's own fake kernel and the operator's arguments.
+    """
+    from torch._decomp import decomposition_table, meta_table
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    otherwise = decomposition_table[operator]
+
+    def run(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return rule(otherwise, *args, **kwargs)
+
+    # Operators with an entry here are not decomposed on fake tensors, but looked up in the other
+    # table. Decompositions stay what they are for other compilers.
+    meta_table.setdefault(operator, otherwise)
+    op_implementations_dict[operator] = run
+    FakeTensorMode.cache_clear()
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format that kernels take a tensor's layout for."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor)
+
+
 def compile_joint(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -187,18 +229,46 @@ def compile_joint(
 
     `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
     `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
-    Sizes that torch left open are taken as they are now.
+    Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
+    loops call it, whatever forward is traced under.
     """
     # Here: it takes a second to import, and most commands never trace.
+    from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    return aot_module_simplified(
-        module,
-        [_with_known_sizes(value) for value in inputs],
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
-        partition_fn=partition,
-    )
+    with config.patch(backward_pass_autocast="off"), _nothing_donated():
+        return aot_module_simplified(
+            module,
+            [_with_known_sizes(value) for value in inputs],
+            fw_compiler=compile_graph,
+            bw_compiler=compile_graph,
+            partition_fn=partition,
+        )
+
+
+@contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let torch know that backward overwrites nothing of what forward saved for it.
+
+    Else it refuses `retain_graph=True` in every backward after one without it.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    def nothing(*_: Any, **__: Any) -> list[int]:
+        return []
+
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = nothing
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward that runs now may be followed by another through the same forward."""
+    is_running = torch._C._current_graph_task_id() != -1
+    return is_running and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def ignore_logging() -> None:
@@ -256,6 +326,16 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return function
 
 
+def call_of_overload(operator: OpOverload) -> Callable[..., Any]:
+    """What calling an overload calls in turn."""
+    return operator._op
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Run operators without asking autograd for each whether it records; to be entered at once."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def running_eagerly() -> AbstractContextManager[Any]:
     """Let what `torch.compile` has made run as it was written; to be entered at once.
 
@@ -271,6 +351,19 @@ def compile_fault(fault: BaseException) -> BaseException:
     from torch._dynamo.exc import BackendCompilerFailed
 
     return fault.inner_exception if isinstance(fault, BackendCompilerFailed) else fault
+
+
+def is_compile_fault(fault: BaseException) -> bool:
+    """Whether an error was raised while torch compiled, and not by what it compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    # The second is a plain RuntimeError, where torch did not even begin.
+    return isinstance(fault, TorchDynamoException) or "found no compiled frames" in str(fault)
+
+
+def dispatch_modes() -> list[str]:
+    """The classes of the modes that see every operator here, the innermost last."""
+    return [type(mode).__qualname__ for mode in _get_current_dispatch_mode_stack()]
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -9,7 +9,8 @@
   up the same numbers as plain training. A repeat sets the saved state, draws, and restores the
   generator.
 - BatchNorm updates its running statistics once. Training does not compute with them, so it is
-  repeated without them or, where that gives the same bits, from the saved batch statistics.
+  repeated without them (or with others, where they decide what dtype it computes in) or, where that
+  gives the same bits, from the saved batch statistics.
 - Synchronised BatchNorm talks to other replicas, which would not expect it a second time. It is
   repeated from its saved statistics or not at all, and its gradient never.
 - Any other reader of a buffer that forward changes would read the new value, so it never repeats.
@@ -49,6 +50,7 @@ __all__ = [
     "PARTLY_ONLY",
     "PartialRepeat",
     "as_eager",
+    "batch_norm_again",
     "draw",
     "draw_again",
     "dropout",
@@ -184,10 +186,21 @@ def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[A
     if operator is draw:
         return draw_again, arguments
     if operator is aten._native_batch_norm_legit_functional.default and arguments[5]:
-        image, weight, bias, _, _, training, momentum, epsilon = arguments
+        image, weight, bias, mean, _, training, momentum, epsilon = arguments
+        if weight is bias is None:  # the running statistics alone say what dtype it computes in
+            return batch_norm_again, (image, mean.meta["val"].dtype, momentum, epsilon)
         form = aten._native_batch_norm_legit.no_stats
         return form, (image, weight, bias, training, momentum, epsilon)
     return operator, arguments
+
+
+def batch_norm_again(
+    image: torch.Tensor, dtype: torch.dtype, momentum: float, epsilon: float
+) -> tuple[torch.Tensor, ...]:
+    """A BatchNorm without parameters, with running statistics that nobody reads."""
+    running = image.new_zeros(2, image.shape[1], dtype=dtype).unbind()
+    rest = (True, momentum, epsilon)
+    return aten._native_batch_norm_legit.default(image, None, None, *running, *rest)
 
 
 # Channels or lengths, whatever is innermost, fill vector registers and leave a rest.
@@ -230,7 +243,7 @@ def partial_repeat(node: fx.Node) -> PartialRepeat | None:
     arguments = (image, weight, bias, parts[_MEAN][0], parts[_INVERSE_DEVIATION][0])
     if is_synchronised:  # so it was made in the first place
         arguments = (*arguments, node.args[-1])
-    elif not _normalises_alike(image, weight, bias):
+    elif not _normalises_alike(image, weight, bias, parts[_MEAN][0]):
         return None
     return PartialRepeat(normalise, arguments, parts[_OUTPUT][0])
 
@@ -241,12 +254,15 @@ def _parts(node: fx.Node, index: int) -> list[fx.Node]:
     ]
 
 
-def _normalises_alike(image: Any, weight: Any, bias: Any) -> bool:
+def _normalises_alike(image: Any, weight: Any, bias: Any, mean: Any) -> bool:
     """Whether `normalise` gives the bits of torch's kernel for such inputs.
 
-    On other devices, or with gaps between elements, torch computes in another way.
+    On other devices, with gaps between elements, or with statistics of another dtype than the
+    image, torch computes in another way.
     """
     value: torch.Tensor = image.meta["val"]
+    if value.dtype != mean.meta["val"].dtype:
+        return False
     formats = (torch.contiguous_format, _CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
     memory_format = next((f for f in formats if value.is_contiguous(memory_format=f)), None)
     if value.device.type != "cpu" or memory_format is None:

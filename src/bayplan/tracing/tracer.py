@@ -10,7 +10,7 @@ operator, so the forward's place is remembered by number.
 
 On fake tensors this gives the same operators and lifetimes as on real ones, and allocates nothing.
 Fake and real kernels agree almost everywhere (8,750 calls of torch's own sample inputs compared on
-the CPU); `true_output` corrects the few fake outputs that do not.
+the CPU); `fake_norms.py` and `true_output` correct the few fake outputs that do not.
 """
 
 import math
@@ -122,7 +122,6 @@ def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 
-_BATCH_NORM = aten.native_batch_norm.default
 _LSTM_LAYER = aten.mkldnn_rnn_layer.default
 _REDUCED_LOSSES = {
     aten.binary_cross_entropy.default,
@@ -140,10 +139,6 @@ def true_output(function: Any, args: tuple[Any, ...], output: Any) -> Any:
         num_elements = args[0].numel()
         if output.untyped_storage().nbytes() < num_elements * output.element_size():
             return output.new_empty(num_elements).resize_(())
-    elif function is _BATCH_NORM and args[1] is not None:
-        # Statistics have the dtype of the weight; fake ones that of the input.
-        normalized, *statistics = output
-        return normalized, *(figure.to(args[1].dtype) for figure in statistics)
     elif function is _LSTM_LAYER and args[0].dtype == torch.float32:
         *results, reserve = output
         if reserve.numel() == 0:

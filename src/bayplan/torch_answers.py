@@ -1,0 +1,276 @@
+"""What code hears while it is traced: the answers of plain training. Private names of torch.
+
+A forward may ask whether it is being compiled, whether its tensors are fake, or whether a mask is
+all ones. Told the truth about tracing, it would take another branch than plain training takes.
+
+1. `torch.compiler.is_compiling()` and its relatives are False for all code but torch's own.
+2. No tensor is fake for code that is not torch's.
+3. A branch on values of the batch (`if mask.all()`) goes the way of the batch that is there. That
+   is guarded: a batch that decides otherwise is traced anew. The guard computes what plain training
+   computes to decide, and the graph no longer does.
+
+All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3
+hold for backends that carry the mark `traces_as_eager`, and nobody else's.
+"""
+
+import dis
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["answer_as_eager", "unnoticed_fakes"]
+
+_TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
+
+
+class _NoTensorIsFake:
+    """What code that is not torch's finds under the name FakeTensor while a step is captured."""
+
+
+@contextmanager
+def unnoticed_fakes() -> Iterator[None]:
+    """Let libraries that ask whether a tensor is fake hear no, as they do in plain training.
+
+    transformers skips its checks of masks for fake tensors, and then computes something else. It
+    asks for the class as `torch._subclasses.FakeTensor`, so that name leads elsewhere meanwhile,
+    except for torch's own files.
+    """
+    home = torch._subclasses
+    if "FakeTensor" not in vars(home):  # hidden already, by whoever captures around us
+        yield
+        return
+
+    def found(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module {home.__name__!r} has no attribute {name!r}")
+        is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH_FILES)
+        return FakeTensor if is_torchs else _NoTensorIsFake
+
+    del home.FakeTensor
+    home.__getattr__ = found  # pyrefly: ignore[missing-attribute] - Python asks it for what is gone
+    try:
+        yield
+    finally:
+        del home.__getattr__  # pyrefly: ignore[missing-attribute]
+        home.FakeTensor = FakeTensor
+
+
+def answer_as_eager() -> None:
+    """Let code that our backends trace hear that nothing is compiled, as in plain training.
+
+    Dynamo answers `torch.compiler.is_compiling()` and its relatives with True wherever they are
+    asked, so a forward that asks would take another branch than in plain training. A backend of
+    ours carries the mark `traces_as_eager`; for all others, and for torch's own files, which need
+    to know, the answer stays. For the process, once: Dynamo has one table of answers.
+
+    What a stream captures is asked along with it; Dynamo fails on that where there is no GPU.
+    """
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for name in (
+        *("torch._utils.is_compiling", "torch._dynamo.external_utils.is_compiling"),
+        *("torch.compiler.is_compiling", "torch.compiler.is_dynamo_compiling"),
+        "torch.cuda.is_current_stream_capturing",
+    ):
+        home, _, attribute = name.rpartition(".")
+        asked = getattr(sys.modules[home], attribute)
+        handler = handlers.get(asked)
+        if not hasattr(handler, "bayplan_answer"):
+            handlers[asked] = _answering_as_eager(handler)
+    if not hasattr(TensorVariable.bool_impl, "bayplan_answer"):
+        torch.compiler.substitute_in_graph(torch.xpu.is_current_stream_capturing)(_not_capturing)
+        TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
+        TensorVariable.method_item = _told_truth(TensorVariable.method_item)
+        for translator in (InstructionTranslator, InliningInstructionTranslator):
+            for name, code in dis.opmap.items():
+                if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
+                    jump = translator.dispatch_table[code]
+                    translator.dispatch_table[code] = _jumping_by_values(jump)
+
+
+def _not_capturing() -> bool:
+    return False
+
+
+# Functions that ask only because Dynamo cannot trace what they do otherwise, which comes to the
+# same: transformers keeps the outputs it collects in a context variable.
+_ASK_TO_BE_TRACEABLE = {"CompileableContextVar.set"}
+
+
+def _answering_as_eager(handler: Callable[..., Any] | None) -> Callable[..., Any]:
+    def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        codes = [frame.f_code for frame in (tx, getattr(tx, "parent", None)) if frame is not None]
+        is_torchs = codes[0].co_filename.startswith(_TORCH_FILES)
+        is_harmless = not _ASK_TO_BE_TRACEABLE.isdisjoint(code.co_qualname for code in codes)
+        if is_torchs or is_harmless or not _traces_as_eager(tx.output.compiler_fn):
+            # None is Dynamo's for the rest of its rules.
+            return None if handler is None else handler(self, tx, *args, **kwargs)
+        from torch._dynamo.variables import ConstantVariable
+
+        return ConstantVariable.create(False)
+
+    answer.bayplan_answer = True  # pyrefly: ignore[missing-attribute] - so that it is put in once
+    return answer
+
+
+def _traces_as_eager(backend: Any) -> bool:
+    """Whether a backend is ours, under the wrapping that torch puts around it."""
+    while backend is not None:
+        if getattr(backend, "traces_as_eager", False):
+            return True
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "compiler_fn", None
+        )
+        backend = inner if inner is not backend else None
+    return False
+
+
+def _told_truth(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`bool(tensor)` and `tensor.item()` of a truth value that is known."""
+
+    def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        is_truth = method.__name__ == "bool_impl" or self.dtype is torch.bool
+        truth = _known_truth(tx, self) if is_truth else None
+        return (
+            method(self, tx, *args, **kwargs) if truth is None else ConstantVariable.create(truth)
+        )
+
+    answer.bayplan_answer = True  # pyrefly: ignore[missing-attribute]
+    return answer
+
+
+def _jumping_by_values(jump: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(self: Any, instruction: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable, TensorVariable
+
+        condition = self.stack[-1].realize()
+        if isinstance(condition, TensorVariable):
+            truth = _known_truth(self, condition)
+            if truth is not None:
+                self.stack[-1] = ConstantVariable.create(truth)
+        return jump(self, instruction)
+
+    return answer
+
+
+def _known_truth(tx: Any, condition: Any) -> bool | None:
+    """Which way a branch goes that Dynamo is about to trace; None where it is not ours to say."""
+    node = condition.as_proxy().node
+    if not _traces_as_eager(tx.output.compiler_fn) or node.graph is not tx.output.graph:
+        return None
+    return _truth_of_batch(node)
+
+
+_MOST_NODES = 64  # of a decision; more is a part of the model and not a check of its batch
+
+
+def _truth_of_batch(node: fx.Node) -> bool | None:
+    """The outcome of a branch that hangs on the batch alone, guarded for the batches to come."""
+    needed = _ancestors(node)
+    inputs = [each for each in needed if each.op == "placeholder"]
+    if len(needed) > _MOST_NODES or not all(map(_is_of_batch, inputs)):
+        return None
+    if any(each.op not in ("placeholder", "call_function", "call_method") for each in needed):
+        return None
+    for other in node.graph.nodes:
+        if _writes(other) and not needed.isdisjoint(_ancestors(other)):
+            return None
+    check = _cut_out(node, needed)
+    graphargs = [each.meta["grapharg"] for each in inputs]
+    with _disable_current_modes():
+        truth = _evaluate(check, [each.example for each in graphargs])
+    if truth is not None and inputs:  # what hangs on constants alone needs no guard
+        _guard([each.source for each in graphargs], check, truth)
+    return truth
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed from."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _is_of_batch(node: fx.Node) -> bool:
+    argument = node.meta.get("grapharg")
+    if argument is None or not argument.is_tensor or argument.source is None:
+        return False
+    is_models = isinstance(argument.example, nn.Parameter) or "L['self']" in argument.source.name
+    return isinstance(argument.example, torch.Tensor) and not is_models
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph changes a tensor, by the names that torch gives to these."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = name in ("setitem", "__setitem__") or name.startswith("__i")
+    is_augmented = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
+    return is_in_place or is_operator or (is_augmented and name != "is_") or "out" in node.kwargs
+
+
+def _cut_out(node: fx.Node, needed: set[fx.Node]) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for each in node.graph.nodes:
+        if each in needed:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+            copies[each].meta.clear()  # which holds fake tensors
+    graph.output(copies[node])
+    return fx.GraphModule(nn.Module(), graph)
+
+
+class _Pure(TorchDispatchMode):
+    """Stops at what may not be computed a second time: random numbers and changes in place."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(f"{func} is not the same twice")
+        return func(*args, **(kwargs or {}))
+
+
+def _evaluate(check: fx.GraphModule, values: Sequence[Any]) -> bool | None:
+    try:
+        with torch.no_grad(), _Pure():
+            return bool(check(*values))
+    except Exception:  # whatever it is, plain training meets it where it belongs
+        return None
+
+
+def _guard(sources: Sequence[Any], check: fx.GraphModule, truth: bool) -> None:
+    from torch._dynamo.guards import _get_closure_vars, install_guard
+
+    names = [source.name for source in sources]
+    codes: list[CodeType] = [compile(name, "<guard>", "eval") for name in names]
+
+    def BRANCH_ON_VALUES(builder: Any, guard: Any) -> None:
+        scope = {**_get_closure_vars(), "G": builder.scope["G"]}
+
+        def holds(local_names: dict[str, Any]) -> bool:
+            values = [eval(code, {**scope, "L": local_names}) for code in codes]
+            return _evaluate(check, values) is truth
+
+        text = f"a branch on {', '.join(names)} goes the way of {truth}"
+        builder.guard_manager.root.add_epilogue_lambda_guard(holds, [text], None)
+
+    install_guard(sources[0].make_guard(BRANCH_ON_VALUES))

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from memory.contest import Contest, Contestant
 
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.pricing import measured_prices
-from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StepOrder
 from bayplan.data.profile import Clock
@@ -59,7 +59,7 @@ class Ours:
         """Trace a step and price its operators here, by processor time."""
         context = MemoryContext(
             prices=partial(measured_prices, cache=cache, clock=Clock.CPU),
-            loss_bytes=loss_bytes(step),
+            loss=loss_memory(step),
             granularity_bytes=granularity_of("cpu"),
         )
         return cls(context, trace_step(step, context), plain_peak_bytes, cache)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bayplan.costing.catalogue import load_device
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.pricing import derived_prices
-from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.program import Program
 from bayplan.models import load
 from bayplan.models.gpt import GptConfig
@@ -67,7 +67,7 @@ def _program(build: Callable[[], Any]) -> Program:
     kind = load_device(_DEVICE)
     context = MemoryContext(
         prices=lambda _: derived_prices(kind),
-        loss_bytes=loss_bytes(step),
+        loss=loss_memory(step),
         granularity_bytes=kind.allocation_granularity_bytes,
     )
     return trace_step(step, context).with_packs().program

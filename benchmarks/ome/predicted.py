@@ -14,8 +14,8 @@ from ome.report import LARGEST_BATCHES, LIMIT_BYTES, REPORTED
 from ome.strategies import OURS, STRATEGIES, orders_of, references
 
 from bayplan.costing.catalogue import load_device
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.pricing import derived_prices
-from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.program import Program
 from bayplan.models import load
 from bayplan.planning.memory.largest_batch import AffineProgram
@@ -151,7 +151,7 @@ def _trace(name: str, batch: int) -> TracedStep:
     context = MemoryContext(
         prices=lambda _: derived_prices(_DEVICE),
         resident_bytes=2 * sum(p.numel() * p.element_size() for p in model.parameters()),
-        loss_bytes=loss_bytes(step),
+        loss=loss_memory(step),
         granularity_bytes=_DEVICE.allocation_granularity_bytes,
     )
     return trace_step(step, context)

@@ -15,8 +15,8 @@ from ome.report import LARGEST_BATCHES, LIMIT_BYTES, REPORTED
 from published.networks import build_inception_v4_without_norms, build_resnet_v2
 
 from bayplan.api import capture
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.pricing import free_prices
-from bayplan.costing.step_memory import loss_bytes
 from bayplan.data.live_memory import replay_memory
 from bayplan.devices.machine import granularity_of
 from bayplan.planning.memory.largest_batch import AffineProgram
@@ -112,7 +112,7 @@ def _program(batch: int):
     context = MemoryContext(
         prices=free_prices,
         resident_bytes=2 * sum(one.numel() * one.element_size() for one in model.parameters()),
-        loss_bytes=loss_bytes(step),
+        loss=loss_memory(step),
         granularity_bytes=granularity_of("cuda"),
     )
     return trace_step(step, context).with_packs().program

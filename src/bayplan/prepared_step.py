@@ -19,6 +19,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices
 from bayplan.costing.catalogue import device_names, load_device
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.measure import profile_step
 from bayplan.costing.pricing import (
     DerivedCosts,
@@ -32,20 +33,13 @@ from bayplan.costing.probe import probe_cpu
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import same_operators, scale_profile
 from bayplan.costing.step_memory import (
-    loss_bytes,
     outside_nodes,
     plain_peak_bytes,
     resident_bytes,
     update_bytes,
 )
 from bayplan.data.device import DeviceKind
-from bayplan.data.errors import (
-    BayplanError,
-    FileFault,
-    ForeignPlan,
-    UsageError,
-    did_you_mean,
-)
+from bayplan.data.errors import BayplanError, FileFault, ForeignPlan, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.plan import Plan, Request
@@ -62,20 +56,28 @@ from bayplan.devices.machine import (
 from bayplan.models.targets import Target, resolve_target
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.simulating.memory import simulate_step
-from bayplan.step import AUTOCASTS, OPTIMIZERS, Batch, LossFunction, TrainingStep
+from bayplan.step import (
+    AUTOCASTS,
+    OPTIMIZERS,
+    Batch,
+    LossFunction,
+    TrainingStep,
+    autocast_dtype,
+    check_model,
+)
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import OptimizerSource, build_without_memory, without_memory
+from bayplan.tracing.fake import (
+    OptimizerSource,
+    build_without_memory,
+    optimizer_source,
+    without_memory,
+)
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
 
-__all__ = [
-    "PreparedStep",
-    "prepare",
-    "replay",
-    "step_of_plan",
-]
+__all__ = ["PreparedStep", "prepare", "replay", "step_of_plan"]
 
 _NOT_COUNTED_ON_CUDA = (
     "the CUDA context",
@@ -118,15 +120,14 @@ def prepare(
             )
         target, size = resolve_target(model), batch
     else:
+        check_model(model, loss_fn)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
-    if autocast is not None and not isinstance(autocast, str) and autocast not in precision:
-        raise UsageError(f"autocast {autocast}: bayplan knows torch.bfloat16 and torch.float16")
     return PreparedStep(
         target=target,
         batch=size,
         optimizer="none" if optimizer is None else optimizer,
-        autocast=autocast if isinstance(autocast, str) else precision[autocast],
+        autocast=precision[autocast_dtype(autocast)],
         device=load_device(device) if isinstance(device, str) else device,
         **options,
     )
@@ -240,12 +241,8 @@ class PreparedStep:
     shared: _Shared = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for what, word, known in (
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("autocast", self.autocast, AUTOCASTS),
-        ):
-            if isinstance(word, str) and word not in known:
-                raise UsageError(f"no {what} {word!r}; {did_you_mean(word, known)}")
+        autocast_dtype(self.autocast)
+        optimizer_source(self.optimizer)
         if self.batch is not None and self.batch < 1:
             raise UsageError(f"--batch is {self.batch}; a step needs at least 1 sample")
         if self.batch is not None and not self.target.takes_batch_size:
@@ -312,10 +309,11 @@ class PreparedStep:
 
     def optimizer_source(self) -> OptimizerSource:
         """The optimizer as the device would run it: on CUDA, torch updates all in one call."""
-        if not isinstance(self.optimizer, str):
-            return self.optimizer
-        source = OPTIMIZERS[self.optimizer]
-        return partial(source, foreach=True) if source and self.device is not None else source
+        source = optimizer_source(self.optimizer)
+        by_word = isinstance(self.optimizer, str) and self.device is not None
+        if by_word and source is not None:
+            return partial(OPTIMIZERS[str(self.optimizer)], foreach=True)
+        return source
 
     @property
     def request(self) -> Request | None:
@@ -525,12 +523,14 @@ class PreparedStep:
     @cached_property
     def context(self) -> MemoryContext:
         """What counts in memory beside the traced graph."""
+        granularity_bytes = self.granularity_bytes
+        cache = cache_directory() if self.is_here else None
         return MemoryContext(
             prices=self._prices,
             resident_bytes=resident_bytes(self.graph),
-            loss_bytes=loss_bytes(self.step),
-            update_bytes=update_bytes(self.graph, granularity_bytes=self.granularity_bytes),
-            granularity_bytes=self.granularity_bytes,
+            loss=loss_memory(self.step, granularity_bytes=granularity_bytes, cache=cache),
+            update_bytes=update_bytes(self.graph, granularity_bytes=granularity_bytes),
+            granularity_bytes=granularity_bytes,
             updates=self._updates(),
         )
 

@@ -17,6 +17,7 @@ from bayplan.running.backend import steps_of
 from bayplan.running.swaps.swapping import SwapKind, SwapStep
 from bayplan.simulating.swaps import arrangement_of
 from bayplan.step import TrainingStep
+from bayplan.tracing.joint import LossMemory
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.traced_step import MemoryContext
 
@@ -122,7 +123,10 @@ def test_packed_variants_leave_the_graph_as_it_is():
 
 def test_memory_beside_the_graph_counts():
     context = MemoryContext(
-        prices=free_prices, resident_bytes=1000, loss_bytes=10_000, granularity_bytes=64
+        prices=free_prices,
+        resident_bytes=1000,
+        loss=LossMemory(peak_bytes=10_000),
+        granularity_bytes=64,
     )
     program = trace_step(step_of(), context).with_packs().program
     assert program.resident_bytes == 1000

@@ -11,7 +11,7 @@ from bayplan import torch_compat
 from bayplan.data.program import Op
 from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import make_repeatable
-from bayplan.tracing.joint import JointStep, MemoryContext, analyse_joint
+from bayplan.tracing.joint import JointStep, LossMemory, MemoryContext, analyse_joint
 
 
 class Stopped(Exception):
@@ -118,9 +118,20 @@ def test_loss_lies_between_and_makes_what_backward_begins_with():
     assert not set(loss.writes) & step.program.inputs
 
 
-def test_loss_counts_what_it_takes_over_its_tangent():
-    assert op_named(analysed(torch.sin, weight(3), loss_bytes=100), "loss").workspace_bytes == 88
-    assert op_named(analysed(torch.sin, weight(3), loss_bytes=5), "loss").workspace_bytes == 0
+@pytest.mark.parametrize(("peak_bytes", "scratch_bytes"), [(100, 88), (5, 0)])
+def test_loss_counts_what_it_takes_over_its_tangent(peak_bytes, scratch_bytes):
+    step = analysed(torch.sin, weight(3), loss=LossMemory(peak_bytes=peak_bytes))
+    assert op_named(step, "loss").workspace_bytes == scratch_bytes
+
+
+def test_what_the_loss_leaves_stays_to_the_end():
+    loss = LossMemory(peak_bytes=100, kept_bytes=30, beside_bytes=7)
+    step = analysed(torch.sin, weight(3), loss=loss, resident_bytes=50)
+    op = op_named(step, "loss")
+    kept = [buffer for buffer in op.writes if buffer in step.program.outputs]
+    assert [step.program.buffers[buffer] for buffer in kept] == [30]
+    assert op.workspace_bytes == 100 - 12 - 30
+    assert step.program.resident_bytes == 57
 
 
 def test_outputs_of_one_operator_are_buffers_of_their_own():

@@ -122,7 +122,8 @@ def made_up(fake: torch.Tensor) -> torch.Tensor:
     numel = fake.untyped_storage().nbytes() // fake.element_size()
     flat = torch.zeros(numel, dtype=fake.dtype, device=fake.device)
     if flat.is_floating_point() and numel:
-        flat.normal_().abs_()  # a root of negative numbers takes many times as long
+        # Some losses take 0 to 1 only; a root of negative numbers takes many times as long.
+        flat.uniform_()
     # Through the flat tensor: an expanded one cannot be written to.
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
 

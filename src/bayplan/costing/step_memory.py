@@ -1,19 +1,17 @@
 """What a step takes beside its traced graph, and its plain peak.
 
-A planned graph holds forward and backward. The optimizer's state and update, and the loss between
-forward and backward, run outside it and count as well: in memory, and the update in seconds.
+A planned graph holds forward and backward. The optimizer's state and update lie outside it and
+count as well: in memory, and the update in seconds. `loss_memory.py` adds what the loss takes.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from bayplan import torch_compat
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import measured_workspaces
 from bayplan.costing.pricing import RankPrices, seconds_of_nodes
@@ -21,15 +19,13 @@ from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.live_memory import replay_memory
-from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.step import TrainingStep
 from bayplan.tracing.capture import capture_step
-from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.tracing.fake import OptimizerSource, without_memory
 
 __all__ = [
     "UpdateCost",
     "derived_update_cost",
-    "loss_bytes",
     "outside_nodes",
     "plain_peak_bytes",
     "resident_bytes",
@@ -103,38 +99,6 @@ def outside_nodes(graph: StepGraph) -> frozenset[int]:
     return frozenset((*_update_nodes(graph), *range(last_forward + 1, first_backward)))
 
 
-def loss_bytes(step: TrainingStep) -> int:
-    """The most memory a loss takes over its inputs: its temporaries and the gradient it returns.
-
-    Zero where the model computes its own loss, which is then part of its graph.
-    """
-    if step.loss_fn is None:
-        return 0
-    with explained(), without_memory():
-        fake = fake_step(step, None)
-        inputs, targets = split_batch(fake.batch, fake.loss_fn)
-        with fake.precision():
-            output = call_model(fake.model, inputs)
-        leaves: list[torch.Tensor] = []
-
-        def detached(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            leaves.append(nn.Parameter(tensor.detach()))
-            return leaves[-1]
-
-        output = torch_compat.tree_map_only(torch.Tensor, detached, output)
-        alone = TrainingStep(
-            model=_Given(leaves, output),
-            batch=((), *targets) if targets else (),
-            loss_fn=fake.loss_fn,
-            autocast=fake.autocast,
-        )
-    graph = capture_step(alone)
-    given = sum(storage.size_bytes for storage in graph.storages if storage.born is None)
-    return replay_memory(graph, [0] * len(graph.nodes)).peak_bytes - given
-
-
 @dataclass(frozen=True)
 class UpdateCost:
     """Of one rank; bytes count over parameters, gradients and state."""
@@ -179,18 +143,6 @@ def _captured(
         model = _Parameters([nn.Parameter(torch.empty_like(parameter)) for parameter in parameters])
     step = TrainingStep(model=model, batch=())
     return step, capture_step(step, optimizer=optimizer)
-
-
-class _Given(nn.Module):
-    """A model whose outputs are its parameters."""
-
-    def __init__(self, leaves: list[torch.Tensor], output: Any) -> None:
-        super().__init__()
-        self.leaves = nn.ParameterList(leaves)
-        self.output = output
-
-    def forward(self) -> Any:
-        return self.output
 
 
 class _Parameters(nn.Module):

@@ -150,13 +150,23 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells programs apart by what a schedule depends on: ops and sizes, not their costs."""
-        shape = [
-            (op.name, op.reads, op.writes, op.can_repeat, op.takes_over, again.reads, again.writes)
-            for op, again in zip(self.ops, self.repeats, strict=True)
-        ]
-        ends = (self.first_backward, sorted(self.inputs), sorted(self.outputs))
-        return hashlib.sha256(repr((self.buffers, shape, ends)).encode()).hexdigest()[:24]
+        """Tells programs apart by what a schedule depends on: ops and sizes, not their costs.
+
+        What the caller makes for itself alone is a cost, too: its loss, say.
+        """
+        made = {buffer for op in self.ops if op.is_callers for buffer in op.writes}
+        own = (made & self.outputs).difference(*(op.reads for op in self.ops))
+        shape = []
+        for op, again in zip(self.ops, self.repeats, strict=True):
+            writes, made_again = (
+                tuple(b for b in w if b not in own) for w in (op.writes, again.writes)
+            )
+            shape.append(
+                (op.name, op.reads, writes, op.can_repeat, op.takes_over, again.reads, made_again)
+            )
+        buffers = tuple(size for b, size in enumerate(self.buffers) if b not in own)
+        ends = (self.first_backward, sorted(self.inputs), sorted(self.outputs - own))
+        return hashlib.sha256(repr((buffers, shape, ends)).encode()).hexdigest()[:24]
 
     @cached_property
     def repeats(self) -> tuple[Op, ...]:

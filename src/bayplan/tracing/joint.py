@@ -34,6 +34,7 @@ __all__ = [
     "OVERWRITES",
     "SWAPPER",
     "JointStep",
+    "LossMemory",
     "MemoryContext",
     "analyse_joint",
     "name_of_repeat",
@@ -49,6 +50,24 @@ def _no_prices(_: torch.device) -> AbstractContextManager[Price]:
     return nullcontext(lambda node: (0.0, 0))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossMemory:
+    """What a loss outside the graph takes.
+
+    Attributes:
+        peak_bytes: the most over its inputs: its temporaries and the gradient it hands to backward.
+        kept_bytes: of these, what stays until the step ends; the gradient for backward not counted.
+        beside_bytes: what is there during the whole step and is no input of the graph: targets.
+    """
+
+    peak_bytes: int = 0
+    kept_bytes: int = 0
+    beside_bytes: int = 0
+
+
+_NO_LOSS = LossMemory()
+
+
 @dataclass(frozen=True)
 class MemoryContext:
     """What surrounds a joint graph and counts in its memory.
@@ -57,8 +76,7 @@ class MemoryContext:
         prices: makes the function that prices operators, for a device.
         resident_bytes: memory that is always there beside the graph's inputs, such as the
             optimizer's state.
-        loss_bytes: memory of the loss over its input: its temporaries and the gradient it hands to
-            backward. It runs outside the graph, between forward and backward.
+        loss: what the loss takes, which runs outside the graph, between forward and backward.
         update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
             once backward is done; None where no update follows.
         granularity_bytes: the allocator's rounding of each buffer.
@@ -67,7 +85,7 @@ class MemoryContext:
 
     prices: Callable[[torch.device], AbstractContextManager[Price]] = _no_prices
     resident_bytes: int = 0
-    loss_bytes: int = 0
+    loss: LossMemory = _NO_LOSS
     update_bytes: int | None = None
     granularity_bytes: int = 1
     updates: ParameterUpdates | None = None
@@ -122,9 +140,14 @@ def analyse_joint(
     first_backward = next(
         (index for index, node in enumerate(nodes) if node in survey.after_tangents), len(nodes)
     )
+    kept: tuple[int, ...] = ()
     if survey.tangents:
-        loss = survey.callers_op("loss", forward_outputs, survey.tangents, context.loss_bytes)
-        ops.insert(first_backward, loss)
+        kept = survey.buffers_of_callers(context.loss.kept_bytes)
+        made = (*survey.tangents, *kept)
+        ops.insert(
+            first_backward,
+            survey.callers_op("loss", forward_outputs, made, context.loss.peak_bytes),
+        )
         nodes.insert(first_backward, None)
         first_backward += 1
     if survey.arrived:
@@ -139,8 +162,8 @@ def analyse_joint(
         ops=tuple(ops),
         first_backward=first_backward,
         inputs=frozenset(survey.inputs),
-        outputs=frozenset(survey.buffers_behind(outputs)) - survey.inputs,
-        resident_bytes=context.resident_bytes,
+        outputs=frozenset((*survey.buffers_behind(outputs), *kept)) - survey.inputs,
+        resident_bytes=context.resident_bytes + context.loss.beside_bytes,
     )
     return JointStep(
         graph=joint.graph,
@@ -228,6 +251,13 @@ class _Survey:
             can_repeat=False,
             is_callers=True,
         )
+
+    def buffers_of_callers(self, size_bytes: int) -> tuple[int, ...]:
+        """A buffer that the caller makes and holds, of which the graph knows nothing."""
+        if not size_bytes:
+            return ()
+        self.sizes.append(size_bytes)
+        return (len(self.sizes) - 1,)
 
     def buffers_behind(self, values: Iterable[Any]) -> tuple[int, ...]:
         """The buffers of the nodes among some values, each once."""

@@ -58,7 +58,7 @@ def test_list_of_inputs_is_emptied_and_torch_is_told_so():
 
 def test_wrong_number_of_inputs_is_refused():
     graph, _ = chain(1)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="unpack"):
         compile_graph(module_of(graph))([torch.ones(1), torch.ones(1)])
 
 
@@ -164,6 +164,32 @@ def test_nested_arguments_options_and_constants():
     assert y.tolist() == [4.0, 20.0]
     assert nothing is None
     assert again.tolist() == [1.0]
+
+
+def test_arguments_that_cannot_be_written_as_text():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    limits = graph.call_function(aten.clamp.default, (x, -float("inf"), float("inf")))
+    whole = graph.call_function(aten._to_copy.default, (limits,), {"dtype": torch.float64})
+    drawn = graph.call_function(lambda x, *, by: x * by[0]["two"], (whole,), {"by": [{"two": x}]})
+    graph.output((drawn, [drawn, {"x": x}]))
+    y, (same, nested) = compile_graph(module_of(graph))([torch.full((2,), 2.0)])
+    assert y is same
+    assert y.dtype is torch.float64
+    assert (y.tolist(), nested["x"].tolist()) == ([4.0, 4.0], [2.0, 2.0])
+
+
+def test_input_that_nobody_reads_is_released_at_once():
+    graph, alive = fx.Graph(), []
+    x, unread = graph.placeholder("x"), torch.ones(3)
+    graph.placeholder("unread")
+    look = graph.call_function(lambda x: alive.append(reference() is not None) or x, (x,))
+    graph.output((look,))
+    reference = weakref.ref(unread.untyped_storage())
+    inputs = [torch.ones(3), unread]
+    del unread
+    compile_graph(module_of(graph))(inputs)
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

@@ -1,45 +1,29 @@
 """Running a graph as plain calls of torch's own kernels, releasing every value after its last use.
 
-The graph is turned into a list of calls once; a run walks the list. Values live in numbered
-slots, and a slot is emptied right after the last call that reads it, inputs included: they arrive
-in a list that is emptied at once, so that nobody else holds them. The parts of a tuple are taken
-out as soon as it is made, because the tuple would keep all of them alive.
+The graph is written once as a straight Python function: one line for each operator, its values in
+local variables, and `del` right after the last line that reads one. Many kernels take microseconds,
+and walking a list of operators would take as long again. Inputs arrive in a list that is emptied at
+once, so that nobody else holds them. The parts of a tuple are taken out as soon as it is made,
+because the tuple would keep all of them alive.
+
+Values and constants are numbered in the text, and it quotes nothing: no string of a user's is ever
+run.
 """
 
+import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from bayplan import torch_compat
 from bayplan.rewriting.free import in_place_form
+from bayplan.running.direct_calls import direct_call
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
 
 __all__ = ["compile_graph"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands for a value in the arguments of a call."""
-
-    index: int
-
-
-class _Call(NamedTuple):
-    """A call, laid out so that little is left to do at its turn: many kernels take microseconds."""
-
-    function: Callable[..., Any]
-    constants: list[Any]  # all arguments, with gaps where values go
-    gaps: tuple[tuple[int, int], ...]  # position and slot of each value
-    nested: tuple[tuple[int, Any], ...]  # position and argument where values lie inside of lists
-    options: dict[str, Any]
-    has_values: bool  # among the options
-    target: int  # the slot of a plain result
-    parts: tuple[tuple[int, int], ...] | None  # position and slot of each part of a tuple
-    released: tuple[int, ...]  # slots to empty afterwards
 
 
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
@@ -47,114 +31,108 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
-    calls, inputs, outputs, constant_slots = _calls_of(module)
-
-    def run(arguments: list[Any]) -> list[Any]:
-        slots = constant_slots.copy()
-        for slot, argument in zip(inputs, arguments, strict=True):
-            slots[slot] = argument
-        argument = None
-        arguments.clear()
-        for (
-            function,
-            constants,
-            gaps,
-            nested,
-            options,
-            has_values,
-            target,
-            parts,
-            released,
-        ) in calls:
-            values = constants.copy()
-            for position, slot in gaps:
-                values[position] = slots[slot]
-            for position, thing in nested:
-                values[position] = _filled(thing, slots)
-            result = function(*values, **(_filled(options, slots) if has_values else options))
-            del values
-            if parts is None:
-                slots[target] = result
-            else:
-                for position, slot in parts:
-                    slots[slot] = result[position]
-            del result
-            for slot in released:
-                slots[slot] = None
-        return [_filled(output, slots) for output in outputs]
-
-    return torch_compat.boxed(run)
+    writer = _Writer(module)
+    text = "\n".join(writer.lines())
+    exec(compile(text, "<bayplan step>", "exec"), writer.names)  # noqa: S102 - see above
+    return torch_compat.boxed(writer.names["run"])
 
 
-def _filled(thing: Any, slots: list[Any]) -> Any:
-    if type(thing) is _Slot:
-        return slots[thing.index]
-    if type(thing) is list or type(thing) is tuple:
-        return type(thing)(_filled(part, slots) for part in thing)
-    if type(thing) is dict:
-        return {key: _filled(part, slots) for key, part in thing.items()}
-    return thing
+class _Writer:
+    """Writes a graph as a function; `names` is what its text refers to."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.names: dict[str, Any] = {"below_autograd": torch_compat.below_autograd}
+        self._module = module
+        self._nodes = list(module.graph.nodes)
+        self._name_of = {node: f"v{index}" for index, node in enumerate(self._nodes)}
+        self._constants: dict[int, str] = {}  # by identity; `names` keeps them alive
+
+    def lines(self) -> Iterator[str]:
+        inputs = [self._name_of[node] for node in self._nodes if node.op == "placeholder"]
+        yield "def run(arguments):"
+        yield f"  [{', '.join(inputs)}] = arguments"
+        yield "  arguments.clear()"
+        yield "  with below_autograd():"
+        released, unpacked = _releases(self._nodes), set[fx.Node]()
+        for node in self._nodes:
+            if node.op == "placeholder":
+                yield from self._released([value for value in released[node] if value is node])
+            elif node.op == "get_attr":
+                self._name_of[node] = self._constant(getattr(self._module, str(node.target)))
+            elif node.op == "call_function" and node not in unpacked:
+                takers = [user for user in node.users if user.target is operator.getitem]
+                gone = list(released[node])
+                yield f"    {self._name_of[node]} = {self._call(node)}"
+                if takers and len(takers) == len(node.users):
+                    unpacked.update(takers)
+                    for user in takers:
+                        yield f"    {self._name_of[user]} = {self._name_of[node]}[{user.args[1]}]"
+                        gone += [value for value in released[user] if value is not node]
+                    gone.append(node)
+                yield from self._released(gone)
+            elif node.op == "output":
+                outputs = list(node.args[0])
+                yield f"    return [{', '.join(map(self._written, outputs))}]"
+
+    def _released(self, nodes: list[fx.Node]) -> Iterator[str]:
+        names = [self._name_of[node] for node in nodes if node.op != "get_attr"]
+        if names:
+            yield f"    del {', '.join(dict.fromkeys(names))}"
+
+    def _call(self, node: fx.Node) -> str:
+        function: Any = node.target
+        overwritten = node.meta.get(OVERWRITES)
+        if overwritten is not None:
+            function = in_place_form(function, overwritten)
+        if SWAPPER in node.meta:
+            function = partial(function, node.meta[SWAPPER])
+        function = direct_call(function, node.args, node.kwargs)
+        arguments = [self._written(value) for value in node.args]
+        arguments += [f"{name}={self._written(value)}" for name, value in node.kwargs.items()]
+        return f"{self._constant(function)}({', '.join(arguments)})"
+
+    def _written(self, thing: Any) -> str:
+        """An argument as text; lists of plain numbers are made once."""
+        if isinstance(thing, fx.Node):
+            return self._name_of[thing]
+        if isinstance(thing, list | tuple) and _has_nodes(thing):
+            parts = "".join(f"{self._written(part)}, " for part in thing)
+            return f"({parts})" if isinstance(thing, tuple) else f"[{parts}]"
+        if isinstance(thing, dict) and _has_nodes(thing):
+            pairs = (
+                f"{self._written(key)}: {self._written(value)}" for key, value in thing.items()
+            )
+            return f"{{{', '.join(pairs)}}}"
+        is_finite = type(thing) is float and math.isfinite(thing)
+        if thing is None or is_finite or type(thing) in (bool, int):
+            return repr(thing)
+        return self._constant(_plain(thing))
+
+    def _constant(self, thing: Any) -> str:
+        if id(thing) not in self._constants:
+            name = f"c{len(self._constants)}"
+            self._constants[id(thing)] = name
+            self.names[name] = thing
+        return self._constants[id(thing)]
 
 
-def _has_slot(thing: Any) -> bool:
+def _has_nodes(thing: Any) -> bool:
     if isinstance(thing, list | tuple):
-        return any(map(_has_slot, thing))
+        return any(map(_has_nodes, thing))
     if isinstance(thing, dict):
-        return any(map(_has_slot, thing.values()))
-    return isinstance(thing, _Slot)
+        return any(map(_has_nodes, thing.values()))
+    return isinstance(thing, fx.Node)
 
 
-def _calls_of(module: fx.GraphModule) -> tuple[list[_Call], list[int], list[Any], list[Any]]:
-    """Calls, the slots of inputs, outputs, and all slots with the constants in theirs."""
-    nodes = list(module.graph.nodes)
-    slots: list[Any] = [None] * len(nodes)
-    slot_of = {node: index for index, node in enumerate(nodes)}
-    released = _releases(nodes)
-    inputs = [slot_of[node] for node in nodes if node.op == "placeholder"]
-    calls, outputs, unpacked = [], [], set()
-    for node in nodes:
-        if node.op == "output":
-            outputs = _with_slots(list(node.args[0]), slot_of)
-        elif node.op == "get_attr":
-            slots[slot_of[node]] = getattr(module, str(node.target))
-        elif node.op == "call_function" and node not in unpacked:
-            takers = [user for user in node.users if user.target is operator.getitem]
-            parts = None
-            gone = list(released[node])
-            if takers and len(takers) == len(node.users):
-                unpacked.update(takers)
-                parts = tuple((user.args[1], slot_of[user]) for user in takers)
-                gone += [later for user in takers for later in released[user] if later is not node]
-            calls.append(_call(node, parts, gone, slot_of))
-    return calls, inputs, outputs, slots
-
-
-def _call(
-    node: fx.Node,
-    parts: tuple[tuple[int, int], ...] | None,
-    gone: list[fx.Node],
-    slot_of: dict[fx.Node, int],
-) -> _Call:
-    function: Any = node.target
-    overwritten = node.meta.get(OVERWRITES)
-    if overwritten is not None:
-        function = in_place_form(node.target, overwritten)
-    if SWAPPER in node.meta:
-        function = partial(function, node.meta[SWAPPER])
-    arguments = _with_slots(list(node.args), slot_of)
-    options = _with_slots(dict(node.kwargs), slot_of)
-    holding = [(index, value) for index, value in enumerate(arguments) if _has_slot(value)]
-    return _Call(
-        function=function,
-        constants=[None if _has_slot(value) else value for value in arguments],
-        gaps=tuple((index, slot.index) for index, slot in holding if isinstance(slot, _Slot)),
-        nested=tuple((index, value) for index, value in holding if not isinstance(value, _Slot)),
-        options=options,
-        has_values=_has_slot(options),
-        target=slot_of[node],
-        parts=parts,
-        released=tuple(slot_of[other] for other in gone),
-    )
+def _plain(thing: Any) -> Any:
+    """The same with lists of Python's own: fx has a kind of its own, which kernels do not take."""
+    if isinstance(thing, list):
+        return [_plain(part) for part in thing]
+    if isinstance(thing, tuple):
+        return tuple(map(_plain, thing))
+    if isinstance(thing, dict):
+        return {key: _plain(part) for key, part in thing.items()}
+    return thing
 
 
 def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -165,15 +143,3 @@ def _releases(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "output":
             released[node].append(value)
     return released
-
-
-def _with_slots(thing: Any, slot_of: dict[fx.Node, int]) -> Any:
-    if isinstance(thing, fx.Node):
-        return _Slot(slot_of[thing])
-    if isinstance(thing, list):  # fx has lists of its own kind, which kernels do not take
-        return [_with_slots(part, slot_of) for part in thing]
-    if isinstance(thing, tuple):
-        return tuple(_with_slots(part, slot_of) for part in thing)
-    if isinstance(thing, dict):
-        return {key: _with_slots(part, slot_of) for key, part in thing.items()}
-    return thing

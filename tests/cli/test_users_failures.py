@@ -34,7 +34,7 @@ class Raises(Net):
 
 class Decides(Net):
     def forward(self, images):
-        if images.sum().item() > 0:
+        if self.conv(images).sum().item() > 0:
             images = images * 2
         return super().forward(images)
 
@@ -78,7 +78,7 @@ def leaves(batch_size=2):
     ("function", "line", "phrases"),
     [
         ("raises", 'raise KeyError("no such colour")', ["fails in its own code", "KeyError"]),
-        ("decides", "images.sum().item()", ["needs a tensor's value", "torch.where"]),
+        ("decides", "self.conv(images).sum().item()", ["needs a tensor's value", "torch.where"]),
         ("mismatched", "self.head(self.conv(images))", ["RuntimeError"]),
         ("own_loss", "output.undefined", ["AttributeError"]),
         ("broken", 'raise RuntimeError("no data here")', ["RuntimeError: no data here"]),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import bayplan
+from bayplan import torch_compat
 from bayplan.devices import meters
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import (
@@ -207,3 +208,17 @@ def test_resident_bytes_leave_out_fake_sparse_and_meta_tensors():
     dense = torch.ones(1000, 250)
     assert resident_tensor_bytes(CPU) - before == 1_000_000
     del dense
+
+
+def test_resident_bytes_leave_out_the_wrappers_of_tracing():
+    kept = []
+
+    def leaky(x):
+        kept.append(x + 1)
+        return x.sum()
+
+    before = resident_tensor_bytes(CPU)
+    with torch_compat.FakeTensorMode():
+        torch.func.functionalize(leaky)(torch.empty(1000, 250))
+    assert kept[0].untyped_storage().nbytes() == 1_000_000  # so it says; a fake lies behind it
+    assert resident_tensor_bytes(CPU) == before

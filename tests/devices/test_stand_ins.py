@@ -2,7 +2,7 @@
 
 import torch
 
-from bayplan.devices.meters import is_stand_in, resident_tensor_bytes, stand_in
+from bayplan.devices.meters import leave_out, resident_tensor_bytes, stand_in
 
 SHAPE = (64, 100, 90)
 STRIDES = {"contiguous": (9000, 90, 1), "transposed": (9000, 1, 100), "with gaps": (20000, 200, 2)}
@@ -28,5 +28,11 @@ def test_it_counts_for_nobody(counter):
     made = stand_in((3, 1 << 20), (1 << 20, 1), torch.float64)
     assert counter.live_bytes - live_bytes < 1 << 16
     assert resident_tensor_bytes(device) == before
-    assert is_stand_in(made)
-    assert not is_stand_in(torch.ones(3))
+    assert made.shape == (3, 1 << 20)
+
+
+def test_only_what_is_marked_is_left_out():
+    device, before = torch.device("cpu"), resident_tensor_bytes(torch.device("cpu"))
+    ours, theirs = leave_out(torch.ones(1000)), torch.ones(500)
+    assert resident_tensor_bytes(device) - before == theirs.nbytes
+    assert ours.nbytes == 4000

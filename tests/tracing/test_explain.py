@@ -16,7 +16,7 @@ from bayplan.tracing.explain import explained, out_of_memory, users_traceback
 from bayplan.tracing.fake import build_without_memory
 
 HERE = Path(__file__).name
-X = torch.ones(3, 4)
+X = torch.ones(3000, 4)  # large enough that no capture knows its values
 
 
 def total(output: torch.Tensor) -> torch.Tensor:
@@ -305,7 +305,7 @@ def test_out_of_memory_is_no_fault_of_the_models_code(ask, asked):
 
 def test_builder_that_has_no_memory_is_told_so():
     def build():
-        torch.ones(2).sum().item()  # so it cannot be built on tensors without memory
+        torch.ones(10_000).sum().item()  # so it cannot be built on tensors without memory
         return ask_torch()
 
     with pytest.raises(DoesNotFit, match="out of memory"):

@@ -7,7 +7,7 @@
 
 Some kernels ask for a tensor and look at nothing but its shape and strides. They get a stand-in
 that takes no memory. Making one takes as long as a small kernel and a step may want a hundred, so
-stand-ins are kept.
+stand-ins are kept. They are marked, as is what tracing keeps: neither is the training's.
 """
 
 import gc
@@ -36,13 +36,13 @@ __all__ = [
     "MemoryMeter",
     "SharedMeter",
     "StorageMeter",
-    "is_stand_in",
+    "leave_out",
     "open_meter",
     "resident_tensor_bytes",
     "stand_in",
 ]
 
-_MARK = "_bayplan_is_stand_in"
+_LEFT_OUT = "_bayplan_left_out"
 
 
 @lru_cache(maxsize=1024)
@@ -53,13 +53,14 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(mapping, dtype=dtype, count=numel)
     tensor = whole.as_strided(shape, stride)
-    for marked in (whole, tensor):  # a view keeps what it is a view of
-        setattr(marked, _MARK, True)
+    leave_out(whole)  # a view keeps what it is a view of
+    return leave_out(tensor)
+
+
+def leave_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a tensor of our own not count among those of the training; returned as it is."""
+    setattr(tensor, _LEFT_OUT, True)
     return tensor
-
-
-def is_stand_in(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, _MARK, False)
 
 
 class MemoryMeter(Protocol):
@@ -120,10 +121,8 @@ def resident_tensor_bytes(device: torch.device) -> int:
             continue
         # Autograd keeps gradients without a Python object until someone asks for them.
         for tensor in (thing, thing.grad if thing.is_leaf else None):
-            if tensor is None or issubclass(type(tensor), torch_compat.FakeTensor):
-                continue
-            storage = None if is_stand_in(tensor) else _storage_of(tensor)
-            if storage is not None:
+            storage = None if tensor is None or hasattr(tensor, _LEFT_OUT) else _storage_of(tensor)
+            if storage is not None and _has_memory(storage):
                 size_of[torch_compat.storage_key(storage)] = storage.nbytes()
     return sum(size_of.values())
 
@@ -256,3 +255,13 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse tensors hold none
         return None
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether bytes lie behind a storage; tracing leaves wrappers behind that only say so."""
+    if storage.device.type == "meta":  # of a fake tensor, on whatever device that says it is
+        return False
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:  # torch refuses the address of a wrapper's
+        return False

@@ -150,7 +150,7 @@ def follow_step(
         look_at: hears each node's index, operator, arguments and options before it runs.
     """
     with _warm_fake(step, optimizer) as fake:
-        fake.model.zero_grad()
+        _clear_gradients(fake)
         with torch_compat.replayed_views(), _NodeWatch(nodes, look_at):
             fake()
 
@@ -159,8 +159,7 @@ def record_step(step: TrainingStep, *, name: str) -> StepGraph:
     """Run a warmed-up step under the tracer, on whatever tensors it has."""
     locator = Locator(step.model)
     tracer = StepTracer(locator)
-    # Gradients of the step before are gone when a step starts, so they must not be declared.
-    step.model.zero_grad()
+    _clear_gradients(step)
     _declare(step, tracer)
     with torch_compat.replayed_views(), locator.watching(), tracer:
         step(tracer.enter_phase, tracer.watch_formulas)
@@ -170,6 +169,13 @@ def record_step(step: TrainingStep, *, name: str) -> StepGraph:
         if parameter.grad is not None
     ]
     return convert(tracer, model=name, gradient_storages=gradients)
+
+
+def _clear_gradients(step: TrainingStep) -> None:
+    """Those of the step before are gone when a step starts, so they must not be seen."""
+    step.model.zero_grad()
+    if isinstance(step.loss_fn, torch.nn.Module):
+        step.loss_fn.zero_grad()
 
 
 def _declare(step: TrainingStep, tracer: StepTracer) -> None:

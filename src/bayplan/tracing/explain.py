@@ -14,7 +14,13 @@ from bayplan.data.source import Owner, owner_of, short_path
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import available_memory_bytes
 
-__all__ = ["explained", "out_of_memory", "users_traceback"]
+__all__ = [
+    "asked_memory",
+    "explained",
+    "is_out_of_memory",
+    "out_of_memory",
+    "users_traceback",
+]
 
 # What torch says of an operator made by torch.library.custom_op, in a plain RuntimeError.
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
@@ -67,23 +73,29 @@ def out_of_memory(fault: BaseException) -> DoesNotFit | None:
     Python's own MemoryError does not say how much was asked for.
     """
     cause: BaseException | None = fault
-    while cause is not None and not _is_out_of_memory(cause):
+    while cause is not None and not is_out_of_memory(cause):
         cause = cause.__cause__
     if cause is None:
         return None
     on_gpu = isinstance(cause, torch.OutOfMemoryError)
     device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
-    asked = _ASKED.search(str(cause))
-    wanted = "more" if asked is None else asked[2] or format_bytes(int(asked[1]))
     return DoesNotFit(
         f"out of memory while the model was built or traced, at {_users_place(cause)}: it asked for"
-        f" {wanted} where {format_bytes(available_memory_bytes(device))} of {device.type} memory"
-        " are free. Use a smaller batch, stop other processes, or build the model's large tensors"
-        " with torch factory functions, which take no memory while a step is captured"
+        f" {asked_memory(cause)} where {format_bytes(available_memory_bytes(device))} of"
+        f" {device.type} memory are free. Use a smaller batch, stop other processes, or build the"
+        " model's large tensors with torch factory functions, which take no memory while a step is"
+        " captured"
     )
 
 
-def _is_out_of_memory(fault: BaseException) -> bool:
+def asked_memory(fault: BaseException) -> str:
+    """How much memory was asked for, in words, when it ran out."""
+    asked = _ASKED.search(str(fault))
+    return "more" if asked is None else asked[2] or format_bytes(int(asked[1]))
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether an error says that memory ran out: torch has three ways to say so."""
     if isinstance(fault, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(fault, RuntimeError) and _CPU_ALLOCATOR in str(fault)

@@ -6,6 +6,7 @@ user's model, optimizer and batch are left untouched, and may themselves be real
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bayplan import torch_compat
-from bayplan.data.errors import BayplanError, CaptureError, UsageError
-from bayplan.step import TrainingStep
+from bayplan import torch_answers, torch_compat
+from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
+from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
+from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.values import KnownValues, is_small, learn, value_of
 
-__all__ = ["OptimizerSource", "build_without_memory", "fake_step", "without_memory"]
+__all__ = [
+    "OptimizerSource",
+    "build_without_memory",
+    "fake_step",
+    "optimizer_source",
+    "without_memory",
+]
 
 OptimizerSource = (
     torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
@@ -29,19 +38,37 @@ OptimizerSource = (
 _Thing = TypeVar("_Thing")
 
 
+def optimizer_source(optimizer: Any) -> OptimizerSource:
+    """An optimizer, or what makes one, by its word, as a class or function, or itself."""
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise UsageError(f"no optimizer {optimizer!r}; {did_you_mean(optimizer, OPTIMIZERS)}")
+        return OPTIMIZERS[optimizer]
+    is_one = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    if not is_one and not callable(optimizer):
+        raise UsageError(
+            "an optimizer is one of torch's, a function from parameters to one, or one of"
+            f" {', '.join(OPTIMIZERS)}; got {optimizer!r}"
+        )
+    return optimizer
+
+
 @contextmanager
 def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
     """Let tensors take no memory; constants made elsewhere are faked where they are used.
 
+    Small ones know their values, and nobody but torch notices that they are fake.
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
+    correct_fake_norms()
     logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:
         # What is compiled hides its operators, and cannot run on fake tensors.
         with (
             torch_compat.running_eagerly(),
-            torch_compat.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            torch_answers.unnoticed_fakes(),
+            KnownValues() as mode,
         ):
             yield mode
     finally:
@@ -108,6 +135,18 @@ def _check_can_be_captured(model: nn.Module) -> None:
 
 def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: Any) -> None:
     """Refuse an optimizer of another model; one that leaves some parameters out is fine."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"what was given as optimizer made a {type(optimizer).__name__}, which is none; give a"
+            " function from parameters to a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} runs the step several times for one update, so its memory"
+            " is not that of one step. Plan the model without optimizer=, and leave room for what"
+            " it keeps; the loop itself may train with it"
+        )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = list(model.parameters())
     if isinstance(loss_fn, nn.Module):
@@ -179,7 +218,9 @@ class _Copier:
         key = torch_compat.storage_key(tensor.untyped_storage())
         if key not in self._base_of_storage:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._base_of_storage[key] = torch.empty(numel, dtype=tensor.dtype, device=device)
+            base = torch.empty(numel, dtype=tensor.dtype, device=device)
+            _learn_storage(base, tensor)
+            self._base_of_storage[key] = base
         base = self._base_of_storage[key]
         flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
         twin = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -187,6 +228,16 @@ class _Copier:
             return nn.Parameter(twin, requires_grad=tensor.requires_grad)
         # A plain tensor that needs a gradient is an input of its own, never part of `base`.
         return twin.detach().requires_grad_(tensor.requires_grad)
+
+
+def _learn_storage(base: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let the flat twin of a tensor's storage know its values, where they are known and few."""
+    with torch_compat.outside_tracing():
+        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        value = value_of(tensor) if is_small(base) and not is_trained else None
+        if value is not None:
+            flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+            learn(base, flat.clone())
 
 
 class _TwinsForCopies(TorchFunctionMode):

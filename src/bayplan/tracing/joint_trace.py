@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bayplan import torch_compat
+from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.explain import out_of_memory
@@ -59,6 +59,7 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
 
         return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
 
+    backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
     try:
         call_model(model, inputs)
@@ -79,6 +80,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
+    torch_answers.answer_as_eager()
     if type(model).forward.__module__.startswith("torch."):
         # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
         call = torch.compile(MethodType(_call, model), **options)

@@ -1,0 +1,220 @@
+"""Fake tensors that know their values where that costs next to nothing.
+
+A step that is captured without memory still makes decisions: whether an attention mask is all ones,
+how long the longest sentence is, whether a layer is dropped. What they hang on is almost always
+small: token numbers and masks of the batch, counters, constants, one random number. Each operator
+that reads only such tensors is computed for real beside its fake run, so whoever asks for a value
+(`.item()`, `if mask.all()`, `x[mask]`, `nonzero`) gets the answer that plain training would get.
+
+1. A tensor is known if it comes from the batch, from a factory function, from a constant or from
+   known tensors, and is small: `MOST_NUMBERS` of integers or booleans, `MOST_FLOATS` of others.
+   Parameters are not: what they decide changes as they are trained.
+2. A known tensor's views share memory with it, so changes in place reach all of them. Where a known
+   tensor is written from an unknown one, it and all of its views are unknown from then on.
+3. Random numbers come from a generator of our own, so the user's goes on as if nothing had run.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bayplan import torch_compat
+from bayplan.devices.meters import leave_out
+
+__all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "is_small", "learn", "value_of"]
+
+MOST_NUMBERS = 4_194_304
+MOST_FLOATS = 4_096
+
+aten = torch.ops.aten
+_SEED = 0
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What all views of one known storage share."""
+
+    is_known: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    value: torch.Tensor
+    memory: _Memory
+
+
+_MARK = "bayplan_known"  # the attribute of a fake tensor that holds its `_Known`
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, on the CPU and not to be changed; None if they are not known."""
+    known = _known(tensor)
+    return None if known is None else known.value
+
+
+def learn(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a fake tensor know its values, which from now on belong to it."""
+    if tensor.shape == value.shape and tensor.dtype == value.dtype and is_small(tensor):
+        setattr(tensor, _MARK, _Known(leave_out(value), _Memory()))
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (MOST_FLOATS if is_float else MOST_NUMBERS)
+
+
+def _known(tensor: torch.Tensor) -> _Known | None:
+    if isinstance(tensor, torch_compat.FakeTensor):
+        known = getattr(tensor, _MARK, None)
+        # `tensor.data = …` leaves the mark of what was there before.
+        if known is None or not known.memory.is_known or known.value.shape != tensor.shape:
+            return None
+        return known
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return _Known(tensor.detach(), _Memory()) if is_plain and is_small(tensor) else None
+
+
+class KnownValues(torch_compat.FakeTensorMode):
+    """Fakes tensors, and computes what is known of them on the side."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._is_inside = False  # an operator that is faked by way of others
+        self._random_state = torch.Generator().manual_seed(_SEED).get_state()
+
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override] - as all modes of ours
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._is_inside or torch_compat.is_bookkeeping(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            return self._run(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taken = torch_compat.tensors_in((args, kwargs))
+        known_of = {id(tensor): _known(tensor) for tensor in taken}
+        knows_all = None not in known_of.values()
+        try:
+            output = super().__torch_dispatch__(func, types, args, kwargs)
+        except torch_compat.VALUE_DEPENDENT_ERRORS:
+            if knows_all:
+                return self._with_values(self._compute(func, args, kwargs, known_of))
+            if func is aten.index.Tensor or func is aten.masked_select.default:
+                return self._chosen(types, *args)
+            raise
+        changed = torch_compat.mutated_arguments(func, args, kwargs)
+        if not knows_all:
+            for tensor in torch_compat.tensors_in(changed):
+                known = known_of[id(tensor)]
+                if known is not None:
+                    known.memory.is_known = False
+            return output
+        made = torch_compat.tensors_in(output)
+        is_dense = all(tensor.layout is torch.strided for tensor in made)
+        if made and is_dense and (changed or func.is_view or all(map(is_small, made))):
+            self._remember(made, func, args, kwargs, known_of)
+        return output
+
+    def _remember(
+        self,
+        made: Iterable[torch.Tensor],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known_of: dict[int, _Known | None],
+    ) -> None:
+        try:
+            values = torch_compat.tensors_in(self._compute(func, args, kwargs, known_of))
+        except Exception:  # whatever it is, plain training meets it where it belongs
+            for tensor in torch_compat.tensors_in((args, kwargs)):
+                known = known_of[id(tensor)]
+                if known is not None and not func.is_view:
+                    known.memory.is_known = False
+            return
+        memories = {
+            torch_compat.storage_key(known.value.untyped_storage()): known.memory
+            for known in known_of.values()
+            if known is not None
+        }
+        for tensor, value in zip(made, values, strict=True):
+            if isinstance(tensor, torch_compat.FakeTensor):
+                key = torch_compat.storage_key(value.untyped_storage())
+                known = _Known(leave_out(value), memories.get(key) or _Memory())
+                setattr(tensor, _MARK, known)
+
+    def _compute(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known_of: dict[int, _Known | None],
+    ) -> Any:
+        """Run an operator on known values, on the CPU."""
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            known = known_of[id(tensor)]
+            assert known is not None, "only what is known can be computed with"
+            return known.value
+
+        def here(_: torch.device) -> torch.device:
+            return torch.device("cpu")
+
+        args, kwargs = torch_compat.tree_map_only(torch.Tensor, real, (args, kwargs))
+        args, kwargs = torch_compat.tree_map_only(torch.device, here, (args, kwargs))
+        kwargs = {name: given for name, given in kwargs.items() if name != "pin_memory"}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        generator = torch.Generator()
+        generator.set_state(self._random_state)
+        before = torch.get_rng_state()
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = generator
+        torch.set_rng_state(self._random_state)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            is_own = kwargs.get("generator") is not None
+            self._random_state = generator.get_state() if is_own else torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    def _with_values(self, answer: Any) -> Any:
+        """What an operator returns whose result's form hangs on values: fakes that know them."""
+
+        def fake(value: torch.Tensor) -> torch.Tensor:
+            with self:
+                tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            learn(tensor, value)
+            return tensor
+
+        return torch_compat.tree_map_only(torch.Tensor, fake, answer)
+
+    def _chosen(self, types: Any, tensor: torch.Tensor, choice: Any) -> Any:
+        """`x[mask]` of an unknown tensor by a known mask: as many rows as the mask has."""
+        if isinstance(choice, torch.Tensor):  # masked_select broadcasts both
+            shape = torch.broadcast_shapes(tensor.shape, choice.shape)
+            value = value_of(choice)
+            with self:
+                tensor, choice = tensor.expand(shape), choice.expand(shape)
+            if value is not None:
+                learn(choice, value.expand(shape))
+        choices = [choice] if isinstance(choice, torch.Tensor) else choice
+        indices: list[torch.Tensor | None] = []
+        for part in choices:
+            if part is None or part.dtype not in (torch.bool, torch.uint8):
+                indices.append(part)
+                continue
+            value = value_of(part)
+            if value is None:
+                raise torch_compat.VALUE_DEPENDENT_ERRORS[1](aten.index.Tensor)
+            indices += [self._with_values(rows) for rows in value.nonzero().unbind(1)]
+        return super().__torch_dispatch__(aten.index.Tensor, types, (tensor, indices), {})

@@ -48,9 +48,9 @@ from bayplan.running.runner import run_plan
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.simulating.checking import check_rank_plan
 from bayplan.simulating.network import Network, SpeedsNetwork
-from bayplan.step import Batch, LossFunction, TrainingStep
+from bayplan.step import Batch, LossFunction, TrainingStep, autocast_dtype, check_model
 from bayplan.tracing.capture import capture_step
-from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.fake import OptimizerSource, optimizer_source
 
 __all__ = [
     "capture",
@@ -372,8 +372,8 @@ def capture(
     batch: Batch,
     loss_fn: LossFunction = None,
     *,
-    optimizer: OptimizerSource = None,
-    autocast: torch.dtype | None = None,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
     name: str = "",
 ) -> StepGraph:
     """Return the graph of one training step; nothing is allocated and nothing is changed.
@@ -385,12 +385,13 @@ def capture(
         loss_fn: of `(output, targets)` or of the output alone; None if the output is the loss or
             has it as `.loss`, as transformers models do.
         optimizer: one that holds the model's parameters, or a function from parameters to one
-            (`torch.optim.AdamW`); None leaves the update out.
-        autocast: dtype of mixed precision for the forward.
+            (`torch.optim.AdamW`), or `sgd`, `adam`, `adamw`; None leaves the update out.
+        autocast: dtype of mixed precision for the forward, or `bf16`, `fp16`.
         name: what to call the model; its class by default.
     """
-    step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=autocast)
-    return capture_step(step, optimizer=optimizer, name=name)
+    dtype = autocast_dtype(autocast)
+    step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=dtype)
+    return capture_step(step, optimizer=optimizer_source(optimizer), name=name)
 
 
 def profile(
@@ -398,8 +399,8 @@ def profile(
     batch: Batch,
     loss_fn: LossFunction = None,
     *,
-    optimizer: OptimizerSource = None,
-    autocast: torch.dtype | None = None,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
     name: str = "",
     repeats: int = 5,
     clock: Clock | str = Clock.WALL,
@@ -422,7 +423,8 @@ def profile(
     """
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
-    clock = Clock.parse(clock)
+    clock, source = Clock.parse(clock), optimizer_source(optimizer)
+    check_model(model, loss_fn)
     if next(model.parameters(), None) is None:
         raise UsageError(
             f"{type(model).__name__} has no parameters, so no parameter requires a gradient and"
@@ -430,14 +432,13 @@ def profile(
         )
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast, name=name)
     # One deepcopy of both, so that the optimizer's copy holds the parameters of the model's.
-    is_built = isinstance(optimizer, torch.optim.Optimizer)
-    model, built = copy.deepcopy((model, optimizer if is_built else None))
-    if optimizer is not None and built is None:
-        assert callable(optimizer), "an optimizer is one, or makes one"
-        built = optimizer(p for p in model.parameters() if p.requires_grad)
-    step = TrainingStep(
-        model=model, batch=batch, loss_fn=loss_fn, optimizer=built, autocast=autocast
-    )
+    is_built = isinstance(source, torch.optim.Optimizer)
+    model, built = copy.deepcopy((model, source if is_built else None))
+    if source is not None and built is None:
+        assert callable(source), "an optimizer is one, or makes one"
+        built = source(p for p in model.parameters() if p.requires_grad)
+    dtype = autocast_dtype(autocast)
+    step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, optimizer=built, autocast=dtype)
     return profile_step(
         step, graph, repeats=repeats, clock=clock, use_cache=use_cache, on_progress=on_progress
     )

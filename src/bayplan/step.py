@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.data.graph import Phase
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "Batch",
     "LossFunction",
     "TrainingStep",
+    "autocast_dtype",
     "call_model",
+    "check_model",
     "loss_of",
     "split_batch",
 ]
@@ -61,6 +63,9 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        check_model(self.model, self.loss_fn)
+
     def __call__(
         self,
         on_phase: Callable[[Phase], None] = _nothing,
@@ -96,6 +101,31 @@ class TrainingStep:
         tensor = next(self.model.parameters(), None)
         device_type = "cpu" if tensor is None else tensor.device.type
         return torch.autocast(device_type, dtype=self.autocast)
+
+
+def check_model(model: Any, loss_fn: Any) -> None:
+    """Refuse what is no model or no loss, before it fails somewhere in a trace."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a model is a torch.nn.Module, got {_describe(model)}; put the function into the"
+            " forward of a module that holds its parameters"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(
+            f"a loss is a function of the output, or of output and targets, got {loss_fn!r}; give"
+            " one like torch.nn.functional.mse_loss, or None if the model returns its loss"
+        )
+
+
+def autocast_dtype(autocast: Any) -> torch.dtype | None:
+    """The dtype of mixed precision: by its word, as torch has it, or None."""
+    if isinstance(autocast, str):
+        if autocast not in AUTOCASTS:
+            raise UsageError(f"no autocast {autocast!r}; {did_you_mean(autocast, AUTOCASTS)}")
+        return AUTOCASTS[autocast]
+    if autocast not in AUTOCASTS.values():
+        raise UsageError(f"autocast {autocast}: bayplan knows torch.bfloat16 and torch.float16")
+    return autocast
 
 
 def split_batch(batch: Batch, loss_fn: LossFunction) -> tuple[Any, tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from bayplan import torch_compat
 from bayplan.costing.catalogue import load_device
 from bayplan.costing.pricing import derived_prices
 from bayplan.data.errors import UsageError
-from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.rewriting.updates import AppliedGradient, ParameterUpdates
 
 BY_PARAMETER = [
     *(("SGD", options) for options in ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})),
@@ -35,7 +35,7 @@ def trained(
             for index in (2, 0, 1):
                 parameter = updates.members[index].parameter
                 updates.function(index, gradients[index], parameter)
-                assert parameter.grad is None
+                assert isinstance(parameter.grad, AppliedGradient)
         else:
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient

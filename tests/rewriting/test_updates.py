@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 import bayplan
-from bayplan.costing.step_memory import loss_bytes
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.data.errors import PlanBroken, UsageError
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
 from bayplan.devices.meters import resident_tensor_bytes
 from bayplan.planning.memory.orders import FastestWithin, by_strategy
-from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.rewriting.updates import AppliedGradient, ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.fitted import bind
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -101,7 +101,7 @@ def planned(
     step: TrainingStep, decide: Decide, context: MemoryContext, *, in_backward: bool = True
 ) -> PlannedBackend:
     updates = ParameterUpdates.of(step.model, step.optimizer) if in_backward else None
-    return bind(step, decide, replace(context, updates=updates, loss_bytes=loss_bytes(step)))
+    return bind(step, decide, replace(context, updates=updates, loss=loss_memory(step)))
 
 
 def within(share: str, cache: Path) -> Decide:
@@ -244,7 +244,71 @@ def test_accumulation_is_refused_before_anything_changes(fitted):
     assert all(torch.equal(before[name], one) for name, one in fitted.model.named_parameters())
     fitted.optimizer.step()
     loss_of(fitted).backward()  # the next step is fine
+    fitted.optimizer.step()
     assert all(one.grad is None for one in fitted.model.parameters())
+
+
+def used_scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda step: nn.utils.clip_grad_norm_(step.model.parameters(), 1.0),
+        lambda step: nn.utils.clip_grad_value_(step.model.parameters(), 1.0),
+        lambda step: nn.utils.get_total_norm([one.grad for one in step.model.parameters()]),
+        lambda step: used_scaler().step(step.optimizer),
+        lambda step: used_scaler().unscale_(step.optimizer),
+        lambda step: [one.grad.norm() for one in step.model.parameters()],
+        lambda step: step.model.head.weight.grad.data.abs(),
+        lambda step: step.model.head.weight.grad.tolist(),
+        lambda step: step.model.head.weight.grad.add_(1),
+        lambda step: step.model.head.weight.square().sum().backward(),
+        lambda step: step.model.double(),
+    ],
+)
+def test_whoever_needs_gradients_hears_that_they_are_applied(fitted, use):
+    loss_of(fitted).backward()
+    with pytest.raises(PlanBroken, match=r"update_in_backward has applied already"):
+        use(fitted)
+
+
+def test_applied_gradients_tell_what_they_are(fitted):
+    loss_of(fitted).backward()
+    weight = fitted.model.head.weight
+    assert weight.grad.shape == weight.shape
+    assert repr(weight.grad) == "<gradient of head.weight: applied in backward, not kept>"
+    assert weight.grad.untyped_storage().nbytes() == weight.element_size()
+    resident_tensor_bytes(weight.device)  # our own meters may look at them
+
+
+def test_gradients_cleared_before_step_are_refused(fitted):
+    loss_of(fitted).backward()
+    fitted.optimizer.zero_grad()
+    with pytest.raises(PlanBroken, match=r"was cleared between backward and step\(\)"):
+        fitted.optimizer.step()
+
+
+def test_steps_with_a_closure_from_the_first_on(context):
+    found = []
+    for is_planned in (False, True):
+        step = images()
+        step = replace(step, optimizer=sgd(step.model.parameters()))
+        if is_planned:
+            planned(step, by_strategy("plain", plain), context)
+
+        def closure(step=step):
+            step.optimizer.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            return loss
+
+        losses = [step.optimizer.step(closure) for _ in range(3)]
+        found.append([*losses, *step.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_gradient_that_is_there_before_is_refused(fitted):
@@ -255,9 +319,9 @@ def test_gradient_that_is_there_before_is_refused(fitted):
 
 
 def test_gradient_from_outside_the_model_is_refused(fitted):
-    loss = loss_of(fitted)
-    loss.backward()
-    fitted.model.head.weight.square().sum().backward()
+    loss_of(fitted).backward()
+    weight = fitted.model.head.weight
+    weight.grad = torch.zeros_like(weight)  # as when autograd finds none and sets one
     with pytest.raises(PlanBroken, match="came from outside"):
         fitted.optimizer.step()
 
@@ -284,8 +348,10 @@ def test_parameters_outside_the_optimizer_keep_their_gradients(context):
     for (name, one), other in zip(
         step.model.named_parameters(), reference.model.parameters(), strict=True
     ):
-        if name.startswith(("head", "norm")):
+        if name.startswith("norm"):
             assert one.grad is None
+        elif name.startswith("head"):
+            assert isinstance(one.grad, AppliedGradient)
         else:
             assert torch.equal(one.grad, other.grad)
 

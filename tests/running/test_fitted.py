@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bayplan
-from bayplan.costing.step_memory import loss_bytes
+from bayplan.costing.loss_memory import loss_memory
 from bayplan.data.errors import CaptureError, DoesNotFit, UsageError
 from bayplan.data.units import Limit
 from bayplan.devices.machine import granularity_of
@@ -351,7 +351,7 @@ TOLERANCE = 0.005
 def test_peak_is_as_predicted_and_within_the_limit(context, planner_cache, name, share):
     model, batch, loss_fn = LARGE[name]()
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn)
-    context = replace(context, loss_bytes=loss_bytes(step), granularity_bytes=granularity_of("cpu"))
+    context = replace(context, loss=loss_memory(step), granularity_bytes=granularity_of("cpu"))
     decide = FastestWithin(
         Limit(share=share), planner_cache, time_limit_seconds=1.5, may_pack=False
     )

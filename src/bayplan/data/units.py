@@ -115,6 +115,11 @@ class Limit:
         """Read `8GiB`, a number of bytes, or `40%`."""
         if isinstance(text, Limit):
             return text
+        if not isinstance(text, str | int) or isinstance(text, bool):
+            raise UsageError(
+                f"{text!r} is no limit; write bytes as a whole number or like '8GiB', and a share"
+                " of the plain peak like '70%'"
+            )
         match = _SHARE.fullmatch(str(text))
         if match is None:
             return cls(size_bytes=parse_bytes(text))

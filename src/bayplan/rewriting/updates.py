@@ -11,8 +11,9 @@ finds no gradients and changes nothing; it marks the end of the step.
 
 What needs all gradients at once cannot work this way. Refused are gradients from two backward
 passes or from outside the model, hooks on gradients, and optimizers that are not known to treat
-each parameter by itself. Clipping by the norm of all gradients, and gradient scalers, cannot be
-seen from here; they find no gradients.
+each parameter by itself. Between backward and `step()` an updated parameter's `.grad` is an
+`AppliedGradient`, which refuses to be computed with: clipping, gradient scalers and logs of
+gradients would otherwise find nothing, and go on with that.
 
 NOTE [ Old weights ]
 
@@ -43,6 +44,7 @@ from bayplan.data.program import Program
 from bayplan.rewriting.free import Price, call_alone, is_view, nodes_after_tangents
 
 __all__ = [
+    "AppliedGradient",
     "ParameterUpdates",
     "check_old_weights",
     "insert_updates",
@@ -52,6 +54,65 @@ __all__ = [
 Update = Callable[..., Any]  # of a parameter's index, its gradient and the parameter
 
 _REMEDY = "turn update_in_backward off"
+
+
+class AppliedGradient(torch.Tensor):
+    """Stands where a gradient was that is applied and gone; whoever computes with it hears that.
+
+    It holds one number, whatever its shape. Its shape, dtype and device may be asked for.
+    """
+
+    parameter_name: str
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> "AppliedGradient":
+        number = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        gradient = number.expand(parameter.shape).as_subclass(cls)
+        gradient.parameter_name = name
+        return gradient
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in _ASKED_OF_APPLIED:
+            _refuse_applied(name, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override] - as torch calls it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What reaches a kernel otherwise: autograd, when it adds a gradient from elsewhere."""
+        return _refuse_applied(str(func), args, kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<gradient of {self.parameter_name}: applied in backward, not kept>"
+
+
+# Facts without numbers. `__get__` is every attribute; one that makes a tensor reaches a kernel.
+_ASKED_OF_APPLIED = {
+    "__get__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_floating_point",
+    "numel",
+    "size",
+    "stride",
+    "untyped_storage",
+}
+
+
+def _refuse_applied(what: str, args: Any, kwargs: Any) -> None:
+    values = torch_compat.tensors_in((args, kwargs or {}))
+    names = [value.parameter_name for value in values if isinstance(value, AppliedGradient)]
+    raise PlanBroken(
+        f"{what} asks for the gradient of {names[0]}, which update_in_backward has applied already"
+        " and did not keep: clipping, scaling, accumulating and logging gradients need them all"
+        f" after backward; {_REMEDY}"
+    )
 
 
 @dataclass(frozen=True)
@@ -138,6 +199,7 @@ class ParameterUpdates:
         self, run: Callable[[list[Any]], Any], graph: fx.Graph
     ) -> Callable[[list[Any]], Any]:
         """A graph's run that refuses before it starts, while no parameter has been touched yet."""
+        self._watch_steps()
         updates = graph.find_nodes(op="call_function", target=self.function)
         indices = [int(str(node.args[0])) for node in updates]
         if not indices:
@@ -159,22 +221,50 @@ class ParameterUpdates:
                 f"{member.name} is another tensor than the one the optimizer was given; plan the"
                 " model anew with an optimizer of its parameters"
             )
-        if not self._is_watching:  # the user's `step()`, from the first update on
-            self._is_watching = True
-            self.optimizer.register_step_pre_hook(self._before_step)
-            self.optimizer.register_step_post_hook(lambda *_: self._done.clear())
+        self._watch_steps()
         self._done.add(index)
         group, state = self._group(index), self.optimizer.state
         _update_one(self._stand_in, state, group, member.parameter, gradient)
+        member.parameter.grad = AppliedGradient.of(member.name, member.parameter)
 
-    def _before_step(self, *_: Any) -> None:
+    def _watch_steps(self) -> None:
+        """Hear of the user's `step()`; the compiled step asks before a closure is inside of one."""
+        if not self._is_watching:
+            self._is_watching = True
+            self.optimizer.register_step_pre_hook(self._before_step)
+            self.optimizer.register_step_post_hook(lambda *_: self._done.clear())
+
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let `step()` find no gradients; a closure makes them inside of it."""
+        self._end_updates()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return args, kwargs
+
+        def closure_then_nothing() -> Any:
+            loss = closure()
+            self._end_updates()
+            return loss
+
+        return (args[0], closure_then_nothing), {}
+
+    def _end_updates(self) -> None:
         for index in self._done:
             member = self.members[index]
-            if member.parameter.grad is not None:
+            if member.parameter.grad is None:
+                raise PlanBroken(
+                    f"the gradient of {member.name} was cleared between backward and step(), which"
+                    f" leaves out an update that was made in backward; {_REMEDY}"
+                )
+            if not isinstance(member.parameter.grad, AppliedGradient):
                 raise PlanBroken(
                     f"{member.name} was updated in backward, but part of its gradient came from"
                     f" outside the planned model; {_REMEDY}"
                 )
+            member.parameter.grad = None
+        self._done.clear()
 
     def _check_can_update(self, indices: Sequence[int]) -> None:
         if not self._done.isdisjoint(indices):

@@ -12,27 +12,29 @@ too, so prefer that where the limit is the device's.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
-from bayplan import torch_compat
+from bayplan import torch_answers, torch_compat
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
+from bayplan.running.call_faults import explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
 from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
 from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
+from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
-__all__ = ["PlannedBackend", "bayplan", "halves_by", "ordered_step", "steps_of"]
+__all__ = ["PlannedBackend", "halves_by", "ordered_step", "steps_of"]
 
 
 def _no_store(size_bytes: int) -> SwapStore:
@@ -45,19 +47,23 @@ def _no_store(size_bytes: int) -> SwapStore:
 class PlannedBackend:
     """The backend: give it to `torch.compile`, or to a module's own `compile`."""
 
+    traces_as_eager: ClassVar[bool] = True  # see `torch_answers.answer_as_eager`
+
     decide: Decide  # finds the plan of each graph that torch traces; a changed batch is another
     context: MemoryContext  # what counts in memory beside the graph
     open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
     orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return torch_compat.compile_joint(
+        correct_fake_norms()
+        run = torch_compat.compile_joint(
             module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
         )
+        return once_differentiable(run)
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run, updates = compile_graph(module), self.context.updates
-        return run if updates is None else updates.checked(run, module.graph)
+        return explained_run(run if updates is None else updates.checked(run, module.graph))
 
     def _partition(
         self,
@@ -127,7 +133,18 @@ def steps_of(swapped: Swapped) -> list[Step]:
     return steps
 
 
-def bayplan(
+def __getattr__(name: str) -> Any:
+    """Torch looks up `bayplan` when it makes a compiled call: the moment before anything is traced.
+
+    Only then can it be told what a forward that asks `is_compiling()` is to hear.
+    """
+    if name != "bayplan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    torch_answers.answer_as_eager()
+    return _bayplan
+
+
+def _bayplan(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
@@ -156,3 +173,6 @@ def bayplan(
     return PlannedBackend(
         FastestWithin(Limit.parse(memory), cache=cache, machine=machine_key()), context
     )(module, inputs)
+
+
+_bayplan.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - as `PlannedBackend`

@@ -1,7 +1,6 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from bayplan.planning.memory.orders import FastestWithin
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
+from bayplan.running.call_faults import explained_call, unchanged
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.fake import OptimizerSource
-from bayplan.tracing.joint_trace import compile_whole, untraceable
+from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
 __all__ = ["bind", "fit"]
@@ -32,8 +32,8 @@ def fit(
     loss_fn: LossFunction = None,
     *,
     memory: str | int | Limit,
-    optimizer: OptimizerSource = None,
-    autocast: torch.dtype | None = None,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
@@ -50,14 +50,14 @@ def fit(
         model: will be changed in place, as by its own `compile`.
         batch, loss_fn: as for `bayplan.capture`.
         memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
-        optimizer: the one you train with, so that its state is counted.
-        autocast: dtype of mixed precision that you call the model under.
+        optimizer: the one you train with, so that its state is counted; or as for `check`.
+        autocast: dtype of mixed precision that you call the model under, or `bf16`, `fp16`.
         swap: a directory for activations that pay to be swapped; None swaps nothing.
         pack: whether activations may be packed, without loss.
         update_in_backward: whether each parameter is updated as soon as its gradient is complete,
-            so that gradients are never all there at once. Needs the optimizer itself. `.grad`
-            stays None, and `optimizer.step()` only ends the step: not for loops that clip, scale
-            or accumulate gradients.
+            so that gradients are never all there at once. Needs the optimizer itself, whose
+            `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
+            gradients: an applied `.grad` refuses to be computed with.
         time_limit_seconds: for the search.
         on_progress: hears the share of the search that is done.
 
@@ -107,26 +107,13 @@ def bind(
         backend.open_store = space.open
     before = torch_compat.compiled_call(model)
     compile_whole(model, backend)
+    compiled = torch_compat.compiled_call(model)
+    assert compiled is not None, "just compiled"
+    torch_compat.set_compiled_call(model, explained_call(model, compiled))
     try:
-        with _unchanged(model), step.precision():
+        with unchanged(model), step.precision():
             call_model(model, split_batch(step.batch, step.loss_fn)[0])
-    except BaseException as fault:
+    except BaseException:
         torch_compat.set_compiled_call(model, before)
-        if isinstance(fault, Exception):
-            raise untraceable(fault) from fault
         raise
     return backend
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers and random numbers back as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng([device.index or 0 for device in devices]):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import torch
 
+from bayplan import torch_compat
 from bayplan.running.swaps.lanes import TierError
 from bayplan.running.swaps.tier import SwapStore, Ticket
 
@@ -84,8 +85,12 @@ class Swapper:
         return self.store.begin_in(self._away[number])
 
     def swap_here(self, tensor: torch.Tensor, token: torch.Tensor, is_last: bool) -> torch.Tensor:
-        """Wait until the tensor of `swap_back` is filled; after the last time its slot is free."""
+        """Wait until the tensor of `swap_back` is filled; after the last time its slot is free.
+
+        With `retain_graph` another backward may ask for it again, so the slot goes with the token.
+        """
         number = int(token)
+        is_last = is_last and not torch_compat.is_graph_kept()
         if number not in self._kept:
             self.store.end_in(self._away[number], keep=not is_last)
         if is_last:

@@ -1,0 +1,188 @@
+"""What a planned model raises: always a `BayplanError`, and still what plain training would raise.
+
+Loops catch errors by type: `torch.OutOfMemoryError` to try a smaller batch, a `ValueError` of their
+own to skip a sample. So an error that is not ours becomes one of a class made for it, which is both
+a `BayplanError` and the class it had, with its text and attributes; the original is its cause.
+
+What torch raises while it compiles says little of the model. There the plain forward is asked: if
+it fails as well, its error is the one to see.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from bayplan import torch_compat
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
+from bayplan.tracing.explain import asked_memory, is_out_of_memory
+from bayplan.tracing.joint_trace import untraceable
+
+__all__ = ["also_ours", "explained_call", "explained_run", "once_differentiable", "unchanged"]
+
+Run = Callable[[list[Any]], Any]
+_IN_EAGER = 'under torch.compiler.set_stance("force_eager")'
+
+
+def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled call of a model whose errors are ours."""
+    is_fitted = False
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_fitted
+        try:
+            output = call(*args, **kwargs)
+            is_fitted = True
+            return output
+        except BayplanError:
+            raise
+        except Exception as fault:
+            inner = torch_compat.compile_fault(fault)
+            if not isinstance(inner, BayplanError):
+                raise _fault_of_call(fault, model, args, kwargs) from fault
+        if is_fitted and isinstance(inner, DoesNotFit):
+            raise DoesNotFit(
+                "a batch unlike those before is planned when it comes, within the limit that the"
+                f" model was fitted to: {inner}",
+                smallest_bytes=inner.smallest_bytes,
+            ) from inner
+        raise inner.with_traceback(None)  # torch's wrapping of an error of ours says nothing more
+
+    return explained
+
+
+def _fault_of_call(
+    fault: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BayplanError:
+    if not torch_compat.is_compile_fault(fault):  # of code that ran
+        return also_ours(fault)
+    plain = _plain_fault(model, args, kwargs)
+    if plain is not None:
+        return also_ours(plain)
+    if modes := torch_compat.dispatch_modes():
+        return CaptureError(
+            f"the planned model is called under {modes[-1]}, which wants to see every operator, so"
+            f" torch compiles nothing there. Leave it out, or call the model {_IN_EAGER}, which"
+            " runs it as without a plan"
+        )
+    return untraceable(fault)
+
+
+def _plain_fault(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    """The error that the forward raises when it is run as it is written; None if it does not.
+
+    Without gradients, so that it takes little memory.
+    """
+    try:
+        with unchanged(model), torch.no_grad():
+            torch_compat.call_of_module(model, *args, **kwargs)
+    except Exception as fault:
+        return fault
+    return None
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers and the random numbers back as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng([device.index or 0 for device in devices]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def explained_run(run: Run) -> Run:
+    """A compiled graph's run whose errors are ours: of the plan's own kernels, in both phases."""
+
+    def explained(arguments: list[Any]) -> Any:
+        try:
+            return run(arguments)
+        except BayplanError:
+            raise
+        except Exception as fault:
+            raise also_ours(fault) from fault
+
+    return torch_compat.boxed(explained)
+
+
+def once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that says so when its gradients are differentiated again."""
+
+    def watched(*args: Any) -> Any:
+        outputs = run(*args)
+        for output in torch_compat.tensors_in(outputs):
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(partial(_before_backward, ref(output.grad_fn)))
+                break  # one node of autograd makes them all
+        return outputs
+
+    return watched
+
+
+def _before_backward(node: "ref[Any]", _: Any) -> None:
+    # Only now: a hook behind the node keeps the gradients of its outputs alive while it runs.
+    running = node()
+    if running is not None and torch.is_grad_enabled():  # `create_graph=True`
+        running.register_hook(_after_backward)
+
+
+def _after_backward(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(_refuse_second_derivative)
+
+
+def _refuse_second_derivative(_: Any) -> None:
+    raise UsageError(
+        "a second derivative through a planned model, as gradient penalties need: its backward was"
+        f" planned to run once, not to be differentiated. Call the model {_IN_EAGER} for that part"
+        " of the loss, which runs it as without a plan"
+    )
+
+
+def also_ours(fault: Exception) -> BayplanError:
+    """An error as a `BayplanError` that is caught by the fault's own class, too."""
+    if isinstance(fault, BayplanError):
+        return fault
+    kind = PlanBroken if is_out_of_memory(fault) else CaptureError
+    joined = _joined_class(kind, type(fault))
+    try:
+        made = type(fault).__new__(joined, *fault.args)
+    except TypeError:  # made in a way of its own
+        made = None
+    ours = made if isinstance(made, BayplanError) else kind(str(fault))
+    ours.args = (_out_of_memory_text(fault),) if kind is PlanBroken else fault.args
+    ours.__dict__.update(fault.__dict__)
+    if kind is CaptureError:
+        ours.add_note("bayplan: raised in a step of a planned model")
+    ours.__cause__ = fault
+    return ours
+
+
+@cache
+def _joined_class(kind: type[BayplanError], other: type[Exception]) -> type[BayplanError]:
+    if issubclass(kind, other):
+        return kind
+    try:
+        return type(f"Planned{other.__name__}", (kind, other), {"__module__": __name__})
+    except TypeError:  # a class that cannot be inherited from
+        return kind
+
+
+def _out_of_memory_text(fault: Exception) -> str:
+    wanted = asked_memory(fault)
+    return (
+        f"out of memory in a planned step, which asked for {wanted}: the limit of the plan is more"
+        " than the device had free. Fit the model with a lower `memory`, use a smaller batch, or"
+        " stop other processes"
+    )

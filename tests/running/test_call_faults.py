@@ -1,0 +1,156 @@
+"""What a planned model raises: `BayplanError`s that loops catch as what plain training raises."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import bayplan
+from bayplan.data.errors import CaptureError, DoesNotFit, PlanBroken, UsageError
+from bayplan.running.call_faults import also_ours
+
+pytestmark = pytest.mark.usefixtures("own_planner_cache")
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+class TooMany(Exception):
+    def __init__(self, number: int, *, most: int) -> None:
+        super().__init__(f"{number} of {most}")
+        self.most = most
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.Embedding(10, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, names: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_calls += 1
+        if x.shape[0] > 2000:
+            raise TooMany(x.shape[0], most=2000)
+        y = self.layers(x)
+        return y if names is None else y + self.names(names)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return bayplan.fit(Net(), torch.ones(64, 16), mean, memory="100%")
+
+
+def test_a_larger_batch_does_not_fit_the_limit_of_the_fitted_one(model):
+    with pytest.raises(
+        DoesNotFit, match=r"within the limit .* limit .* Fits with \d+ bytes"
+    ) as raised:
+        model(torch.ones(256, 16))
+    assert raised.value.smallest_bytes is not None
+    assert "PlannedBackend" not in str(raised.value)
+    model(torch.ones(64, 16)).mean().backward()  # as before
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [(torch.ones(64, 16).double(), "dtype"), (torch.ones(64, 8), "shapes cannot be multiplied")],
+)
+def test_wrong_inputs_raise_what_plain_training_raises(model, inputs, words):
+    with pytest.raises(RuntimeError, match=words) as plain:
+        Net()(inputs)
+    with pytest.raises(bayplan.BayplanError) as planned:
+        model(inputs)
+    assert isinstance(planned.value, RuntimeError)
+    assert str(planned.value) == str(plain.value)
+    assert planned.value.__cause__ is not None
+
+
+def test_wrong_arguments_are_a_type_error(model):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nams'") as raised:
+        model(torch.ones(64, 16), nams=torch.ones(64))
+    assert isinstance(raised.value, bayplan.BayplanError)
+
+
+def test_errors_of_the_models_own_stay_what_they_are_and_nothing_is_counted_twice(model):
+    calls, state = float(model.num_calls), torch.get_rng_state()
+    with pytest.raises(TooMany, match="3000 of 2000") as raised:
+        model(torch.ones(3000, 16))
+    assert isinstance(raised.value, bayplan.BayplanError)
+    assert raised.value.most == 2000
+    assert float(model.num_calls) == calls
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_errors_of_kernels_stay_what_they_are(model):
+    names = torch.arange(64) % 10
+    model(torch.ones(64, 16), names=names).mean().backward()
+    with pytest.raises(IndexError, match="out of range") as raised:
+        model(torch.ones(64, 16), names=names + 1)
+    assert isinstance(raised.value, bayplan.BayplanError)
+
+
+def test_out_of_memory_is_a_broken_plan_and_still_torchs_error():
+    fault = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+    ours = also_ours(fault)
+    assert isinstance(ours, PlanBroken)
+    assert isinstance(ours, torch.OutOfMemoryError)
+    assert "asked for 20.00 MiB" in str(ours)
+    assert ours.__cause__ is fault
+
+
+@pytest.mark.parametrize("fault", [OSError(2, "gone"), KeyError("x"), StopIteration()], ids=repr)
+def test_every_class_can_be_ours_as_well(fault):
+    ours = also_ours(fault)
+    assert isinstance(ours, CaptureError)
+    assert isinstance(ours, type(fault))
+    assert ours.args == fault.args
+
+
+def test_second_derivatives_are_refused_with_a_way_out(model):
+    x = torch.ones(64, 16)
+    parameters = list(model.layers.parameters())
+    first = torch.autograd.grad(model(x).mean(), parameters, create_graph=True)
+    with pytest.raises(UsageError, match=r"second derivative.*force_eager"):
+        sum(gradient.square().sum() for gradient in first).backward()
+    with torch.compiler.set_stance("force_eager"):
+        output = model(x)
+    first = torch.autograd.grad(output.mean(), parameters, create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+
+
+def test_modes_that_see_every_operator_are_named(model):
+    with pytest.raises(CaptureError, match="FlopCounterMode"), FlopCounterMode(display=False):
+        model(torch.ones(32, 16))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": lambda x: x}, r"a model is a torch.nn.Module, got a function"),
+        ({"loss_fn": "mse"}, "a loss is a function .* got 'mse'"),
+        ({"optimizer": "adamm"}, "no optimizer 'adamm'; did you mean"),
+        ({"optimizer": 3}, "an optimizer is .* got 3"),
+        ({"optimizer": lambda parameters: 3}, "made a int, which is none"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS runs the step several times"),
+        ({"autocast": "bf"}, "no autocast 'bf'"),
+        ({"autocast": torch.float32}, "autocast torch.float32"),
+        ({"memory": 0.7}, "0.7 is no limit; .* like '70%'"),
+    ],
+)
+def test_wrong_arguments_are_named_and_not_blamed_on_the_model(options, words):
+    given = {"model": nn.Linear(4, 4), "batch": torch.ones(2, 4), "loss_fn": mean}
+    with pytest.raises(UsageError, match=words):
+        bayplan.fit(**{**given, "memory": "100%", **options})
+    if "memory" not in options:
+        with pytest.raises(UsageError, match=words):
+            bayplan.capture(**{**given, **options})
+
+
+def test_precision_and_optimizer_by_name():
+    model, batch = nn.Linear(4, 4), torch.ones(2, 4)
+    graph = bayplan.capture(model, batch, mean, optimizer="adamw", autocast="bf16")
+    same = bayplan.capture(model, batch, mean, optimizer=torch.optim.AdamW, autocast=torch.bfloat16)
+    assert graph.fingerprint == same.fingerprint
+    bayplan.fit(model, batch, mean, memory="100%", optimizer="adamw", autocast="bf16")
+    bayplan.profile(model, batch, mean, optimizer="sgd", autocast="bf16", repeats=1)

@@ -49,6 +49,7 @@ __all__ = [
     "ONCE_ONLY",
     "PARTLY_ONLY",
     "PartialRepeat",
+    "as_drawn",
     "as_eager",
     "batch_norm_again",
     "draw",
@@ -83,14 +84,15 @@ def as_eager(graph: fx.Graph) -> None:
             reader.args = (gradient, mask, _scale(probability, gradient.meta["val"].dtype))
 
 
-# An operator of torch's kind, so that graphs can name it and hand it on.
-@torch.library.custom_op(
-    "bayplan::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with eager's numbers, and its mask."""
     mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
     return dropout_by(mask, values, probability)
+
+
+# An operator of torch's kind, so that graphs can name it and hand it on.
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+dropout = torch.library.custom_op("bayplan::dropout", _dropout, mutates_args=(), tags=_RANDOM)
 
 
 @dropout.register_fake
@@ -160,6 +162,18 @@ def generator_state(device: str) -> torch.Tensor:
 def draw(operator: Callable[..., Any], _: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Run a random operator for the first time."""
     return operator(*args, **options)
+
+
+def as_drawn(graph: fx.Graph) -> None:
+    """Let random operators that run for the first time take no state; unread ones go."""
+    for node in graph.find_nodes(op="call_function", target=draw):
+        operator, _, *arguments = node.args
+        # torch takes 30 microseconds to call an operator that is written in Python.
+        node.target = _dropout if operator is torch.ops.bayplan.dropout.default else operator
+        node.args = tuple(arguments)
+    for node in graph.find_nodes(op="call_function", target=generator_state):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def draw_again(

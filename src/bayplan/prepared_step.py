@@ -47,11 +47,13 @@ from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Progress, no_progress
 from bayplan.devices.machine import (
+    ObjectBytes,
     available_memory_bytes,
     cache_directory,
     device_name,
     granularity_of,
     num_threads,
+    object_bytes_of,
 )
 from bayplan.models.targets import Target, resolve_target
 from bayplan.rewriting.updates import ParameterUpdates
@@ -515,8 +517,13 @@ class PreparedStep:
             self.graph,
             optimizer=self.optimizer_source(),
             granularity_bytes=self.granularity_bytes,
+            record_bytes=self._object_bytes.record,
             cache=cache_directory() if self.is_here else None,
         )
+
+    @property
+    def _object_bytes(self) -> ObjectBytes:
+        return object_bytes_of(self.model_device.type) if self.is_here else ObjectBytes()
 
     # The step as planners see it.
 
@@ -527,7 +534,8 @@ class PreparedStep:
         cache = cache_directory() if self.is_here else None
         return MemoryContext(
             prices=self._prices,
-            resident_bytes=resident_bytes(self.graph),
+            resident_bytes=resident_bytes(self.graph) + self._object_bytes.step,
+            object_bytes=self._object_bytes.tensor,
             loss=loss_memory(self.step, granularity_bytes=granularity_bytes, cache=cache),
             update_bytes=update_bytes(self.graph, granularity_bytes=granularity_bytes),
             granularity_bytes=granularity_bytes,
@@ -595,5 +603,6 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
         graph,
         profile,
         granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
+        record_bytes=object_bytes_of("cpu").record if is_cpu else 0,
         not_counted=_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA,
     )

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import DispatchKey
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -236,7 +237,7 @@ def compile_joint(
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated():
+    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _eager_kernels():
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -244,6 +245,50 @@ def compile_joint(
             bw_compiler=compile_graph,
             partition_fn=partition,
         )
+
+
+# Where torch's own C++ reads values to decide, so that tracing needs the Python rule; and the two
+# that our rewrites start from (`as_eager`, `repeat_form`), which know how to have eager's bits.
+_TRACED_BY_PYTHON = {
+    "aten::dropout",
+    "aten::istft",
+    "aten::native_batch_norm",
+    "aten::one_hot",
+    "aten::tensor_split.tensor_indices_or_sections",
+}
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Trace operators as the dispatcher runs them in plain training.
+
+    torch has second implementations of some operators in Python, made of others, that only tracing
+    uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.
+    """
+    set_aside = []
+    for operator in _overloads(torch.ops.aten):
+        if operator.name() not in _TRACED_BY_PYTHON:
+            for key in _TRACING_KEYS & operator.py_kernels.keys():
+                set_aside.append((operator, key, operator.py_kernels.pop(key)))
+                operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in set_aside:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+
+_TRACING_KEYS = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
+
+
+def _overloads(namespace: Any) -> Iterator[OpOverload]:
+    """The operators of a namespace that somebody has asked for; others have nothing in Python."""
+    for packet in list(vars(namespace).values()):
+        if isinstance(packet, OpOverloadPacket):
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, OpOverload):
+                    yield overload
 
 
 @contextmanager

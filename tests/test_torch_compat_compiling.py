@@ -269,6 +269,11 @@ def test_under_a_mode_nothing_is_compiled_and_its_class_is_known():
     assert torch_compat.dispatch_modes() == []
 
 
+class _Upsampled(nn.Module):
+    def forward(self, image):
+        return (nn.functional.interpolate(image, scale_factor=2, mode="bilinear"),)
+
+
 def test_operators_are_traced_as_the_dispatcher_runs_them_and_not_by_rules_for_tracing():
     from functorch.compile import default_partition
 
@@ -282,7 +287,7 @@ def test_operators_are_traced_as_the_dispatcher_runs_them_and_not_by_rules_for_t
         return default_partition(joint, inputs, **options)
 
     run = torch_compat.compile_joint(
-        nn.Upsample(scale_factor=2, mode="bilinear"),
+        fx.symbolic_trace(_Upsampled()),
         [torch.ones(1, 1, 4, 4, requires_grad=True)],
         partition=partition,
         compile_graph=lambda graph, _: graph,

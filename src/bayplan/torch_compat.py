@@ -199,7 +199,7 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
     from torch._decomp import decomposition_table, meta_table
     from torch._subclasses.fake_impls import op_implementations_dict
 
-    otherwise = decomposition_table[operator]
+    otherwise = decomposition_table.get(operator) or meta_table[operator]
 
     def run(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:

@@ -79,7 +79,8 @@ def _run_alone(
     repeats: int,
 ) -> tuple[float, int, int]:
     """Run a call on made-up tensors: its fastest seconds, the bytes at its peak and after it."""
-    with torch_compat.outside_tracing(), torch.no_grad():
+    # As in forward: some kernels keep nothing for backward in other modes, and then take less.
+    with torch_compat.outside_tracing(), torch.enable_grad():
         args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
         operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
         seconds, peak_bytes, kept_bytes = float("inf"), 0, 0

@@ -57,6 +57,7 @@ __all__ = [
     "dropout_by",
     "generator_state",
     "gradient_readers",
+    "lstm_layer",
     "make_repeatable",
     "normalise",
     "partial_repeat",
@@ -70,7 +71,9 @@ _CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def as_eager(graph: fx.Graph) -> None:
-    """Give the dropouts of a joint graph eager's numbers."""
+    """Give the dropouts of a joint graph eager's numbers, and its LSTM layers eager's reserve."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        node.target = lstm_layer
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         values, probability, training = node.args
         if values.meta["val"].device.type != "cpu" or not training:
@@ -81,6 +84,15 @@ def as_eager(graph: fx.Graph) -> None:
         for reader in gradient_readers(masks, aten.native_dropout_backward.default):
             gradient, mask, _ = reader.args
             reader.args = (gradient, mask, _scale(probability, gradient.meta["val"].dtype))
+
+
+def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """An LSTM layer with what its backward needs.
+
+    The kernel asks the gradient mode whether a backward will come, and keeps nothing otherwise.
+    """
+    with torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*args)
 
 
 # An operator of torch's kind, so that graphs can name it and hand it on.

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "IN_PLACE",
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -57,6 +58,7 @@ __all__ = [
     "ignore_logging",
     "is_bookkeeping",
     "is_compile_fault",
+    "is_dense",
     "is_faking",
     "is_graph_kept",
     "is_tangent",
@@ -237,7 +239,7 @@ def compile_joint(
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _eager_kernels():
+    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _as_in_eager():
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -245,6 +247,70 @@ def compile_joint(
             bw_compiler=compile_graph,
             partition_fn=partition,
         )
+
+
+@contextmanager
+def _as_in_eager() -> Iterator[None]:
+    """Trace what plain training runs, where tracing would otherwise compute something else."""
+    with _eager_kernels(), _layouts_of_changes():
+        yield
+
+
+IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, and in which strides
+
+
+@contextmanager
+def _layouts_of_changes() -> Iterator[None]:
+    """Note where a tensor with gaps between its elements is changed in place.
+
+    A traced graph changes nothing in place: it has the operator that returns its result instead,
+    without gaps. Kernels round differently there: they take whole vectors across what were gaps.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    dispatch = FunctionalTensorMode.__torch_dispatch__
+
+    def noting(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        if (
+            mode is None
+            or not isinstance(first, FunctionalTensor)
+            or torch.Tag.pointwise not in func.tags
+            or not func._schema.is_mutable
+            or is_dense(first)
+        ):
+            return dispatch(self, func, types, args, kwargs)
+        graph = mode.tracer.graph
+        last = next(iter(reversed(graph.nodes)))
+        result = dispatch(self, func, types, args, kwargs)
+        out_of_place = func.overloadpacket.__name__.removesuffix("_")
+        node = last.next
+        while node.op != "root":
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet is not None and packet.__name__ == out_of_place:
+                node.meta[IN_PLACE] = func, tuple(first.stride())
+            node = node.next
+        return result
+
+    FunctionalTensorMode.__torch_dispatch__ = noting
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = dispatch
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether there are neither gaps between a tensor's elements nor two in one place."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != span:
+                return False
+            span *= size
+    return True
 
 
 # Where torch's own C++ reads values to decide, so that tracing needs the Python rule; and the two

@@ -7,7 +7,7 @@ is traced. Each has a test of its own in `tests/test_torch_compat*.py` or
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,11 +41,14 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "above_autograd",
     "after_backward",
+    "arguments_in_words",
     "below_autograd",
     "boxed",
     "call_of_module",
     "call_of_overload",
+    "call_without_rules",
     "changed_inputs",
     "compile_fault",
     "compile_joint",
@@ -227,19 +230,21 @@ def compile_joint(
     *,
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     compile_graph: Any,
+    whole: Iterable[Any] = (),
 ) -> Callable[..., Any]:
     """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
 
     `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
     `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
-    loops call it, whatever forward is traced under.
+    loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
+    are traced as their `call` says, all others as the dispatcher runs them in plain training.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _as_in_eager():
+    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _as_in_eager(whole):
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -250,9 +255,9 @@ def compile_joint(
 
 
 @contextmanager
-def _as_in_eager() -> Iterator[None]:
+def _as_in_eager(whole: Iterable[Any]) -> Iterator[None]:
     """Trace what plain training runs, where tracing would otherwise compute something else."""
-    with _eager_kernels(), _layouts_of_changes():
+    with _eager_kernels(whole), _layouts_of_changes():
         yield
 
 
@@ -325,23 +330,29 @@ _TRACED_BY_PYTHON = {
 
 
 @contextmanager
-def _eager_kernels() -> Iterator[None]:
+def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
     """Trace operators as the dispatcher runs them in plain training.
 
     torch has second implementations of some operators in Python, made of others, that only tracing
     uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.
     """
-    set_aside = []
-    for operator in _overloads(torch.ops.aten):
+    own = {each.original: each.call for each in whole}
+    before = []
+    for operator in {*_overloads(torch.ops.aten), *own}:
+        kernels = dict(operator.py_kernels)
         if operator.name() not in _TRACED_BY_PYTHON:
-            for key in _TRACING_KEYS & operator.py_kernels.keys():
-                set_aside.append((operator, key, operator.py_kernels.pop(key)))
-                operator._dispatch_cache.clear()
+            kernels = {key: rule for key, rule in kernels.items() if key not in _TRACING_KEYS}
+        if operator in own:
+            kernels[DispatchKey.Autograd] = own[operator]
+        if kernels != operator.py_kernels:
+            before.append((operator, operator.py_kernels))
+            operator.py_kernels = kernels
+            operator._dispatch_cache.clear()
     try:
         yield
     finally:
-        for operator, key, kernel in set_aside:
-            operator.py_kernels[key] = kernel
+        for operator, kernels in before:
+            operator.py_kernels = kernels
             operator._dispatch_cache.clear()
 
 
@@ -445,6 +456,29 @@ def call_of_overload(operator: OpOverload) -> Callable[..., Any]:
 def below_autograd() -> AbstractContextManager[Any]:
     """Run operators without asking autograd for each whether it records; to be entered at once."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> AbstractContextManager[Any]:
+    """Let autograd record again, inside of `below_autograd`; to be entered at once."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as torch's C++ has it, where a rule in Python stands before it."""
+    key = DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+        device = next(leaf.device.type for leaf in tensors_in((args, kwargs)))
+        key = getattr(DispatchKey, f"Autograd{device.upper()}")
+    return operator._op_dk(key, *args, **kwargs)
+
+
+def arguments_in_words(operator: OpOverload) -> str:
+    """An operator's arguments as its schema writes them."""
+    return str(operator._schema).partition("(")[2].rpartition(") ->")[0]
 
 
 def running_eagerly() -> AbstractContextManager[Any]:

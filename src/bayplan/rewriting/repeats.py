@@ -110,7 +110,11 @@ def _trace_again(graph: fx.Graph) -> None:
 
 
 def changed_copy(
-    function: Callable[..., Any], stride: tuple[int, ...], first: torch.Tensor, *args: Any, **kw: Any
+    function: Callable[..., Any],
+    stride: tuple[int, ...],
+    first: torch.Tensor,
+    *args: Any,
+    **kw: Any,
 ) -> torch.Tensor:
     """What an operator in place makes of a tensor with these strides, in a copy of it."""
     copy = first.new_empty_strided(first.shape, stride)
@@ -132,7 +136,9 @@ def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
 )
 def dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with eager's numbers, and its mask."""
-    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
+    mask = torch.zeros_like(values, dtype=torch.bool)
+    if probability < 1:  # else eager draws nothing
+        mask.bernoulli_(1 - probability)
     return dropout_by(mask, values, probability)
 
 

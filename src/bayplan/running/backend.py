@@ -23,6 +23,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
+from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.call_faults import explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
@@ -59,7 +60,11 @@ class PlannedBackend:
         correct_fake_norms()
         correct_fake_lstm()
         run = torch_compat.compile_joint(
-            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
+            module,
+            inputs,
+            partition=partial(self._partition, inputs),
+            compile_graph=self._compile,
+            whole=whole_operators(),
         )
         return once_differentiable(run)
 

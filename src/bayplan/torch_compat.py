@@ -343,7 +343,7 @@ def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
         if operator.name() not in _TRACED_BY_PYTHON:
             kernels = {key: rule for key, rule in kernels.items() if key not in _TRACING_KEYS}
         if operator in own:
-            kernels[DispatchKey.Autograd] = own[operator]
+            kernels[_key_of_rules(operator)] = own[operator]
         if kernels != operator.py_kernels:
             before.append((operator, operator.py_kernels))
             operator.py_kernels = kernels
@@ -357,6 +357,13 @@ def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
 
 
 _TRACING_KEYS = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
+
+
+def _key_of_rules(operator: OpOverload) -> DispatchKey:
+    """Where the dispatcher looks first for what autograd sees of an operator."""
+    key = DispatchKey.CompositeImplicitAutograd
+    is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return key if is_made_of_others else DispatchKey.Autograd
 
 
 def _overloads(namespace: Any) -> Iterator[OpOverload]:
@@ -469,8 +476,8 @@ def above_autograd() -> AbstractContextManager[Any]:
 
 def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as torch's C++ has it, where a rule in Python stands before it."""
-    key = DispatchKey.CompositeImplicitAutograd
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+    key = _key_of_rules(operator)
+    if key is DispatchKey.Autograd:  # which stands for one of each device
         device = next(leaf.device.type for leaf in tensors_in((args, kwargs)))
         key = getattr(DispatchKey, f"Autograd{device.upper()}")
     return operator._op_dk(key, *args, **kwargs)

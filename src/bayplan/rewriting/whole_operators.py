@@ -4,9 +4,13 @@ Some gradient formulas look at values: that of a product asks whether a factor i
 maximum which elements are the largest. On tensors without values they take another way, with other
 bits. Here such a formula is one operator of the graph, which runs torch's own on real tensors. It
 runs the operator itself a second time for that, since a formula alone cannot be called.
+
+Others cannot be traced at all because C++ reads values on the way, as the lengths of a CTC loss. If
+the shape of their output is known, they stay whole as well.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,30 +62,36 @@ class WholeOperator:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not self.applies(*args, **kwargs):
             return torch_compat.call_without_rules(self.original, *args, **kwargs)
-        return _Whole.apply(self, kwargs, *args)
+        return _Whole.apply(self, tuple(kwargs), *args, *kwargs.values())
 
 
 class _Whole(torch.autograd.Function):
     """A whole operator as autograd sees it while a step is traced."""
 
     @staticmethod
-    def forward(ctx: Any, operator: WholeOperator, kwargs: dict[str, Any], *args: Any) -> Any:
-        ctx.operator, ctx.kwargs = operator, kwargs
-        ctx.is_tensor = [isinstance(argument, torch.Tensor) for argument in args]
-        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in args]
-        ctx.save_for_backward(*(a for a in args if isinstance(a, torch.Tensor)))
+    def forward(ctx: Any, operator: WholeOperator, names: tuple[str, ...], *values: Any) -> Any:
+        ctx.operator, ctx.names = operator, names
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
+        ctx.positions = [at for at, one in enumerate(values) if isinstance(one, torch.Tensor)]
+        ctx.save_for_backward(*(values[at] for at in ctx.positions))
+        args, kwargs = _parted(values, names)
         with torch_compat.below_autograd():
             return operator.value(*args, **kwargs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        tensors = iter(ctx.saved_tensors)
-        args = [
-            next(tensors) if is_tensor else other
-            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
-        ]
-        made = iter(ctx.operator.gradient(list(gradients), *args, **ctx.kwargs))
-        return None, None, *(next(made) if _is_differentiable(a) else None for a in args)
+        values = list(ctx.others)
+        for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            values[position] = tensor
+        args, kwargs = _parted(values, ctx.names)
+        made = iter(ctx.operator.gradient(list(gradients), *args, **kwargs))
+        return None, None, *(next(made) if _is_differentiable(v) else None for v in values)
+
+
+def _parted(values: Sequence[Any], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Arguments by position and by name, of which all were written in a row."""
+    num_positional = len(values) - len(names)
+    return values[:num_positional], dict(zip(names, values[num_positional:], strict=True))
 
 
 def _is_differentiable(argument: Any) -> bool:
@@ -101,10 +111,48 @@ def whole_operators() -> tuple[WholeOperator, ...]:
     whole = [WholeOperator(each, each, _gradient_of(each, library)) for each in kernels]
     fill, entropy = aten.masked_fill.Tensor, aten.cross_entropy_loss.default
     filled = WholeOperator(fill, fill, _gradient_of(fill, library), _is_filled_with_trained)
-    value, gradient = _value_of(entropy, library), _gradient_of(entropy, library)
+    value, gradient = _value_of(entropy, entropy, library), _gradient_of(entropy, library)
     whole += [filled, WholeOperator(entropy, value, gradient, _is_weighted_and_smoothed)]
+    for each, fake in _BY_SHAPE.items():
+        value, gradient = _value_of(each, fake, library), _gradient_of(each, library)
+        whole.append(WholeOperator(each, value, gradient))
     _LIBRARIES.append(library)
     return tuple(whole)
+
+
+def _combinations(
+    values: torch.Tensor, length: int = 2, with_replacement: bool = False
+) -> torch.Tensor:
+    num_values = values.shape[0] + (length - 1 if with_replacement else 0)
+    return values.new_empty(math.comb(num_values, length), length)
+
+
+def _covariance(values: torch.Tensor, **_: Any) -> torch.Tensor:
+    num_variables = values.shape[0] if values.dim() == 2 else 1
+    return values.new_empty((num_variables, num_variables) if num_variables > 1 else ())
+
+
+def _ctc_loss(
+    scores: torch.Tensor,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    num_samples = scores.shape[1] if scores.dim() == 3 else 1
+    is_reduced = reduction != 0 or scores.dim() == 2
+    return scores.new_empty(() if is_reduced else (num_samples,))
+
+
+# Operators whose output's shape does not depend on values, by what makes such an output.
+_BY_SHAPE: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.combinations.default: _combinations,
+    aten.cov.default: _covariance,
+    aten.ctc_loss.IntList: _ctc_loss,
+    aten.ctc_loss.Tensor: _ctc_loss,
+}
 
 
 _LIBRARIES: list[torch.library.Library] = []  # torch forgets the operators of one that dies
@@ -114,7 +162,9 @@ def _name_of(operator: Any) -> str:
     return operator.name().removeprefix("aten::").replace(".", "_")
 
 
-def _value_of(operator: Any, library: torch.library.Library) -> Any:
+def _value_of(
+    operator: Any, fake: Callable[..., torch.Tensor], library: torch.library.Library
+) -> Any:
     """An operator that is made of others, as one."""
     name, arguments = f"{_name_of(operator)}_whole", torch_compat.arguments_in_words(operator)
     library.define(f"{name}({arguments}) -> Tensor")
@@ -123,7 +173,7 @@ def _value_of(operator: Any, library: torch.library.Library) -> Any:
         return operator(*args, **kwargs).clone()
 
     library.impl(name, value, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bayplan::{name}", operator, lib=library)
+    torch.library.register_fake(f"bayplan::{name}", fake, lib=library)
     return getattr(torch.ops.bayplan, name).default
 
 
@@ -133,8 +183,8 @@ def _gradient_of(operator: Any, library: torch.library.Library) -> Any:
     library.define(f"{name}(Tensor[] gradients, {arguments}) -> Tensor[]")
 
     def gradient(gradients: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-        sources = [a.requires_grad_() for a in args if _is_differentiable(a)]
+        args, kwargs = torch_compat.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        sources = [a.requires_grad_() for a in (*args, *kwargs.values()) if _is_differentiable(a)]
         with torch_compat.above_autograd(), torch.enable_grad():
             output = operator(*args, **kwargs)
             made = torch.autograd.grad(
@@ -144,7 +194,7 @@ def _gradient_of(operator: Any, library: torch.library.Library) -> Any:
         return [torch.empty_like(source, requires_grad=False).copy_(g) for source, g in pairs]
 
     def fake(gradients: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        return [torch.empty_like(a) for a in args if _is_differentiable(a)]
+        return [torch.empty_like(a) for a in (*args, *kwargs.values()) if _is_differentiable(a)]
 
     library.impl(name, gradient, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bayplan::{name}", fake, lib=library)

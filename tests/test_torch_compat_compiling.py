@@ -267,3 +267,34 @@ def test_under_a_mode_nothing_is_compiled_and_its_class_is_known():
     assert modes[-1].endswith("Seeing")
     assert torch_compat.is_compile_fault(raised.value)
     assert torch_compat.dispatch_modes() == []
+
+
+class _Upsampled(nn.Module):
+    def forward(self, image):
+        return (nn.functional.interpolate(image, scale_factor=2, mode="bilinear"),)
+
+
+def test_operators_are_traced_as_the_dispatcher_runs_them_and_not_by_rules_for_tracing():
+    from functorch.compile import default_partition
+
+    operators = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input)
+    before = [dict(operator.py_kernels) for operator in operators]
+    assert all(before), "torch has rules of its own for tracing these"
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        seen.extend(node.target for node in joint.graph.nodes if node.op == "call_function")
+        return default_partition(joint, inputs, **options)
+
+    run = torch_compat.compile_joint(
+        fx.symbolic_trace(_Upsampled()),
+        [torch.ones(1, 1, 4, 4, requires_grad=True)],
+        partition=partition,
+        compile_graph=lambda graph, _: graph,
+    )
+    assert callable(run)
+    assert seen == [
+        torch.ops.aten.upsample_bilinear2d.default,
+        torch.ops.aten.upsample_bilinear2d_backward.default,
+    ]
+    assert [dict(operator.py_kernels) for operator in operators] == before

@@ -9,8 +9,10 @@ all ones. Told the truth about tracing, it would take another branch than plain 
    is guarded: a batch that decides otherwise is traced anew. The guard computes what plain training
    computes to decide, and the graph no longer does.
 
-All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3
-hold for backends that carry the mark `traces_as_eager`, and nobody else's.
+4. `nn.LSTM`, `nn.GRU` and `nn.RNN` are traced, where Dynamo refuses them for others.
+
+All other branches on values stay Dynamo's business, also those on random numbers. Rules 1, 3 and
+4 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
 """
 
 import dis
@@ -75,6 +77,7 @@ def answer_as_eager() -> None:
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
     from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
@@ -92,6 +95,7 @@ def answer_as_eager() -> None:
         torch.compiler.substitute_in_graph(torch.xpu.is_current_stream_capturing)(_not_capturing)
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
+        VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -134,6 +138,23 @@ def _traces_as_eager(backend: Any) -> bool:
         )
         backend = inner if inner is not backend else None
     return False
+
+
+def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo trace `nn.LSTM`, `nn.GRU` and `nn.RNN`.
+
+    It refuses them because of the rules that other compilers take them apart by, which we do not.
+    """
+
+    def wrap(self: Any, value: nn.Module) -> Any:
+        if not _traces_as_eager(self.tx.output.compiler_fn):
+            return wrap_module(self, value)
+        from torch._dynamo import config
+
+        with config.patch(allow_rnn=True):
+            return wrap_module(self, value)
+
+    return wrap
 
 
 def _told_truth(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,10 @@ tensors are enough.
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.costing.measure import born_bytes
+from bayplan.costing.trials import may_crash, survives
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
@@ -30,6 +33,7 @@ from bayplan.devices.machine import cache_directory, granularity_of
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import follow_step
+from bayplan.tracing.explain import is_out_of_memory
 from bayplan.tracing.fake import OptimizerSource
 
 __all__ = [
@@ -79,20 +83,60 @@ def _run_alone(
     repeats: int,
 ) -> tuple[float, int, int]:
     """Run a call on made-up tensors: its fastest seconds, the bytes at its peak and after it."""
-    with torch_compat.outside_tracing(), torch.no_grad():
-        args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
-        operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
+    with torch_compat.outside_tracing(), torch.enable_grad():  # as in forward: see `lstm_layer`
+        call = _callable_alone(operator, args, kwargs)
+        if call is None:
+            return _estimated(operator, args, kwargs)
         seconds, peak_bytes, kept_bytes = float("inf"), 0, 0
         for _ in range(repeats):
             meter.reset_peak()
             before_bytes = meter.live_bytes
             start = now()
-            output = operator(*args, **kwargs)
+            output = call()
             seconds = min(seconds, now() - start)
             kept_bytes = meter.live_bytes - before_bytes
             peak_bytes = meter.peak_bytes - before_bytes
             del output
     return seconds, peak_bytes, kept_bytes
+
+
+def _callable_alone(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """A call on made-up tensors that was made once; None if the kernel takes none of them.
+
+    That also warms it: kernels are chosen and caches filled.
+    """
+    for make in (made_up, _made_up_regular):
+        values = torch_compat.tree_map_only(torch.Tensor, make, (args, kwargs))
+        call = partial(operator, *values[0], **values[1])
+        try:
+            is_tried = make is not made_up or may_crash(operator, args, kwargs)
+            if is_tried and not survives(call):
+                return None
+            call()
+        except Exception as fault:  # not positive definite, of no length: whatever it minds
+            if is_out_of_memory(fault):
+                raise
+            continue
+        return call
+    return None
+
+
+_BYTES_PER_SECOND = 1e10
+
+
+def _estimated(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, int, int]:
+    """A price by bytes read alone, of a kernel that cannot be run on made-up tensors."""
+    warnings.warn(
+        f"{operator} cannot be run on made-up tensors: its time is estimated from its bytes, and"
+        " its scratch memory is not counted",
+        stacklevel=2,
+    )
+    tensors = torch_compat.tensors_in((args, kwargs))
+    return sum(tensor.nbytes for tensor in tensors) / _BYTES_PER_SECOND, 0, 0
 
 
 def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,6 +170,17 @@ def made_up(fake: torch.Tensor) -> torch.Tensor:
         flat.uniform_()
     # Through the flat tensor: an expanded one cannot be written to.
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
+
+
+def _made_up_regular(fake: torch.Tensor) -> torch.Tensor:
+    """The same with identity matrices, which every factorisation takes, and indices of 1."""
+    tensor = made_up(fake)
+    is_square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
+    if is_square and torch_compat.is_dense(tensor):
+        tensor.copy_(torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device))
+    elif not tensor.is_floating_point() and not tensor.is_complex():
+        tensor.copy_(torch.ones((), dtype=tensor.dtype))
+    return tensor
 
 
 # Scaled scratch memory is taken to be within this factor of the truth, either way.

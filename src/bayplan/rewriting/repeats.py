@@ -52,12 +52,14 @@ __all__ = [
     "as_drawn",
     "as_eager",
     "batch_norm_again",
+    "changed_copy",
     "draw",
     "draw_again",
     "dropout",
     "dropout_by",
     "generator_state",
     "gradient_readers",
+    "lstm_layer",
     "make_repeatable",
     "normalise",
     "partial_repeat",
@@ -71,7 +73,10 @@ _CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def as_eager(graph: fx.Graph) -> None:
-    """Give the dropouts of a joint graph eager's numbers."""
+    """Give the dropouts of a joint graph eager's numbers, and its LSTM layers eager's reserve."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        node.target = lstm_layer
+    _restore_layouts(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         values, probability, training = node.args
         if values.meta["val"].device.type != "cpu" or not training:
@@ -84,9 +89,54 @@ def as_eager(graph: fx.Graph) -> None:
             reader.args = (gradient, mask, _scale(probability, gradient.meta["val"].dtype))
 
 
+def _restore_layouts(graph: fx.Graph) -> None:
+    """Compute in place where plain training does so in a tensor with gaps: see `IN_PLACE`."""
+    changed = [node for node in graph.nodes if torch_compat.IN_PLACE in node.meta]
+    for node in changed:
+        function, stride = node.meta.pop(torch_compat.IN_PLACE)
+        node.args = (function, stride, *node.args)
+        node.target = changed_copy
+    if changed:
+        _trace_again(graph)
+
+
+def _trace_again(graph: fx.Graph) -> None:
+    """Let all values of a graph have the strides that its operators give them now."""
+    known = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    with torch_compat.fake_mode_of(list(known.values())):
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.meta["val"] = node.target(*args, **kwargs)
+
+
+def changed_copy(
+    function: Callable[..., Any],
+    stride: tuple[int, ...],
+    first: torch.Tensor,
+    *args: Any,
+    **kw: Any,
+) -> torch.Tensor:
+    """What an operator in place makes of a tensor with these strides, in a copy of it."""
+    copy = first.new_empty_strided(first.shape, stride)
+    return function(copy.copy_(first), *args, **kw)
+
+
+def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """An LSTM layer with what its backward needs.
+
+    The kernel asks the gradient mode whether a backward will come, and keeps nothing otherwise.
+    """
+    with torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*args)
+
+
 def _dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with eager's numbers, and its mask."""
-    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
+    if probability == 1:  # eager draws nothing
+        mask = torch.zeros_like(values, dtype=torch.bool)
+    else:
+        mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
     return dropout_by(mask, values, probability)
 
 

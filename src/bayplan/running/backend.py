@@ -23,6 +23,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
+from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.call_faults import explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
@@ -30,6 +31,7 @@ from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
 from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
+from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
@@ -56,8 +58,13 @@ class PlannedBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         correct_fake_norms()
+        correct_fake_lstm()
         run = torch_compat.compile_joint(
-            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
+            module,
+            inputs,
+            partition=partial(self._partition, inputs),
+            compile_graph=self._compile,
+            whole=whole_operators(),
         )
         return once_differentiable(run)
 

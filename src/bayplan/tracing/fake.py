@@ -21,6 +21,7 @@ from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
 from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
+from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.values import KnownValues, is_small, learn, value_of
 
@@ -61,6 +62,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
     correct_fake_norms()
+    correct_fake_lstm()
     logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:

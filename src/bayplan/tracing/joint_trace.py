@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.explain import out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
@@ -57,7 +58,9 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             stop.joint = Joint(joint, num_fwd_outputs, examples)
             raise stop
 
-        return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
+        return torch_compat.compile_joint(
+            module, examples, partition=take, compile_graph=None, whole=whole_operators()
+        )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)

@@ -340,3 +340,31 @@ def test_graph_is_compiled_anew_when_a_hook_comes_or_goes():
         handle.remove()
         model(inputs)
         assert len(graphs) == 2
+
+
+def test_checkpoints_and_what_is_in_them_are_known():
+    seen = []
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False).cos()
+
+    def backend(module, inputs):
+        calls = torch_compat.checkpoints_in(module)
+
+        def partition(joint, *_, **__):
+            changed = torch_compat.changes_of_inputs(joint.graph)
+            inside = [each for each in joint.graph.nodes if torch_compat.is_checkpointed(each)]
+            seen.append(([call.kwargs for call in calls], len(changed), {*changed} <= {*inside}))
+            assert not any("cos" in each.name for each in inside)
+            raise ValueError("seen")
+
+        return torch_compat.compile_joint(module, inputs, partition=partition, compile_graph=None)
+
+    with pytest.raises(Exception, match="seen"):
+        torch.compile(Inner(), backend=backend, fullgraph=True)(torch.randn(4, 2))
+    assert seen == [([{"use_reentrant": False}], 3, True)]

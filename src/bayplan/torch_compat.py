@@ -46,6 +46,8 @@ __all__ = [
     "call_of_overload",
     "call_with_forward",
     "changed_inputs",
+    "changes_of_inputs",
+    "checkpoints_in",
     "compile_fault",
     "compile_joint",
     "compiled_call",
@@ -61,6 +63,7 @@ __all__ = [
     "hooks_of",
     "ignore_logging",
     "is_bookkeeping",
+    "is_checkpointed",
     "is_compile_fault",
     "is_faking",
     "is_graph_kept",
@@ -221,6 +224,26 @@ def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     changed = [output.mutated_input for output in described if hasattr(output, "mutated_input")]
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if node.meta.get("desc") in changed]
+
+
+def changes_of_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a joint graph that compute what its changed inputs are changed to."""
+    end = graph.output_node()
+    outputs: Any = end.args[0]
+    described = zip(outputs, end.meta.get("desc", ()), strict=False)
+    return [node for node, output in described if hasattr(output, "mutated_input")]
+
+
+def checkpoints_in(module: fx.GraphModule) -> list[fx.Node]:
+    """The calls of `torch.utils.checkpoint` in what Dynamo traced, nested ones included."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes if node.op == "call_function")
+    return [node for node in nodes if str(node.target) == "tag_activation_checkpoint"]
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced inside a checkpoint."""
+    return "recompute" in node.meta
 
 
 def default_store() -> Any:

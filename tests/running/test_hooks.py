@@ -306,6 +306,26 @@ def test_features_of_a_hook_may_be_part_of_the_loss():
     assert_equal(gradients[1], gradients[0])
 
 
+def test_library_that_installs_hooks_in_its_first_call():
+    transformers = pytest.importorskip("transformers")
+    losses = []
+    for fitted in (False, True):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+        )
+        config.output_hidden_states = True
+        model, tokens = transformers.BertForMaskedLM(config), torch.randint(20, (2, 8))
+        batch = {"input_ids": tokens, "labels": tokens}
+        if fitted:
+            bayplan.fit(model, batch, memory="1GiB", time_limit_seconds=0.1)
+        for _ in range(2):
+            output = model(**batch)
+            (output.loss + output.hidden_states[1].mean()).backward()
+        losses.append([output.loss, model.bert.embeddings.word_embeddings.weight.grad])
+    assert_equal(losses[1], losses[0])
+
+
 global_calls: list[int] = []
 
 

@@ -32,6 +32,7 @@ from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
 from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
+from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
@@ -65,8 +66,9 @@ class PlannedBackend:
         self._warn_of_repeats(inputs)
         correct_fake_norms()
         torch_compat.guard_global_hooks()
+        partition = with_checkpoints_checked(module, partial(self._partition, inputs))
         run = torch_compat.compile_joint(
-            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
+            module, inputs, partition=partition, compile_graph=self._compile
         )
         return self._unless_planning(once_differentiable(run))
 

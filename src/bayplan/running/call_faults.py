@@ -20,7 +20,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
-from bayplan.tracing.hooks import on_copies, refused_hooks
+from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
 
 __all__ = [
@@ -58,7 +58,11 @@ def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., 
         except Exception as fault:
             inner = torch_compat.compile_fault(fault)
             if not isinstance(inner, BayplanError):
-                raise _fault_of_call(fault, model, args, kwargs) from fault
+                before = num_hooks(model)
+                told = _fault_of_call(fault, model, args, kwargs)
+                if num_hooks(model) == before:
+                    raise told from fault
+                return explained(*args, **kwargs)  # the plain forward has installed its hooks
         if is_fitted and isinstance(inner, DoesNotFit):
             raise DoesNotFit(
                 "a batch unlike those before is planned when it comes, within the limit that the"

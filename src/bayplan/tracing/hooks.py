@@ -19,7 +19,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
 
-__all__ = ["copied", "on_copies", "refused_hooks"]
+__all__ = ["copied", "num_hooks", "on_copies", "refused_hooks"]
 
 _Thing = TypeVar("_Thing")
 _Memo = dict[int, Any]
@@ -62,6 +62,11 @@ def _restore(table: dict[int, Any], kept: Mapping[int, Any]) -> None:
     table.update({key: hook for key, hook in kept.items() if key in table})
 
 
+def num_hooks(model: nn.Module) -> int:
+    """How many hooks a model has; more after a call where a library installs them when needed."""
+    return sum(len(table) for each in model.modules() for table in torch_compat.hooks_of(each))
+
+
 def refused_hooks(model: nn.Module) -> CaptureError | None:
     """Why a model cannot be planned with the hooks it has; None where they are not the reason."""
     for name, module in model.named_modules():
@@ -69,9 +74,10 @@ def refused_hooks(model: nn.Module) -> CaptureError | None:
             return CaptureError(
                 f"the module {name!r} has a backward hook, and a planned backward does not pass"
                 " through modules one by one. Remove it; or put it on the model itself, on a"
-                " parameter (`parameter.register_hook`), or as a function of the gradient alone on a tensor"
-                " (`output.register_hook` in a forward hook); or run the steps that need it under"
-                ' torch.compiler.set_stance("force_eager"), which runs them as without a plan'
+                " parameter (`parameter.register_hook`), or as a function of the gradient alone on"
+                " a tensor (`output.register_hook` in a forward hook); or run the steps that need"
+                ' it under torch.compiler.set_stance("force_eager"), which runs them as without a'
+                " plan"
             )
     if torch_compat.has_global_backward_hooks():
         return CaptureError(

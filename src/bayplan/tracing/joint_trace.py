@@ -5,6 +5,7 @@ joint graph of forward and backward and stops there.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -15,9 +16,10 @@ from torch import fx, nn
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
-from bayplan.tracing.hooks import on_copies, refused_hooks
+from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
@@ -58,7 +60,8 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             stop.joint = Joint(joint, num_fwd_outputs, examples)
             raise stop
 
-        return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
+        checked = with_checkpoints_checked(module, take)
+        return torch_compat.compile_joint(module, examples, partition=checked, compile_graph=None)
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
@@ -67,7 +70,13 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             call_model(model, inputs)
     except Exception as fault:
         if torch_compat.compile_fault(fault) is not stop:
-            raise untraceable(fault, model) from fault
+            before = num_hooks(model)
+            torch_compat.set_compiled_call(model, None)
+            with on_copies(), suppress(Exception):
+                call_model(model, inputs)
+            if num_hooks(model) == before:
+                raise untraceable(fault, model) from fault
+            return joint_of(model, inputs)  # its first call installs hooks: transformers
     assert stop.joint is not None, "a model with parameters to train is traced with its backward"
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
     return stop.joint

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` inside a model: refused where plain training would notice the difference.
+"""`torch.utils.checkpoint` inside a model: refused where plain training has other numbers.
 
 A traced checkpoint is only a hint that a part of the forward may be computed again; the plan
 decides what is. Plain training computes it again in any case, and that can be seen from outside:

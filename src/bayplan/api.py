@@ -1,6 +1,5 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -51,6 +50,7 @@ from bayplan.simulating.network import Network, SpeedsNetwork
 from bayplan.step import Batch, LossFunction, TrainingStep, autocast_dtype, check_model
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.fake import OptimizerSource, optimizer_source
+from bayplan.tracing.hooks import copied
 
 __all__ = [
     "capture",
@@ -433,7 +433,7 @@ def profile(
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast, name=name)
     # One deepcopy of both, so that the optimizer's copy holds the parameters of the model's.
     is_built = isinstance(source, torch.optim.Optimizer)
-    model, built = copy.deepcopy((model, source if is_built else None))
+    model, built = copied((model, source if is_built else None))
     if source is not None and built is None:
         assert callable(source), "an optimizer is one, or makes one"
         built = source(p for p in model.parameters() if p.requires_grad)

@@ -6,7 +6,6 @@ precision, optimizer or device share what they have in common. Planners see what
 through protocols, so that they know nothing of torch.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -75,6 +74,7 @@ from bayplan.tracing.fake import (
     optimizer_source,
     without_memory,
 )
+from bayplan.tracing.hooks import copied
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
@@ -475,7 +475,7 @@ class PreparedStep:
         with num_threads(1) if clock is Clock.CPU else nullcontext(), explained():
             step = self.build()
             if self.target.is_given:  # a module of the user's stays as it is
-                model, optimizer = copy.deepcopy((step.model, step.optimizer))
+                model, optimizer = copied((step.model, step.optimizer))
                 step = replace(step, model=model, optimizer=optimizer)
             return profile_step(
                 step,

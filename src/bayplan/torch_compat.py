@@ -48,8 +48,11 @@ __all__ = [
     "boxed",
     "call_of_module",
     "call_of_overload",
+    "call_with_forward",
     "call_without_rules",
     "changed_inputs",
+    "changes_of_inputs",
+    "checkpoints_in",
     "compile_fault",
     "compile_joint",
     "compiled_call",
@@ -57,9 +60,15 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "fake_mode_of",
+    "global_hooks",
+    "guard_global_hooks",
+    "has_backward_hooks",
+    "has_global_backward_hooks",
     "has_gradient_hooks",
+    "hooks_of",
     "ignore_logging",
     "is_bookkeeping",
+    "is_checkpointed",
     "is_compile_fault",
     "is_dense",
     "is_faking",
@@ -78,6 +87,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
+    "watch_hooks",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -164,6 +174,53 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The tables of the hooks that a module's calls run, by the ids of their handles."""
+    forward = module._forward_pre_hooks, module._forward_hooks
+    return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_hooks() -> tuple[dict[int, Any], ...]:
+    """The same of the hooks that calls of all modules run."""
+    home = nn.modules.module
+    forward = home._global_forward_pre_hooks, home._global_forward_hooks
+    return *forward, home._global_backward_pre_hooks, home._global_backward_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something is to be called when backward passes a module."""
+    return any(hooks_of(module)[2:])
+
+
+def has_global_backward_hooks() -> bool:
+    return any(global_hooks()[2:])
+
+
+def watch_hooks() -> None:
+    """Let a compiled module be compiled anew when one of its modules gets or loses a hook.
+
+    For the process: torch has no setting for one model. Elsewhere it only adds to what is checked.
+    """
+    from torch._dynamo import config
+
+    config.skip_nnmodule_hook_guards = False
+
+
+def guard_global_hooks() -> None:
+    """Let the graph that is compiled now be compiled anew when a hook of all modules comes or goes.
+
+    Torch guards what is in the tables, but not that they are empty.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
+    for name in ("forward_pre", "forward", "backward_pre", "backward"):
+        table = AttrSource(home, f"_global_{name}_hooks")
+        install_guard(table.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+
+
 def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a joint graph whose tensors forward changes: buffers, mostly.
 
@@ -173,6 +230,26 @@ def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     changed = [output.mutated_input for output in described if hasattr(output, "mutated_input")]
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if node.meta.get("desc") in changed]
+
+
+def changes_of_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a joint graph that compute what its changed inputs are changed to."""
+    end = graph.output_node()
+    outputs: Any = end.args[0]
+    described = zip(outputs, end.meta.get("desc", ()), strict=False)
+    return [node for node, output in described if hasattr(output, "mutated_input")]
+
+
+def checkpoints_in(module: fx.GraphModule) -> list[fx.Node]:
+    """The calls of `torch.utils.checkpoint` in what Dynamo traced, nested ones included."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes if node.op == "call_function")
+    return [node for node in nodes if str(node.target) == "tag_activation_checkpoint"]
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced inside a checkpoint."""
+    return "recompute" in node.meta
 
 
 def default_store() -> Any:
@@ -447,6 +524,22 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def call_of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A module's call as it is without compilation: hooks and forward."""
     return module._call_impl(*args, **kwargs)
+
+
+def call_with_forward(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A module's call with its hooks, around another forward."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -16,10 +16,11 @@ from bayplan.planning.memory.orders import FastestWithin
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
-from bayplan.running.call_faults import explained_call, unchanged
+from bayplan.running.call_faults import Planned, explained_call, unchanged
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.hooks import on_copies
 from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
@@ -44,7 +45,8 @@ def fit(
 
     Parameters, `state_dict` and your own loop stay as they are, and so do all numbers: losses,
     gradients and buffers come out bit for bit as before. Calls of the module run as planned; a
-    batch of another size is planned anew when it first comes. One forward runs here, to plan.
+    batch of another size is planned anew when it first comes. Hooks are called as ever; see
+    `docs/loops.md` for what planning makes of loops.
 
     Args:
         model: will be changed in place, as by its own `compile`.
@@ -96,7 +98,7 @@ def fit(
 def bind(
     step: TrainingStep, decide: Decide, context: MemoryContext, *, space: SwapSpace | None = None
 ) -> PlannedBackend:
-    """Let a model run as decided from now on, and have it planned by one forward.
+    """Let a model run as decided from now on, and have it planned by a call that runs nothing.
 
     Args:
         decide: finds the order of each graph; `context` is what counts in memory beside it.
@@ -110,10 +112,15 @@ def bind(
     compiled = torch_compat.compiled_call(model)
     assert compiled is not None, "just compiled"
     torch_compat.set_compiled_call(model, explained_call(model, compiled))
+    backend.only_plans = True
     try:
-        with unchanged(model), step.precision():
+        with unchanged(model), on_copies(model), step.precision():
             call_model(model, split_batch(step.batch, step.loss_fn)[0])
+    except Planned:
+        pass
     except BaseException:
         torch_compat.set_compiled_call(model, before)
         raise
+    finally:
+        backend.only_plans = False
     return backend

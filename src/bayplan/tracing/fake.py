@@ -5,7 +5,6 @@ original (tied weights, views of a flat buffer) share one in the copy, so aliasi
 user's model, optimizer and batch are left untouched, and may themselves be real, fake or meta.
 """
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.hooks import copied, on_copies
 from bayplan.tracing.values import KnownValues, is_small, learn, value_of
 
 __all__ = [
@@ -70,6 +70,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
         with (
             torch_compat.running_eagerly(),
             torch_answers.unnoticed_fakes(),
+            on_copies(),
             KnownValues() as mode,
         ):
             yield mode
@@ -207,8 +208,8 @@ class _Copier:
                 for module in reversed(modules):  # inner first: outer ones hold them
                     original = torch_compat.uncompiled(module)
                     if original is not module:
-                        self.memo[id(module)] = copy.deepcopy(original, self.memo)
-                return copy.deepcopy(thing, self.memo)
+                        self.memo[id(module)] = copied(original, self.memo)
+                return copied(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise out_of_memory(fault) or CaptureError(
                 f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "GROUPED_PRODUCT",
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -78,6 +79,9 @@ VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+
+# What `torch.nn.functional.grouped_mm` calls.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -198,7 +202,7 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
     from torch._decomp import decomposition_table, meta_table
     from torch._subclasses.fake_impls import op_implementations_dict
 
-    otherwise = decomposition_table[operator]
+    otherwise = decomposition_table.get(operator) or meta_table[operator]
 
     def run(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -230,13 +234,19 @@ def compile_joint(
     `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
     `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
-    loops call it, whatever forward is traced under.
+    loops call it, whatever forward is traced under. Random numbers that nobody reads are drawn all
+    the same: later ones hang on that.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor import config as inductor_config
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated():
+    with (
+        config.patch(backward_pass_autocast="off"),
+        inductor_config.patch(fallback_random=True),
+        _nothing_donated(),
+    ):
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],

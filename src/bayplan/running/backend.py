@@ -31,6 +31,7 @@ from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
 from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
@@ -56,6 +57,7 @@ class PlannedBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         correct_fake_norms()
+        correct_fake_products()
         run = torch_compat.compile_joint(
             module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
+from bayplan.data.errors import CaptureError
 from bayplan.data.units import Limit
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
@@ -111,9 +112,18 @@ def bind(
     assert compiled is not None, "just compiled"
     torch_compat.set_compiled_call(model, explained_call(model, compiled))
     try:
-        with unchanged(model), step.precision():
-            call_model(model, split_batch(step.batch, step.loss_fn)[0])
+        try:
+            _call_once(step)
+        except CaptureError:
+            # Some models make things in their first call, which torch cannot trace. To find out
+            # whether the model itself fails it was called plainly, so they are there now.
+            _call_once(step)
     except BaseException:
         torch_compat.set_compiled_call(model, before)
         raise
     return backend
+
+
+def _call_once(step: TrainingStep) -> None:
+    with unchanged(step.model), step.precision():
+        call_model(step.model, split_batch(step.batch, step.loss_fn)[0])

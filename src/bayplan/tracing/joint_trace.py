@@ -15,7 +15,7 @@ from torch import fx, nn
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.step import TrainingStep, call_model, split_batch
-from bayplan.tracing.explain import out_of_memory
+from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
@@ -61,11 +61,25 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
-    try:
-        call_model(model, inputs)
-    except Exception as fault:
-        if torch_compat.compile_fault(fault) is not stop:
-            raise untraceable(fault) from fault
+
+    def trace() -> Exception | None:
+        try:
+            call_model(model, inputs)
+        except Exception as fault:
+            return None if torch_compat.compile_fault(fault) is stop else fault
+        return None
+
+    fault = trace()
+    if fault is not None and torch_compat.is_compile_fault(fault):
+        # Some models make things in their first call, which torch cannot trace; later ones can be.
+        compiled = torch_compat.compiled_call(model)
+        torch_compat.set_compiled_call(model, None)
+        with explained(), torch.no_grad():
+            call_model(model, inputs)
+        torch_compat.set_compiled_call(model, compiled)
+        fault = trace()
+    if fault is not None:
+        raise untraceable(fault) from fault
     assert stop.joint is not None, "a model with parameters to train is traced with its backward"
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
     return stop.joint

@@ -9,10 +9,11 @@ all ones. Told the truth about tracing, it would take another branch than plain 
    is guarded: a batch that decides otherwise is traced anew. The guard computes what plain training
    computes to decide, and the graph no longer does.
 
-4. `nn.LSTM`, `nn.GRU` and `nn.RNN` are traced, where Dynamo refuses them for others.
+4. A branch on a random number of `torch.rand` that every such number decides alike goes that way.
+5. `nn.LSTM`, `nn.GRU` and `nn.RNN` are traced, where Dynamo refuses them for others.
 
-All other branches on values stay Dynamo's business, also those on random numbers. Rules 1, 3 and
-4 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
+All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3 to
+5 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
 """
 
 import dis
@@ -192,7 +193,37 @@ def _known_truth(tx: Any, condition: Any) -> bool | None:
     node = condition.as_proxy().node
     if not _traces_as_eager(tx.output.compiler_fn) or node.graph is not tx.output.graph:
         return None
-    return _truth_of_batch(node)
+    truth = _truth_of_range(node)
+    return _truth_of_batch(node) if truth is None else truth
+
+
+# Of a number in [0, 1): which constants decide a comparison with it, and how.
+_BELOW = {"lt", "__lt__", "le", "__le__"}
+_ABOVE = {"gt", "__gt__", "ge", "__ge__"}
+_WITH_EQUAL = {"le", "__le__", "ge", "__ge__"}
+
+
+def _truth_of_range(node: fx.Node) -> bool | None:
+    """A comparison of `torch.rand` with a constant that all or none of its numbers fulfil.
+
+    So layers that are dropped with probability 0 decide. The number stays in the graph: plain
+    training draws it, and later ones hang on that.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or name not in _BELOW | _ABOVE:
+        return None
+    is_random = [isinstance(each, fx.Node) and each.target is torch.rand for each in node.args]
+    if is_random not in ([True, False], [False, True]):
+        return None
+    constant = node.args[is_random.index(False)]
+    if not isinstance(constant, int | float):
+        return None
+    is_below = (name in _BELOW) == is_random[0]  # `rand < constant`, or the other way round
+    if constant >= 1:
+        return is_below
+    if constant < 0 or (constant == 0 and is_below != (name in _WITH_EQUAL)):
+        return not is_below
+    return None
 
 
 _MOST_NODES = 64  # of a decision; more is a part of the model and not a check of its batch

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "GROUPED_PRODUCT",
     "IN_PLACE",
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
@@ -94,6 +95,9 @@ VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+
+# What `torch.nn.functional.grouped_mm` calls.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -316,12 +320,19 @@ def compile_joint(
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
     loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
     are traced as their `call` says, all others as the dispatcher runs them in plain training.
+    Random numbers that nobody reads are drawn all the same: later ones hang on that.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor import config as inductor_config
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _as_in_eager(whole):
+    with (
+        config.patch(backward_pass_autocast="off"),
+        inductor_config.patch(fallback_random=True),
+        _nothing_donated(),
+        _as_in_eager(whole),
+    ):
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],

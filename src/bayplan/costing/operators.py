@@ -109,6 +109,8 @@ def _callable_alone(
     """
     for make in (made_up, _made_up_regular):
         values = torch_compat.tree_map_only(torch.Tensor, make, (args, kwargs))
+        if operator is torch_compat.GROUPED_PRODUCT:
+            _spread_groups(*values[0], **values[1])
         call = partial(operator, *values[0], **values[1])
         try:
             is_tried = make is not made_up or may_crash(operator, args, kwargs)
@@ -181,6 +183,17 @@ def _made_up_regular(fake: torch.Tensor) -> torch.Tensor:
     elif not tensor.is_floating_point() and not tensor.is_complex():
         tensor.copy_(torch.ones((), dtype=tensor.dtype))
     return tensor
+
+
+def _spread_groups(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any
+) -> None:
+    """Let the groups of a grouped product be of equal size: empty ones cost nothing."""
+    if offs is not None:
+        is_flat = left.dim() == 2, right.dim() == 2
+        size = right.shape[1] if not is_flat[0] else left.shape[1 if is_flat[1] else 0]
+        ends = torch.arange(1, len(offs) + 1, device=offs.device) * size // len(offs)
+        offs.copy_(ends)
 
 
 # Scaled scratch memory is taken to be within this factor of the truth, either way.

@@ -209,6 +209,7 @@ def generator_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
+@fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
 def draw(operator: Callable[..., Any], _: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Run a random operator for the first time."""
     return operator(*args, **options)

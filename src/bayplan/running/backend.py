@@ -36,6 +36,7 @@ from bayplan.simulating.swaps import Swapped, apply_order
 from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
@@ -69,6 +70,7 @@ class PlannedBackend:
         correct_fake_norms()
         correct_fake_lstm()
         torch_compat.guard_global_hooks()
+        correct_fake_products()
         run = torch_compat.compile_joint(
             module,
             inputs,

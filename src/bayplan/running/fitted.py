@@ -1,6 +1,7 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
+from bayplan.data.errors import CaptureError
 from bayplan.data.units import Limit
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
@@ -114,13 +116,26 @@ def bind(
     torch_compat.set_compiled_call(model, explained_call(model, compiled))
     backend.only_plans = True
     try:
-        with unchanged(model), on_copies(model), step.precision():
-            call_model(model, split_batch(step.batch, step.loss_fn)[0])
-    except Planned:
-        pass
+        try:
+            _plan_by_a_call(step)
+        except CaptureError:
+            # Some models make things in their first call, which torch cannot trace. To find out
+            # whether the model itself fails it was called plainly, so they are there now.
+            _plan_by_a_call(step)
     except BaseException:
         torch_compat.set_compiled_call(model, before)
         raise
     finally:
         backend.only_plans = False
     return backend
+
+
+def _plan_by_a_call(step: TrainingStep) -> None:
+    """Call a model whose backend only plans, and leave no trace of that."""
+    with (
+        suppress(Planned),
+        unchanged(step.model),
+        on_copies(step.model),
+        step.precision(),
+    ):
+        call_model(step.model, split_batch(step.batch, step.loss_fn)[0])

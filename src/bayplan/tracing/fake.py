@@ -22,8 +22,9 @@ from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.hooks import copied, on_copies
-from bayplan.tracing.values import KnownValues, is_small, learn, value_of
+from bayplan.tracing.values import KnownValues, forget, is_small, learn, value_of
 
 __all__ = [
     "OptimizerSource",
@@ -63,6 +64,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
     """
     correct_fake_norms()
     correct_fake_lstm()
+    correct_fake_products()
     logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -238,7 +240,9 @@ def _learn_storage(base: torch.Tensor, tensor: torch.Tensor) -> None:
     with torch_compat.outside_tracing():
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         value = value_of(tensor) if is_small(base) and not is_trained else None
-        if value is not None:
+        if value is None:
+            forget(base)  # what lies in memory that nobody has written to
+        else:
             flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
             learn(base, flat.clone())
 

@@ -5,7 +5,6 @@ joint graph of forward and backward and stops there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -18,9 +17,9 @@ from bayplan.data.errors import BayplanError, CaptureError
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.checkpoints import with_checkpoints_checked
-from bayplan.tracing.explain import out_of_memory
+from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
-from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
+from bayplan.tracing.hooks import on_copies, refused_hooks
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
@@ -68,18 +67,26 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
-    try:
-        with on_copies():
-            call_model(model, inputs)
-    except Exception as fault:
-        if torch_compat.compile_fault(fault) is not stop:
-            before = num_hooks(model)
-            torch_compat.set_compiled_call(model, None)
-            with on_copies(), suppress(Exception):
+
+    def trace() -> Exception | None:
+        try:
+            with on_copies():
                 call_model(model, inputs)
-            if num_hooks(model) == before:
-                raise untraceable(fault, model) from fault
-            return joint_of(model, inputs)  # its first call installs hooks: transformers
+        except Exception as fault:
+            return None if torch_compat.compile_fault(fault) is stop else fault
+        return None
+
+    fault = trace()
+    if fault is not None and torch_compat.is_compile_fault(fault):
+        # Some models make things in their first call, which torch cannot trace; later ones can be.
+        compiled = torch_compat.compiled_call(model)
+        torch_compat.set_compiled_call(model, None)
+        with on_copies(), explained(), torch.no_grad():
+            call_model(model, inputs)
+        torch_compat.set_compiled_call(model, compiled)
+        fault = trace()
+    if fault is not None:
+        raise untraceable(fault, model) from fault
     assert stop.joint is not None, "a model with parameters to train is traced with its backward"
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
     return stop.joint

@@ -23,7 +23,7 @@ import torch
 from bayplan import torch_compat
 from bayplan.devices.meters import leave_out
 
-__all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "is_small", "learn", "value_of"]
+__all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "forget", "is_small", "learn", "value_of"]
 
 MOST_NUMBERS = 4_194_304
 MOST_FLOATS = 4_096
@@ -58,6 +58,13 @@ def learn(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let a fake tensor know its values, which from now on belong to it."""
     if tensor.shape == value.shape and tensor.dtype == value.dtype and is_small(tensor):
         setattr(tensor, _MARK, _Known(leave_out(value), _Memory()))
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Let a fake tensor and all its views not know their values any more."""
+    known = getattr(tensor, _MARK, None)
+    if known is not None:
+        known.memory.is_known = False
 
 
 def is_small(tensor: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def plan() -> DevicePlan:
 
 
 def test_price_of_a_plan_is_one_line(plan):
-    line = "peak 400.0 MiB (40% of plain), step 112 ms (1.120 x plain)"
+    line = "planned peak 400.0 MiB (40% of plain), planned step 112 ms (1.120 x plain)"
     assert plan_line(plan) == f"{line}; 1 packed, 2 recomputed"
     assert plan_line(structs.replace(plan, decisions=())).endswith("; everything kept")
 

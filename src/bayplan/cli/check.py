@@ -27,7 +27,7 @@ Examples:
 
 {TARGET_HELP}
 
-Exit code 0 if it fits, plainly or with a plan, 3 if it does not.""",
+Exit code 0 if it fits, plainly or with a plan, 3 if it does not, 2 if no plan can be made.""",
 )
 
 
@@ -96,7 +96,7 @@ def check(
             return _show_largest(rows, bar, json=json)
         verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **asked)
     options.show(verdict, verdict_text(verdict), json=json)
-    return ExitCode.DONE if verdict.fits or verdict.planned else ExitCode.DOES_NOT_FIT
+    return ExitCode.DONE if verdict.fits else ExitCode.DOES_NOT_FIT
 
 
 def _show_largest(largest: "Iterator[LargestBatch]", bar: "ProgressBar", *, json: bool) -> int:

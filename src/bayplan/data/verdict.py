@@ -28,24 +28,29 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         batch: None for the target's own.
-        step_spread_seconds: how far the time may be off, by the spread of its inputs.
+        fits: plainly, or with the plan in `planned`.
+        plain_fits: without a plan.
+        plain_peak_bytes, plain_step_seconds: of the step without a plan.
+        plain_step_spread_seconds: how far the time may be off, by the spread of its inputs.
         time_origin: whether the time was measured, scaled or derived.
-        peak_place: the node at the peak, in words.
+        peak_by_kind, peak_place, largest: what fills the memory at the plain step's peak, and the
+            node that runs then, in words.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
         planned: a plan with which it fits, where it does not without.
     """
 
     schema: str = "bayplan/verdict"
-    version: int = 1
+    version: int = 2
     model: str
     device: str
     batch: int | None
     optimizer: str
     fits: bool
-    peak_bytes: int
+    plain_fits: bool
     limit_bytes: int
-    step_seconds: float
-    step_spread_seconds: float
+    plain_peak_bytes: int
+    plain_step_seconds: float
+    plain_step_spread_seconds: float
     time_origin: Origin
     num_parameters: int
     peak_by_kind: dict[str, int]

@@ -80,7 +80,7 @@ def plan_line(plan: DevicePlan) -> str:
     order = plan.order
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
-        f"peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), step"
+        f"planned peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), planned step"
         f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain);"
         f" {choice_counts(plan.decisions)}"
     )

@@ -591,9 +591,10 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
     """A plain step replayed on a device: a described one, or that of the profile."""
     is_cpu = kind is None and profile.device == "cpu"
     here = granularity_of("cpu" if is_cpu else "cuda")
+    missed = ("scratch memory of kernels",) if profile.method == "storages" else ()
     return simulate_step(
         graph,
         profile,
         granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
-        not_counted=_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA,
+        not_counted=missed + (_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA),
     )

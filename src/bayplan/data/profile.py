@@ -37,6 +37,8 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
     Attributes:
         seconds: time of each node; spread_seconds: the gap from its fastest to its median repeat.
         workspace_bytes: memory a node holds only while it runs, beyond its outputs.
+        method: of measuring that: `malloc`, `cuda-allocator`, or `storages`, which misses it; empty
+            where nothing ran.
         overhead_seconds: time of a whole step that belongs to no node (Python, autograd engine).
         step_spread_seconds: the gap from the fastest to the median whole step.
         repeats: how many steps were timed; 0 where nothing ran.
@@ -55,6 +57,7 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
     seconds: tuple[float, ...]
     spread_seconds: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
+    method: str = ""
     overhead_seconds: float = 0.0
     step_spread_seconds: float = 0.0
 

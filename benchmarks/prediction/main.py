@@ -95,7 +95,7 @@ def _measure(name: str, case: Case, batch: int, rounds: int) -> dict[str, Any]:
             name=name,
             repeats=1,
             clock="cpu",
-            use_cache=False,
+            again=True,
         )
         predictions.append(bayplan.simulate(graph, bayplan.scale(profile, half, graph, step=whole)))
         del half_inputs

@@ -41,7 +41,7 @@ def test_profile_is_kept_and_found_again(bayplan, project, monkeypatch, tmp_path
     monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path / "own cache"))
     first = bayplan("profile", "train:build", "--json").out
     assert bayplan("profile", "train:build", "--json").out == first
-    renewed = bayplan("profile", "train:build", "--json", "--no-cache").out
+    renewed = bayplan("profile", "train:build", "--json", "--again").out
     assert renewed != first
     assert bayplan("profile", "train:build", "--json").out == renewed
     # The same step under another name costs the same, and is called by its own name.

@@ -12,7 +12,7 @@ from bayplan.planning.memory.planner import STRATEGIES
 
 LINE = re.compile(
     r"planned peak [\d.]+ MiB \(\d+% of plain\), planned step [\d.]+ (s|ms|us)"
-    r" \([\d.]+ x plain\); .+ -> (.+)\n"
+    r" \([\d.]+( ± [\d.]+)? x plain\); .+ -> (.+)\n"
 )
 QUICK = ("--time-limit", 1)
 

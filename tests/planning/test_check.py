@@ -180,11 +180,11 @@ def test_profile_of_another_device_is_refused_before_anything_is_captured(h100, 
 
 def test_threads_come_back_after_the_cpu_clock_even_from_an_error():
     torch.set_num_threads(2)
-    broken = question(lambda size: (Wide(), torch.zeros(2, 3), None), use_cache=False)
+    broken = question(lambda size: (Wide(), torch.zeros(2, 3), None), again=True)
     with pytest.raises(CaptureError):
         broken.measured_profile(repeats=1, clock=Clock.CPU)
     assert torch.get_num_threads() == 2
-    profile = question(use_cache=False).measured_profile(repeats=1, clock=Clock.CPU)
+    profile = question(again=True).measured_profile(repeats=1, clock=Clock.CPU)
     assert profile.threads == 1
     assert torch.get_num_threads() == 2
 
@@ -216,10 +216,10 @@ def test_without_the_cache_each_step_is_measured_anew_and_once(built):
     limit_bytes = check(question(batch=11), memory_bytes=2**30).plain_peak_bytes
     built.clear()
     check(question(batch=11), memory_bytes=limit_bytes)
-    check(question(batch=11, use_cache=False), memory_bytes=limit_bytes - 1)
+    check(question(batch=11, again=True), memory_bytes=limit_bytes - 1)
     assert built.count(11) >= 2
     built.clear()
-    renewed = check(question(batch=11, use_cache=False), memory_bytes=2**30)
+    renewed = check(question(batch=11, again=True), memory_bytes=2**30)
     assert built == [11]
     assert check(question(batch=11), memory_bytes=2**30) == renewed
 

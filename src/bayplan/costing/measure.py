@@ -123,7 +123,7 @@ def profile_step(
     *,
     repeats: int,
     clock: Clock,
-    use_cache: bool = True,
+    again: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure a step that may be trained on; random numbers go on as if nothing had run."""
@@ -157,7 +157,7 @@ def profile_step(
             clock=clock,
             method=meter.method,
             measure=measure,
-            renew=not use_cache,
+            renew=again,
         )
 
 

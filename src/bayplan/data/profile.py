@@ -6,7 +6,10 @@ from enum import StrEnum
 from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
 from bayplan.data.graph import StepGraph
 
-__all__ = ["Clock", "Origin", "Profile"]
+__all__ = ["BUSY_SPREAD", "Clock", "Origin", "Profile"]
+
+# Times whose repeats differ by more, as a share of them all, were measured on a busy machine.
+BUSY_SPREAD = 0.1
 
 
 class Origin(StrEnum):
@@ -66,6 +69,12 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
         super().__post_init__()
+
+    @property
+    def spread_share(self) -> float:
+        """How far nodes' repeats differ, as a share of their time."""
+        total = math.fsum(self.seconds)
+        return math.fsum(self.spread_seconds) / total if total else 0.0
 
     @property
     def step_seconds(self) -> float:

@@ -13,6 +13,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         time_ratio: its step time over that of the plain step.
+        time_ratio_spread: how far that may be off.
+        price_spread: how far the prices of its operators may be off, as a share of them all.
         num_recomputed, num_packed, num_swapped: activations.
     """
 
@@ -21,6 +23,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_recomputed: int
     num_packed: int
     num_swapped: int
+    time_ratio_spread: float = 0.0
+    price_spread: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +41,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             node that runs then, in words.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
         planned: a plan with which it fits, where it does not without.
+        price_spread: how far measured times may be off, as a share of them; 0 where nothing ran.
     """
 
     schema: str = "bayplan/verdict"
@@ -59,6 +64,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_counted: tuple[str, ...]
     would_fit: tuple[str, ...] = ()
     planned: PlanSummary | None = None
+    price_spread: float = 0.0
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

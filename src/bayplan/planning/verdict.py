@@ -76,6 +76,7 @@ def check(
             if smallest_bytes is not None:
                 changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
             changes.append(f"--memory {limit_text(record.peak_bytes)}")
+    spreads = [costs.spread_share, 0.0 if planned is None else planned.price_spread]
     return judge(
         record,
         step.graph,
@@ -85,6 +86,7 @@ def check(
         time_origin=costs.origin,
         would_fit=tuple(changes),
         planned=planned,
+        price_spread=0.0 if costs.origin is Origin.DERIVED else max(spreads),
     )
 
 
@@ -115,6 +117,8 @@ def _planned(
         num_recomputed=counts[Choice.RECOMPUTE],
         num_packed=counts[Choice.PACK],
         num_swapped=counts[Choice.SWAP],
+        time_ratio_spread=order.time_ratio_spread,
+        price_spread=order.price_spread,
     )
     return summary, None
 
@@ -200,6 +204,7 @@ def judge(
     time_origin: Origin,
     would_fit: tuple[str, ...] = (),
     planned: PlanSummary | None = None,
+    price_spread: float = 0.0,
 ) -> Verdict:
     """Return whether the plain record's peak is within the limit, with all that explains it.
 
@@ -228,6 +233,7 @@ def judge(
         not_counted=record.not_counted,
         would_fit=would_fit,
         planned=planned,
+        price_spread=price_spread,
     )
 
 

@@ -7,7 +7,7 @@ from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
-from bayplan.reporting.plans import count_text, kind_lines, share_text
+from bayplan.reporting.plans import count_text, kind_lines, ratio_text, share_text
 from bayplan.reporting.ranks import ranks_text
 
 __all__ = [
@@ -42,7 +42,8 @@ def verdict_line(verdict: Verdict) -> str:
         done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
         return (
             f"fits with a plan: planned peak {_of(planned.peak_bytes, limit_bytes)} at"
-            f" {planned.time_ratio:.2f} x the plain step's time ({done or 'rewritten at no cost'});"
+            f" {ratio_text(planned.time_ratio, planned.time_ratio_spread)} x the plain step's time"
+            f" ({done or 'rewritten at no cost'});"
             f" plain peak {plain}"
         )
     over = format_bytes(plain_bytes - limit_bytes)

@@ -199,7 +199,7 @@ def test_check_and_plan_leave_a_module_as_it_is(own_planner_cache, is_built):
     model.append(nn.BatchNorm1d(10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if is_built else "sgd"
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    options = {"optimizer": optimizer, "use_cache": False}
+    options = {"optimizer": optimizer, "again": True}
     assert bayplan.check(model, batch, loss_fn, memory="1GiB", **options).fits
     bayplan.plan(model, batch, loss_fn, memory="100%", time_limit_seconds=0.5, **options)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

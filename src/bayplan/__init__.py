@@ -13,7 +13,9 @@ if TYPE_CHECKING:
         check,
         compare,
         explain,
+        fit,
         plan,
+        plan_of,
         profile,
         record,
         report,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from bayplan.data.record import RunRecord
     from bayplan.data.verdict import Verdict
     from bayplan.running.collectives.data_parallel import data_parallel, exchange_of, no_sync
-    from bayplan.running.fitted import fit
     from bayplan.running.ranks.pipelined import bind
     from bayplan.running.tuning.tuned import tune
 
@@ -52,6 +53,7 @@ __all__ = [
     "fit",
     "no_sync",
     "plan",
+    "plan_of",
     "profile",
     "record",
     "report",
@@ -71,7 +73,6 @@ _HOMES = {
     "bayplan.data.record": ("RunRecord",),
     "bayplan.data.verdict": ("Verdict",),
     "bayplan.running.collectives.data_parallel": ("data_parallel", "exchange_of", "no_sync"),
-    "bayplan.running.fitted": ("fit",),
     "bayplan.running.ranks.pipelined": ("bind",),
     "bayplan.running.tuning.tuned": ("tune",),
 }

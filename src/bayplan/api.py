@@ -1,5 +1,6 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bayplan.costing.catalogue import load_device, read_cluster
@@ -36,10 +38,14 @@ from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.prepared_stages import PreparedStages
 from bayplan.prepared_step import PreparedStep, prepare, replay, step_of_plan
 from bayplan.reporting.differences import compare
-from bayplan.reporting.plans import explanation_text
+from bayplan.reporting.log import say, speaks_by_default
+from bayplan.reporting.plans import busy_text, explanation_text, fit_line
+from bayplan.reporting.progress import ProgressBar
 from bayplan.reporting.ranks import whole_pipeline_text
 from bayplan.reporting.text import comparison_text, record_text
 from bayplan.reporting.trace import trace_of
+from bayplan.running.fitted import fit as fit_model
+from bayplan.running.fitted import plans_of
 from bayplan.running.ranks.link_speeds import local_link_speeds
 from bayplan.running.ranks.local_run import check_room, run_on_ranks
 from bayplan.running.recorder import Recorder
@@ -58,8 +64,10 @@ __all__ = [
     "check_rank_run",
     "compare",
     "explain",
+    "fit",
     "plan",
     "plan_for_ranks",
+    "plan_of",
     "planner_of",
     "profile",
     "record",
@@ -82,7 +90,7 @@ def check(
     autocast: str | torch.dtype | None = None,
     profile: Profile | None = None,
     may_plan: bool = True,
-    use_cache: bool = True,
+    again: bool = False,
     on_progress: Progress = no_progress,
     **options: Any,
 ) -> Verdict:
@@ -102,7 +110,7 @@ def check(
         autocast: dtype of mixed precision, or `bf16`, `fp16`.
         profile: measured before of this very step, by `profile`.
         may_plan: whether a plan is looked for where the plain step does not fit.
-        use_cache: False measures anew, and replaces what the cache has of this step.
+        again: measures and plans anew, and replaces what the cache has of this step.
         on_progress: hears what is being done.
         **options: of the plan, as for `plan`: `pack`, `swap`, `swap_size`, `update_in_backward`,
             `time_limit_seconds`.
@@ -119,7 +127,7 @@ def check(
         device=device,
         optimizer=optimizer,
         autocast=autocast,
-        use_cache=use_cache,
+        again=again,
         on_progress=on_progress,
         **options,
     )
@@ -161,8 +169,9 @@ def plan(
             split that fits is searched for.
         **options: `optimizer`, `autocast` as for `check`; `pack` (whether activations may be
             packed, without loss), `swap` (a directory for activations that pay to be swapped),
-            `swap_size`, `time_limit_seconds`. For one device also `device`, `update_in_backward`;
-            for ranks the fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
+            `swap_size`, `time_limit_seconds`. For one device also `device`, `update_in_backward`
+            and `again` (measures and plans anew, and replaces what the cache has); for ranks the
+            fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
@@ -240,6 +249,115 @@ def plan_for_ranks(
             options=rank_options,
         )
     return made.plan, question.why(made)
+
+
+def fit(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction = None,
+    *,
+    memory: str | int | Limit,
+    optimizer: str | OptimizerSource = None,
+    autocast: str | torch.dtype | None = None,
+    swap: Path | str | None = None,
+    pack: bool = True,
+    update_in_backward: bool = False,
+    time_limit_seconds: float = 10.0,
+    again: bool = False,
+    progress: bool | None = None,
+    on_progress: Progress = no_progress,
+) -> nn.Module:
+    """Make a model's training step fit a memory limit; returns the same module.
+
+    Parameters, `state_dict` and your own loop stay as they are, and so do all numbers: losses,
+    gradients and buffers come out bit for bit as before. Calls of the module run as planned; a
+    batch of another size is planned anew when it first comes. Hooks are called as ever; see
+    `docs/loops.md` for what planning makes of loops.
+
+    It says in one line what came of it: through the logger `bayplan` where logging is set up, else
+    on stderr. `plan_of` tells all of it.
+
+    Args:
+        model: will be changed in place, as by its own `compile`.
+        batch, loss_fn: as for `capture`.
+        memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
+        optimizer: the one you train with, so that its state is counted; or as for `check`.
+        autocast: dtype of mixed precision that you call the model under, or `bf16`, `fp16`.
+        swap: a directory for activations that pay to be swapped; None swaps nothing.
+        pack: whether activations may be packed, without loss.
+        update_in_backward: whether each parameter is updated as soon as its gradient is complete,
+            so that gradients are never all there at once. Needs the optimizer itself, whose
+            `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
+            gradients: an applied `.grad` refuses to be computed with.
+        time_limit_seconds: for the search.
+        again: measures and plans anew, and replaces what the cache has of this step.
+        progress: whether to say anything: a bar where stderr is a terminal, and the line at the
+            end. None says it unless `BAYPLAN_LOG=off`, and on rank 0 alone.
+        on_progress: hears what is being done.
+
+    Raises:
+        DoesNotFit: says what binds and the smallest limit that works.
+
+    Example:
+        >>> layers = [torch.nn.Linear(64, 64) for _ in range(6)]
+        >>> model, batch = torch.nn.Sequential(*layers), torch.ones(2048, 64)
+        >>> loss_fn = lambda y: y.square().mean()
+        >>> model = fit(model, batch, loss_fn, memory="90%", time_limit_seconds=1)
+        >>> model(batch).square().mean().backward()
+    """
+    started = time.perf_counter()
+    speaks = progress if progress is not None else speaks_by_default() and not _is_other_rank()
+    with ProgressBar(is_shown=speaks) as bar:
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar(what, done, total)
+            on_progress(what, done, total)
+
+        fitting = fit_model(
+            model,
+            batch,
+            loss_fn,
+            memory=memory,
+            optimizer=optimizer,
+            autocast=autocast,
+            swap=swap,
+            pack=pack,
+            update_in_backward=update_in_backward,
+            time_limit_seconds=time_limit_seconds,
+            again=again,
+            on_progress=tell,
+        )
+    if speaks:
+        seconds = time.perf_counter() - started
+        plan = fitting.plans[0]
+        say(fit_line(plan, seconds=seconds, is_kept=fitting.decide.took_kept))
+        say(busy_text(plan.order.price_spread, "again=True"), is_warning=True)
+    return model
+
+
+def _is_other_rank() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+
+
+def plan_of(model: nn.Module, *, number: int = 0) -> DevicePlan:
+    """The plan that a model runs since `fit`, for `explain` or to look at its figures.
+
+    Its `order` has the predicted `peak_bytes`, `seconds` of forward and backward, `time_ratio` and
+    `time_ratio_spread`. What loss and update take is not measured by `fit`, so `predicted_seconds`
+    is 0.
+
+    Args:
+        model: fitted.
+        number: 0 for the batch that it was fitted to; 1 and on for batches of other sizes, in the
+            order in which they came.
+
+    Raises:
+        UsageError: the model was not fitted, or has fewer plans.
+    """
+    plans = plans_of(model)
+    if not 0 <= number < len(plans):
+        raise UsageError(f"no plan {number}: the model has {len(plans)}, counted from 0")
+    return plans[number]
 
 
 def run(
@@ -337,11 +455,12 @@ def planner_of(
     swap: Path | str | None = None,
     swap_size: str | int | None = None,
     time_limit_seconds: float = 10.0,
+    again: bool = False,
     on_progress: Progress = no_progress,
     **options: Any,
 ) -> Planner:
     """A planner of one step, for any number of plans; arguments as for `plan`."""
-    step = prepare(model, batch, loss_fn, on_progress=on_progress, **options)
+    step = prepare(model, batch, loss_fn, again=again, on_progress=on_progress, **options)
     space = swap_space(swap, swap_size)
     return Planner(
         step,
@@ -350,6 +469,7 @@ def planner_of(
         tier=None if space is None else space.tier,
         may_pack=pack,
         time_limit_seconds=time_limit_seconds,
+        again=again,
         on_progress=on_progress,
     )
 
@@ -404,7 +524,7 @@ def profile(
     name: str = "",
     repeats: int = 5,
     clock: Clock | str = Clock.WALL,
-    use_cache: bool = True,
+    again: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure seconds and workspace of each node by running the step on the device it is on.
@@ -418,7 +538,7 @@ def profile(
     Args:
         repeats: steps to time, plain and watched, each.
         clock: `wall`, or `cpu` for the processor time of one thread, which ignores neighbours.
-        use_cache: False measures anew, and replaces what the cache has of this step.
+        again: measures anew, and replaces what the cache has of this step.
         on_progress: hears of each step done, and of how many.
     """
     if repeats < 1:
@@ -440,7 +560,7 @@ def profile(
     dtype = autocast_dtype(autocast)
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, optimizer=built, autocast=dtype)
     return profile_step(
-        step, graph, repeats=repeats, clock=clock, use_cache=use_cache, on_progress=on_progress
+        step, graph, repeats=repeats, clock=clock, again=again, on_progress=on_progress
     )
 
 

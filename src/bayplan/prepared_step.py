@@ -20,6 +20,7 @@ from bayplan.costing.cache import Prices
 from bayplan.costing.catalogue import device_names, load_device
 from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.measure import profile_step
+from bayplan.costing.operators import OperatorCosts
 from bayplan.costing.pricing import (
     DerivedCosts,
     measured_prices,
@@ -190,6 +191,7 @@ class _Shared:
         self._first: tuple[int | None, tuple[nn.Module, Any, Any]] | None = None
         self.graphs: dict[object, StepGraph] = {}
         self.measured: dict[str, Profile] = {}  # by the fingerprint of the graph
+        self.prices: Prices = {}  # measured here and now, where those in the cache are not wanted
         self.steps: dict[object, PreparedStep] = {}
 
     def built(self, size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -227,7 +229,7 @@ class PreparedStep:
         device: the kind of device asked about; None for the device here.
         update_in_backward: whether plans update each parameter as soon as its gradient is complete.
         clock: for pricing operators here.
-        use_cache: False measures the step anew, and replaces what the cache has of it.
+        again: measures anew, and replaces what the cache has of the step and its operators.
         on_progress: hears what is being done.
     """
 
@@ -238,7 +240,7 @@ class PreparedStep:
     device: DeviceKind | None = None
     update_in_backward: bool = False
     clock: Clock = Clock.WALL
-    use_cache: bool = True
+    again: bool = False
     on_progress: Progress = no_progress
     shared: _Shared = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -482,7 +484,7 @@ class PreparedStep:
                 self.graph,
                 repeats=repeats,
                 clock=clock,
-                use_cache=self.use_cache,
+                again=self.again,
                 on_progress=partial(self.on_progress, "running the step"),
             )
 
@@ -559,8 +561,13 @@ class PreparedStep:
     def _prices(self, device: torch.device) -> AbstractContextManager[Price]:
         if self._derived is not None:
             return nullcontext(self._derived)
-        here = measured_prices(device, cache=cache_directory(), clock=self.clock)
+        here = self.prices_here(device)
         return here if self._smaller is None else scaled_prices(*self._smaller, otherwise=here)
+
+    def prices_here(self, device: torch.device) -> AbstractContextManager[OperatorCosts]:
+        """Prices by running operators on this machine, at this step's very sizes."""
+        anew = self.shared.prices if self.again else None
+        return measured_prices(device, cache=cache_directory(), clock=self.clock, anew=anew)
 
     @cached_property
     def _derived(self) -> DerivedCosts | None:
@@ -591,7 +598,7 @@ class PreparedStep:
         if self.device is not None:
             profile = derive_profile(self.graph, self.device)
             return sum(profile.seconds[index] for index in nodes)
-        with measured_prices(self.model_device, cache=cache_directory(), clock=self.clock) as costs:
+        with self.prices_here(self.model_device) as costs:
             return seconds_of_nodes(self.step, nodes, costs, optimizer=self.optimizer_source())
 
 
@@ -599,10 +606,11 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
     """A plain step replayed on a device: a described one, or that of the profile."""
     is_cpu = kind is None and profile.device == "cpu"
     here = granularity_of("cpu" if is_cpu else "cuda")
+    missed = ("scratch memory of kernels",) if profile.method == "storages" else ()
     return simulate_step(
         graph,
         profile,
         granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
         record_bytes=object_bytes_of("cpu").record if is_cpu else 0,
-        not_counted=_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA,
+        not_counted=missed + (_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA),
     )

@@ -82,7 +82,9 @@ def bayplan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return Outcome(int(ended.value.code), captured.out, captured.err)
+        # Whether other processes disturb the tests is not what is tested.
+        said = [line for line in captured.err.splitlines(True) if "machine was busy" not in line]
+        return Outcome(int(ended.value.code), captured.out, "".join(said))
 
     return run
 

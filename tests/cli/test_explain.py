@@ -11,7 +11,7 @@ def test_explanation_names_peak_choices_and_hints(bayplan, plan_file):
     plan = files.read(plan_file, Plan)
     assert plan.peak_moment is not None
     first, second, *_ = outcome.out.splitlines()
-    assert first.startswith("train:deep: peak ")
+    assert first.startswith("train:deep: planned peak ")
     assert second.startswith("strategy auto, limit ")
     assert f"the peak is at {plan.peak_moment.op}" in outcome.out
     assert "always there (parameters, batch, optimizer state)" in outcome.out

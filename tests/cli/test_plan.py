@@ -11,7 +11,8 @@ from bayplan.data.plan import Choice, Plan
 from bayplan.planning.memory.planner import STRATEGIES
 
 LINE = re.compile(
-    r"peak [\d.]+ MiB \(\d+% of plain\), step [\d.]+ (s|ms|us) \([\d.]+ x plain\); .+ -> (.+)\n"
+    r"planned peak [\d.]+ MiB \(\d+% of plain\), planned step [\d.]+ (s|ms|us)"
+    r" \([\d.]+( ± [\d.]+)? x plain\); .+ -> (.+)\n"
 )
 QUICK = ("--time-limit", 1)
 

@@ -48,7 +48,7 @@ def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatc
     monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
     outcome = bayplan("run", plan_file, *TARGET, "--steps", 3, "--dry-run", "-o", "run.json")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.startswith("would run 3 steps: peak ")
+    assert outcome.out.startswith("would run 3 steps: planned peak ")
     assert not (plan_file.parent / "run.json").exists()
 
 

@@ -145,9 +145,7 @@ def test_values_that_only_a_real_step_sees_fail_without_our_traceback(
         "    return Net(), (make_batch(2)[0], torch.tensor([3, 10])), nn.CrossEntropyLoss()\n"
     )
     assert bayplan("check", "train:too_high", "--device", "h100").code == 0
-    check_refusal(
-        bayplan("profile", "train:too_high", "--no-cache"), 2, "Target 10 is out of bounds"
-    )
+    check_refusal(bayplan("profile", "train:too_high", "--again"), 2, "Target 10 is out of bounds")
 
 
 def test_forward_that_changes_between_steps_cannot_be_profiled(
@@ -162,6 +160,6 @@ def test_forward_that_changes_between_steps_cannot_be_profiled(
         "def moody(batch_size=2):\n"
         "    return Moody(), make_batch(batch_size), nn.CrossEntropyLoss()\n"
     )
-    outcome = bayplan("profile", "train:moody", "--no-cache", "-o", "out.json")
+    outcome = bayplan("profile", "train:moody", "--again", "-o", "out.json")
     check_refusal(outcome, 2, "aten.add.Tensor at node 0", "changes from step to step")
     assert not Path("out.json").exists()

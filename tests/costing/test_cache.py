@@ -182,7 +182,7 @@ def test_cache_hit_does_not_run_the_step_again(tmp_path, monkeypatch):
     assert Counting.num_real == 2 * 2 + 1
     assert profile() == first
     assert Counting.num_real == 5
-    renewed = profile(use_cache=False)
+    renewed = profile(again=True)
     assert Counting.num_real == 10
     assert profile() == renewed
     assert Counting.num_real == 10

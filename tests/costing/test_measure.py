@@ -256,9 +256,9 @@ def test_cpu_clock_asks_for_one_thread():
     try:
         torch.set_num_threads(2)
         with pytest.raises(UsageError, match="torch uses 2"):
-            bayplan.profile(*arguments, clock="cpu", use_cache=False)
+            bayplan.profile(*arguments, clock="cpu", again=True)
         torch.set_num_threads(1)
-        profile = bayplan.profile(*arguments, clock="cpu", repeats=1, use_cache=False)
+        profile = bayplan.profile(*arguments, clock="cpu", repeats=1, again=True)
     finally:
         torch.set_num_threads(num_threads)
     assert (profile.clock, profile.threads) == (Clock.CPU, 1)

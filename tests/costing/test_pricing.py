@@ -12,7 +12,7 @@ from bayplan.costing.pricing import (
     prices_by_name,
     smaller_batches,
 )
-from bayplan.data.program import Op
+from bayplan.data.program import Cost, Op
 from bayplan.step import TrainingStep
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.traced_step import MemoryContext
@@ -36,7 +36,7 @@ def test_measured_prices_are_kept(nodes, tmp_path):
     device = torch.device("cpu")
     with measured_prices(device, cache=tmp_path) as price:
         first = {name: price(node) for name, node in nodes.items()}
-    assert all(seconds > 0 and size_bytes >= 0 for seconds, size_bytes in first.values())
+    assert all(seconds > 0 and size_bytes >= 0 for seconds, size_bytes, _ in first.values())
     with measured_prices(device, cache=tmp_path) as price:
         assert {name: price(node) for name, node in nodes.items()} == first
     assert len(list((tmp_path / "operators").glob("*.json"))) == 1
@@ -47,8 +47,8 @@ def test_derived_prices_follow_the_device(nodes):
     for name in ("p100", "h100"):
         with derived_prices(load_device(name)) as price:
             costs = [price(node) for node in nodes.values()]
-        assert all(size_bytes == 0 for _, size_bytes in costs)
-        totals.append(sum(seconds for seconds, _ in costs))
+        assert all(size_bytes == 0 for _, size_bytes, _ in costs)
+        totals.append(sum(seconds for seconds, *_ in costs))
     old, new = totals
     assert old > new > 0
 
@@ -87,4 +87,4 @@ def test_prices_by_name_know_repeats_too():
         repeat_seconds=1.0,
         repeat_workspace_bytes=2,
     )
-    assert prices_by_name([norm]) == {"norm": (3.0, 8), "norm_repeat": (1.0, 2)}
+    assert prices_by_name([norm]) == {"norm": Cost(3.0, 8), "norm_repeat": Cost(1.0, 2)}

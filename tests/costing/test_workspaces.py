@@ -84,10 +84,45 @@ def test_equal_calls_are_run_once(monkeypatch, tmp_path_factory):
 
     def run_alone(*call, **_):
         runs.append(signature_of_call(*call))
-        return 0.0, 0, 0
+        return operators._Alone(0.0, 0.0, 0, 0)
 
     monkeypatch.setattr(operators, "_run_alone", run_alone)
     nodes = range(len(graph.nodes))
     measured = workspaces(graph, nodes, tmp_path_factory.getbasetemp(), of=twins)
     assert [*measured] == [*nodes]
     assert len(runs) == len(set(runs)) < len(nodes)
+
+
+def test_what_was_measured_is_kept_for_the_same_layout_alone(monkeypatch, tmp_path):
+    num_runs = 0
+    run_alone = operators._run_alone
+
+    def counted(*call, **options):
+        nonlocal num_runs
+        num_runs += 1
+        return run_alone(*call, **options)
+
+    monkeypatch.setattr(operators, "_run_alone", counted)
+
+    def images(memory_format: torch.memory_format = torch.contiguous_format) -> TrainingStep:
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+        for weight in model.parameters():
+            if weight.dim() == 4:
+                weight.data = weight.data.contiguous(memory_format=memory_format)
+        batch = torch.randn(2, 8, 16, 16).to(memory_format=memory_format)
+        return TrainingStep(model=model, batch=batch, loss_fn=lambda y: y.sum())
+
+    whole = images()
+    graph = bayplan.capture(whole.model, whole.batch, whole.loss_fn)
+    first = workspaces(graph, [0, 1], tmp_path, of=images)
+    num_first = num_runs
+    assert num_first == 2
+    assert workspaces(graph, [0, 1], tmp_path, of=images) == first
+    assert num_runs == num_first
+    workspaces(graph, [0, 1], tmp_path, of=lambda: images(torch.channels_last))
+    workspaces(graph, [0], tmp_path, of=images)
+    assert num_runs == num_first + 3
+    for path in (tmp_path / "workspaces").glob("*.json"):
+        path.write_text("{")
+    assert workspaces(graph, [0, 1], tmp_path, of=images).keys() == first.keys()
+    assert num_runs == num_first + 5

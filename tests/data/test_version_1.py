@@ -51,6 +51,9 @@ def test_nothing_is_lost_but_what_the_order_says_again(name):
     """What version 1 had and version 2 has not is a default, or stands in the order."""
     old = json.loads((FOLDER / name).read_bytes())
     new = json.loads(files.encode(files.read(FOLDER / name, Plan)))
+    for order in [new.get("order"), *(each["order"] for each in new.get("stage_orders", ()))]:
+        if order is not None:  # what nobody knew then has its default
+            assert (order.pop("time_ratio_spread"), order.pop("price_spread")) == (0.0, 0.0)
     assert {field: old[field] for field in new.keys() & old.keys() - {"version"}} == {
         field: new[field] for field in new.keys() & old.keys() - {"version"}
     }

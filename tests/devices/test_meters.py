@@ -189,6 +189,33 @@ def test_storage_meter_counts_each_storage_once_until_it_is_released():
         assert meter.live_bytes == -3 * MIB
 
 
+def test_storage_meter_sees_what_no_operator_reads_released():
+    old = block(3 * MIB)
+    with StorageMeter() as meter:
+        assert meter.know(old.untyped_storage())
+        assert not meter.know(old.untyped_storage())
+        assert not meter.know(None)
+        assert meter.live_bytes == 0
+        del old
+        assert meter.live_bytes == -3 * MIB
+
+
+def test_compiled_function_runs_compiled_under_the_storage_meter():
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    function = torch.compile(lambda x: (x + 1) * 2, backend=backend, fullgraph=True)
+    with StorageMeter() as meter:
+        made = function(torch.ones(MIB // 4))
+        assert made.sum() == MIB
+        del made
+    assert len(graphs) == 1
+    assert (meter.live_bytes, meter.peak_bytes) == (0, 3 * MIB)
+
+
 def test_storage_meter_sees_backward():
     model = nn.Linear(256, 256)
     with StorageMeter() as meter:

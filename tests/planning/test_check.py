@@ -8,7 +8,7 @@ from torch import nn
 from bayplan import prepared_step
 from bayplan.costing.catalogue import load_device
 from bayplan.data.device import DeviceKind
-from bayplan.data.errors import CaptureError, ForeignPlan
+from bayplan.data.errors import CaptureError, ForeignPlan, OutOfMemory
 from bayplan.data.profile import Clock, Origin
 from bayplan.models.targets import Target
 from bayplan.planning import verdict as verdicts
@@ -91,7 +91,7 @@ def test_scaled_peak_is_that_of_the_step_itself(monkeypatch):
     monkeypatch.setattr(prepared_step, "_MEASURED_FLOPS", 1e6)
     scaled = check(question(batch=16), memory_bytes=2**30)
     assert scaled.time_origin is Origin.SCALED
-    assert scaled.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+    assert scaled.plain_peak_bytes == pytest.approx(measured.plain_peak_bytes, rel=0.02)
 
 
 def test_device_elsewhere_builds_nothing_for_real(built, h100):
@@ -125,7 +125,7 @@ def test_changes_are_measured_once_each(built):
     """The search tries many sizes, but only what it names is run, and never twice."""
     fits = check(question(batch=9), memory_bytes=2**30)
     built.clear()
-    verdict = check(question(batch=9), memory_bytes=fits.peak_bytes * 2 // 3)
+    verdict = check(question(batch=9), memory_bytes=fits.plain_peak_bytes * 2 // 3)
     suggested = int(verdict.would_fit[0].removeprefix("--batch "))
     assert built[:2] == [9, suggested]
     assert all(size == 9 for size in built[2:])  # with mixed precision, or another optimizer
@@ -145,7 +145,7 @@ def test_scaled_workspace_that_was_too_small_is_noticed(monkeypatch):
         return original(self, changed, limit_bytes)
 
     monkeypatch.setattr(verdicts._Changes, "_fits", refuse_first)
-    verdict = check(question(batch=32), memory_bytes=generous.peak_bytes // 2)
+    verdict = check(question(batch=32), memory_bytes=generous.plain_peak_bytes // 2)
     (too_large,) = refused
     named = int(verdict.would_fit[0].removeprefix("--batch "))
     assert 0 < named < too_large
@@ -180,11 +180,11 @@ def test_profile_of_another_device_is_refused_before_anything_is_captured(h100, 
 
 def test_threads_come_back_after_the_cpu_clock_even_from_an_error():
     torch.set_num_threads(2)
-    broken = question(lambda size: (Wide(), torch.zeros(2, 3), None), use_cache=False)
+    broken = question(lambda size: (Wide(), torch.zeros(2, 3), None), again=True)
     with pytest.raises(CaptureError):
         broken.measured_profile(repeats=1, clock=Clock.CPU)
     assert torch.get_num_threads() == 2
-    profile = question(use_cache=False).measured_profile(repeats=1, clock=Clock.CPU)
+    profile = question(again=True).measured_profile(repeats=1, clock=Clock.CPU)
     assert profile.threads == 1
     assert torch.get_num_threads() == 2
 
@@ -197,7 +197,7 @@ def test_precision_that_is_offered_is_one_the_device_has(name, precision):
     kind = load_device(name)
     full = check(question(device=kind, batch=64))
     half = check(question(device=kind, batch=64, autocast=precision))
-    between = (full.peak_bytes + half.peak_bytes) // 2
+    between = (full.plain_peak_bytes + half.plain_peak_bytes) // 2
     verdict = check(question(device=kind, batch=64), memory_bytes=between)
     offered = [change for change in verdict.would_fit if change.startswith("--autocast")]
     assert offered == [f"--autocast {precision}"]
@@ -207,19 +207,19 @@ def test_device_without_half_precision_is_offered_none(h100):
     only = {"float32": h100.flops_per_s["float32"]}
     kind = msgspec.structs.replace(h100, flops_per_s=only)
     half = check(question(device=kind, batch=64, autocast="bf16"))
-    verdict = check(question(device=kind, batch=64), memory_bytes=half.peak_bytes)
+    verdict = check(question(device=kind, batch=64), memory_bytes=half.plain_peak_bytes)
     assert not verdict.fits
     assert not any("autocast" in change for change in verdict.would_fit)
 
 
 def test_without_the_cache_each_step_is_measured_anew_and_once(built):
-    limit_bytes = check(question(batch=11), memory_bytes=2**30).peak_bytes
+    limit_bytes = check(question(batch=11), memory_bytes=2**30).plain_peak_bytes
     built.clear()
     check(question(batch=11), memory_bytes=limit_bytes)
-    check(question(batch=11, use_cache=False), memory_bytes=limit_bytes - 1)
+    check(question(batch=11, again=True), memory_bytes=limit_bytes - 1)
     assert built.count(11) >= 2
     built.clear()
-    renewed = check(question(batch=11, use_cache=False), memory_bytes=2**30)
+    renewed = check(question(batch=11, again=True), memory_bytes=2**30)
     assert built == [11]
     assert check(question(batch=11), memory_bytes=2**30) == renewed
 
@@ -248,3 +248,35 @@ def test_one_question_builds_and_traces_once(h100, own_planner_cache, monkeypatc
     num_captured = counts["captured"]
     check(asked, memory_bytes=1000, planner=planner)
     assert counts["captured"] == num_captured
+
+
+class Failing(Planner):
+    """A planner of a step that is captured but cannot be traced as one graph."""
+
+    def order(self, limit, *, strategy="auto"):
+        raise CaptureError("the forward is two graphs") from RuntimeError("graph break")
+
+
+def test_plan_that_fails_is_no_misfit(cache):
+    step = question(batch=9)
+    limit_bytes = check(step).plain_peak_bytes // 2
+    with pytest.raises(CaptureError, match="no plan can be made: the forward is two graphs") as no:
+        check(step, memory_bytes=limit_bytes, planner=Failing(step, cache))
+    assert str(no.value).startswith("the plain step's peak is ")
+    assert "--no-plan" in str(no.value)
+    assert isinstance(no.value.__cause__, RuntimeError)
+    assert no.value.exit_code == 2
+    verdict = check(step, memory_bytes=limit_bytes)
+    assert (verdict.fits, verdict.plain_fits) == (False, False)
+
+
+class OutOfRoom(Planner):
+    def order(self, limit, *, strategy="auto"):
+        raise OutOfMemory("out of memory while the model was traced")
+
+
+def test_memory_that_runs_out_while_planning_is_no_verdict(cache):
+    step = question(batch=9)
+    limit_bytes = check(step).plain_peak_bytes // 2
+    with pytest.raises(OutOfMemory):
+        check(step, memory_bytes=limit_bytes, planner=OutOfRoom(step, cache))

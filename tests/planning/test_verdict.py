@@ -82,8 +82,8 @@ def test_verdict_carries_all_that_explains_it():
     record = make_record()
     verdict = judged(record, 50, would_fit=("--batch 1",))
     assert (verdict.model, verdict.device, verdict.batch) == ("tiny", "h100", 3)
-    assert (verdict.peak_bytes, verdict.limit_bytes) == (60, 50)
-    assert (verdict.step_seconds, verdict.step_spread_seconds) == (0.5, 0.1)
+    assert (verdict.plain_peak_bytes, verdict.limit_bytes) == (60, 50)
+    assert (verdict.plain_step_seconds, verdict.plain_step_spread_seconds) == (0.5, 0.1)
     assert (verdict.optimizer, verdict.time_origin) == ("sgd", Origin.DERIVED)
     assert verdict.num_parameters == 12
     assert verdict.peak_by_kind == record.devices[0].peak_by_kind

@@ -5,6 +5,7 @@ from msgspec import structs
 
 from bayplan.data.plan import Choice, Decision, DevicePlan, LiveValue, PeakMoment, StepOrder
 from bayplan.reporting.plans import (
+    busy_text,
     curve_text,
     explanation_text,
     plan_line,
@@ -61,7 +62,7 @@ def plan() -> DevicePlan:
 
 
 def test_price_of_a_plan_is_one_line(plan):
-    line = "peak 400.0 MiB (40% of plain), step 112 ms (1.120 x plain)"
+    line = "planned peak 400.0 MiB (40% of plain), planned step 112 ms (1.120 x plain)"
     assert plan_line(plan) == f"{line}; 1 packed, 2 recomputed"
     assert plan_line(structs.replace(plan, decisions=())).endswith("; everything kept")
 
@@ -106,3 +107,17 @@ def test_curve_lists_the_most_memory_first():
 
 def test_table_is_aligned_to_the_right():
     assert table_text(("a", "long"), [("wide", "1"), ("b", "")]) == "   a  long\nwide     1\n   b"
+
+
+def test_ratio_says_how_far_it_may_be_off(plan):
+    order = structs.replace(plan.order, time_ratio_spread=0.031)
+    assert "(1.12 ± 0.03 x plain)" in plan_line(structs.replace(plan, order=order))
+
+
+def test_busy_machine_is_told_with_the_way_out():
+    assert busy_text(0.1) == ""
+    assert busy_text(0.237) == (
+        "prices were measured while the machine was busy: runs of the same operator differ by 24%,"
+        " so times may be off; measure again with --again"
+    )
+    assert busy_text(0.237, "again=True").endswith("again=True")

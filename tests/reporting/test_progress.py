@@ -13,6 +13,13 @@ def test_no_terminal_no_word(capsys):
     assert captured.out == captured.err == ""
 
 
+def test_bar_that_is_not_wanted_is_not_shown(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressBar(is_shown=False) as bar:
+        bar("running the step", 1, 4)
+    assert capsys.readouterr().err == ""
+
+
 def test_terminal_shows_what_is_done_and_is_clean_after(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with ProgressBar() as bar:

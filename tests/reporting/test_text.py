@@ -38,10 +38,11 @@ def verdict() -> Verdict:
         batch=32,
         optimizer="adamw",
         fits=True,
-        peak_bytes=sum(by_kind.values()),
+        plain_fits=True,
+        plain_peak_bytes=sum(by_kind.values()),
         limit_bytes=8 * GIB,
-        step_seconds=0.4213,
-        step_spread_seconds=0.0126,
+        plain_step_seconds=0.4213,
+        plain_step_spread_seconds=0.0126,
         time_origin=Origin.DERIVED,
         num_parameters=25_557_032,
         peak_by_kind=by_kind,
@@ -69,6 +70,7 @@ def refusal(verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(
         verdict,
         fits=False,
+        plain_fits=False,
         limit_bytes=4 * GIB,
         time_origin=Origin.SCALED,
         would_fit=("--batch 25", "--autocast bf16", "--memory 5200MiB"),
@@ -129,7 +131,9 @@ def simulated(verdict: Verdict) -> RunRecord:
         step_seconds=(0.42,),
         devices=(
             DeviceRecord(
-                device="h100", peak_bytes=verdict.peak_bytes, peak_by_kind=verdict.peak_by_kind
+                device="h100",
+                peak_bytes=verdict.plain_peak_bytes,
+                peak_by_kind=verdict.peak_by_kind,
             ),
         ),
         not_counted=NOT_COUNTED,
@@ -171,23 +175,23 @@ def test_verdict_of_a_target_without_a_batch(verdict, snapshot):
 @pytest.mark.parametrize(
     ("peak_bytes", "limit_bytes", "expected"),
     [
-        (5.1 * GIB, 8 * GIB, "fits: peak 5.1 of 8.0 GiB, 421 ms per step"),
-        (216.3 * MIB, 8 * GIB, "fits: peak 216.3 MiB of 8.0 GiB, 421 ms per step"),
-        (500, 1000, "fits: peak 500 of 1000 B, 421 ms per step"),
-        (500, 2048, "fits: peak 500 B of 2.0 KiB, 421 ms per step"),
-        (8 * GIB, 8 * GIB, "fits: peak 8.0 of 8.0 GiB, 421 ms per step"),
+        (5.1 * GIB, 8 * GIB, "fits: plain peak 5.1 of 8.0 GiB, 421 ms per plain step"),
+        (216.3 * MIB, 8 * GIB, "fits: plain peak 216.3 MiB of 8.0 GiB, 421 ms per plain step"),
+        (500, 1000, "fits: plain peak 500 of 1000 B, 421 ms per plain step"),
+        (500, 2048, "fits: plain peak 500 B of 2.0 KiB, 421 ms per plain step"),
+        (8 * GIB, 8 * GIB, "fits: plain peak 8.0 of 8.0 GiB, 421 ms per plain step"),
     ],
 )
 def test_line_of_a_fit_says_the_unit_once_where_it_can(verdict, peak_bytes, limit_bytes, expected):
     changed = msgspec.structs.replace(
-        verdict, peak_bytes=int(peak_bytes), limit_bytes=int(limit_bytes)
+        verdict, plain_peak_bytes=int(peak_bytes), limit_bytes=int(limit_bytes)
     )
     assert verdict_line(changed) == expected
 
 
 def test_line_of_a_refusal_names_the_first_change(refusal):
     assert verdict_line(refusal) == (
-        "does not fit: peak 5.1 GiB, limit 4.0 GiB, 1.1 GiB too much; would fit: --batch 25"
+        "does not fit: plain peak 5.1 GiB, limit 4.0 GiB, 1.1 GiB too much; would fit: --batch 25"
     )
     helpless = msgspec.structs.replace(refusal, would_fit=())
     assert verdict_line(helpless).endswith("too much; no change tried would help")

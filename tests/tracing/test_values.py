@@ -141,7 +141,7 @@ def test_captured_step_is_the_one_that_runs(num_padded):
     assert "aten.tan.default" not in forward
     assert "aten.sin.default" in forward
     assert ("aten.unsqueeze.default" in forward) == (num_padded > 0)
-    bayplan.profile(Masked(), batch, sum_of, repeats=1, use_cache=False)
+    bayplan.profile(Masked(), batch, sum_of, repeats=1, again=True)
 
 
 def test_batch_made_without_memory_is_known():

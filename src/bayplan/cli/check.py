@@ -27,7 +27,7 @@ Examples:
 
 {TARGET_HELP}
 
-Exit code 0 if it fits, plainly or with a plan, 3 if it does not.""",
+Exit code 0 if it fits, plainly or with a plan, 3 if it does not, 2 if no plan can be made.""",
 )
 
 
@@ -49,7 +49,7 @@ def check(
     profile: Path | None = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
-    cache: options.Cache = True,
+    again: options.Again = False,
     time_limit: options.TimeLimit = 10.0,
     json: options.Json = False,
 ) -> int:
@@ -65,6 +65,7 @@ def check(
     from bayplan.data import files
     from bayplan.data.profile import Profile
     from bayplan.data.units import Limit
+    from bayplan.reporting.plans import busy_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import verdict_text
 
@@ -88,15 +89,16 @@ def check(
             "swap_size": swap_size,
             "update_in_backward": update_in_backward,
             "time_limit_seconds": time_limit,
-            "use_cache": cache,
+            "again": again,
             "on_progress": bar,
         }
         if limit_bytes is not None:
             rows = largest_batches(api.planner_of(target, **asked), limit_bytes)
             return _show_largest(rows, bar, json=json)
         verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **asked)
+    options.complain(busy_text(verdict.price_spread))
     options.show(verdict, verdict_text(verdict), json=json)
-    return ExitCode.DONE if verdict.fits or verdict.planned else ExitCode.DOES_NOT_FIT
+    return ExitCode.DONE if verdict.fits else ExitCode.DOES_NOT_FIT
 
 
 def _show_largest(largest: "Iterator[LargestBatch]", bar: "ProgressBar", *, json: bool) -> int:

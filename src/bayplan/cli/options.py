@@ -6,6 +6,7 @@ is longer than a line is an annotation: help keeps the line breaks of a docstrin
 
 import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from bayplan.data.device import DeviceKind
 
 __all__ = [
+    "Again",
     "Autocast",
     "Batch",
-    "Cache",
     "Device",
     "Flag",
     "Json",
@@ -33,6 +34,7 @@ __all__ = [
     "TimeLimit",
     "UpdateInBackward",
     "check_output",
+    "complain",
     "device_kind",
     "rare_collections",
     "show",
@@ -58,8 +60,12 @@ Device = Annotated[
         " then derived from its figures. Default: this machine, on which the step is measured."
     ),
 ]
-Cache = Annotated[
-    bool, Parameter(help="Take a kept profile; --no-cache measures anew and replaces it.")
+Again = Annotated[
+    Flag,
+    Parameter(
+        show_default=False,
+        help="Measure and plan anew, and replace what the cache has of this step.",
+    ),
 ]
 Json = Annotated[Flag, Parameter(show_default=False, help="Print JSON for machines.")]
 Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]
@@ -86,6 +92,12 @@ def check_output(path: Path | None) -> None:
         from bayplan.running.recorder import check_writable
 
         check_writable(path)
+
+
+def complain(line: str) -> None:
+    """Say on stderr what a user should know of a result, if there is anything."""
+    if line:
+        print(f"bayplan: {line}", file=sys.stderr)
 
 
 def show(result: object, text: str, *, json: bool, output: Path | None = None) -> None:

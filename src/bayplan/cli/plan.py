@@ -66,6 +66,7 @@ def plan(
     swap_dir: options.SwapDir = None,
     swap_size: options.SwapSize = None,
     time_limit: options.TimeLimit = 10.0,
+    again: options.Again = False,
     cluster: Annotated[
         str | None,
         Parameter(
@@ -104,6 +105,7 @@ def plan(
             strategy=strategy != "auto",
             device=device,
             update_in_backward=update_in_backward,
+            again=again,
         )
         options.check_output(output)
         if cluster is None:
@@ -118,7 +120,7 @@ def plan(
     if not pareto and memory is None and strategy == "auto":
         raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
     from bayplan.data.units import Limit
-    from bayplan.reporting.plans import curve_text, plan_line
+    from bayplan.reporting.plans import busy_text, curve_text, plan_line
     from bayplan.reporting.progress import ProgressBar
 
     limit = None if memory is None else Limit.parse(memory)
@@ -133,6 +135,7 @@ def plan(
             batch,
             device=kind,
             update_in_backward=update_in_backward,
+            again=again,
             on_progress=bar,
             **asked,
         )
@@ -147,6 +150,8 @@ def plan(
             return print(curve_text(points))
         order = planner.order(limit or Limit(share=1.0), strategy=strategy)
         made = planner.plan(order, limit=limit)
+    if kind is None:
+        options.complain(busy_text(order.price_spread))
     options.show(made, f"{plan_line(made)} -> {output}", json=json, output=output)
 
 

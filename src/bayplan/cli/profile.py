@@ -30,7 +30,7 @@ def profile(
     autocast: options.Autocast = "none",
     repeats: int = 5,
     clock: str = "wall",
-    cache: options.Cache = True,
+    again: options.Again = False,
     json: options.Json = False,
 ) -> None:
     """Run the step here, or derive its costs for another device.
@@ -41,7 +41,7 @@ def profile(
         clock: wall, or cpu: processor time of one thread, which ignores neighbours.
     """
     from bayplan.data.errors import UsageError
-    from bayplan.data.profile import Clock
+    from bayplan.data.profile import Clock, Origin
 
     chosen_clock = Clock.parse(clock)
     if repeats < 1:
@@ -49,6 +49,7 @@ def profile(
     kind = options.device_kind(device)
     options.check_output(output)
     from bayplan.prepared_step import prepare
+    from bayplan.reporting.plans import busy_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import profile_text
 
@@ -59,8 +60,10 @@ def profile(
             device=kind,
             optimizer=optimizer,
             autocast=autocast,
-            use_cache=cache,
+            again=again,
             on_progress=bar,
         )
         measured = step.measured_profile(repeats=repeats, clock=chosen_clock)
+    if measured.origin is not Origin.DERIVED:
+        options.complain(busy_text(measured.spread_share))
     options.show(measured, profile_text(step.graph, measured), json=json, output=output)

@@ -1,4 +1,4 @@
-"""Measured costs, kept on disk: profiles of steps, and prices of single operators.
+"""Measured costs, kept on disk: profiles of steps, prices of single operators, scratch memory.
 
 A cost depends on what was measured, the machine, the number of threads, the clock and how memory
 was counted; a file's name is a hash of these. A damaged file is measured anew, and a cache that
@@ -7,7 +7,7 @@ cannot be written costs time, never the result.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +18,12 @@ from bayplan.data import files
 from bayplan.data.errors import FileFault, check_figures
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Profile
+from bayplan.data.program import Cost
 from bayplan.devices.machine import describe_machine, device_name
 
-__all__ = ["OperatorPrices", "Prices", "cached_profile", "kept_prices"]
+__all__ = ["OperatorPrices", "Prices", "cached_profile", "cached_workspaces", "kept_prices"]
 
-Prices = dict[str, tuple[float, int]]  # by signature: seconds and workspace bytes
+Prices = dict[str, Cost]  # by signature
 _Noun = TypeVar("_Noun", bound=msgspec.Struct)
 
 
@@ -70,22 +71,59 @@ def cached_profile(
     return profile
 
 
+class _Workspaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the cache: scratch memory of some nodes of a graph."""
+
+    schema: str = "bayplan/workspaces"
+    version: int = 1
+    workspace_bytes: dict[int, int]
+
+
+def cached_workspaces(
+    cache: Path,
+    graph: StepGraph,
+    nodes: Collection[int],
+    *,
+    key: tuple[object, ...],
+    measure: Callable[[], dict[int, int]],
+) -> dict[int, int]:
+    """Scratch memory of some nodes of a graph; measured only where it is not kept.
+
+    Args:
+        key: what it depends on beside graph and machine: layouts, device, method.
+    """
+    path = _path(cache / "workspaces", graph.fingerprint, sorted(nodes), *key)
+    kept = _read(path, _Workspaces)
+    if kept is not None and {*kept.workspace_bytes} == {*nodes}:
+        return kept.workspace_bytes
+    workspace_bytes = measure()
+    with contextlib.suppress(FileFault):
+        files.write(path, _Workspaces(workspace_bytes=workspace_bytes))
+    return workspace_bytes
+
+
 @contextlib.contextmanager
 def kept_prices(
-    cache: Path, *, device: torch.device, clock: Clock, method: str
+    cache: Path, *, device: torch.device, clock: Clock, method: str, anew: Prices | None = None
 ) -> Iterator[Prices]:
-    """Prices known so far, to be added to; what was added is kept when the block is left."""
+    """Prices known so far, to be added to; what was added is kept when the block is left.
+
+    Args:
+        anew: the only ones that count as known, of this clock and method; what is added to them
+            replaces what is kept.
+    """
     key = (device_name(device), torch.get_num_threads(), clock, method)
     path = _path(cache / "operators", *key)
     kept = _read(path, OperatorPrices)
-    prices = {} if kept is None else kept.prices
+    known = {} if kept is None else kept.prices
+    prices = known if anew is None else anew
     num_before = len(prices)
     try:
         yield prices
     finally:  # also what was measured before a Ctrl-C
         if len(prices) > num_before:
             with contextlib.suppress(FileFault):
-                files.write(path, OperatorPrices(prices=prices))
+                files.write(path, OperatorPrices(prices=known | prices))
 
 
 def _path(folder: Path, *key: object) -> Path:

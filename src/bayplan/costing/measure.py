@@ -77,9 +77,10 @@ def measure_profile(
     with torch_compat.running_eagerly():  # as it was captured
         step()  # optimizer state and kernel caches are made by the first step
         for repeat in range(repeats):
-            start = now()
-            step()
-            whole.append(now() - start)
+            with torch_compat.outside_tracing():  # a meter that watches operators takes time
+                start = now()
+                step()
+                whole.append(now() - start)
             on_progress(2 * repeat + 1, 2 * repeats)
             watch = _Watch(graph, meter, now)
             with watch:
@@ -110,6 +111,7 @@ def measure_profile(
         workspace_bytes=tuple(
             max(0, grown - born) for grown, born in zip(grown_bytes, outputs_bytes, strict=True)
         ),
+        method=meter.method,
         overhead_seconds=max(0.0, min(whole) - sum(seconds)),
         step_spread_seconds=statistics.median(whole) - min(whole),
     )
@@ -121,7 +123,7 @@ def profile_step(
     *,
     repeats: int,
     clock: Clock,
-    use_cache: bool = True,
+    again: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure a step that may be trained on; random numbers go on as if nothing had run."""
@@ -155,7 +157,7 @@ def profile_step(
             clock=clock,
             method=meter.method,
             measure=measure,
-            renew=not use_cache,
+            renew=again,
         )
 
 

@@ -2,7 +2,9 @@
 
 A step that does not fit cannot be run, but its operators can, one at a time, on made-up tensors of
 their true shapes: a few times warm, and the fastest run counts. Calls with the same operator,
-shapes and other arguments cost the same and are measured once.
+shapes and other arguments cost the same and are measured once. How far the figure may be off is the
+larger of two: the gap from the fastest to the median run, and on one thread the time that the
+fastest run waited for its processor, which is the same in every run on a machine that is busy.
 
 Scratch memory is never carried over from another batch size where it could decide the peak. A
 convolution may reorder its weights (the same for every batch) and its images, and choose another
@@ -11,25 +13,28 @@ tensors are enough.
 """
 
 import inspect
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import fx
 
 from bayplan import torch_compat
+from bayplan.costing.cache import cached_workspaces
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.trials import may_crash, survives
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
-from bayplan.devices.machine import cache_directory, granularity_of
+from bayplan.data.program import Cost
+from bayplan.devices.machine import cache_directory, device_name, granularity_of
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import follow_step
@@ -55,22 +60,30 @@ class OperatorCosts:
 
     meter: MemoryMeter
     now: Callable[[], float] = time.perf_counter
-    known: dict[str, tuple[float, int]] = field(default_factory=dict)
+    known: dict[str, Cost] = field(default_factory=dict)
 
-    def __call__(self, node: fx.Node) -> tuple[float, int]:
+    def __call__(self, node: fx.Node) -> Cost:
         return self.price(node.target, *arguments_of(node))
 
-    def price(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[float, int]:
-        """Seconds and workspace bytes of one call, with fake tensors for its arguments."""
+    def price(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost:
+        """What one call costs, with fake tensors for its arguments."""
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self.known:
-            seconds, peak_bytes, kept_bytes = _run_alone(
+            alone = _run_alone(
                 operator, args, kwargs, meter=self.meter, now=self.now, repeats=_REPEATS
             )
-            self.known[signature] = (seconds, max(0, peak_bytes - max(kept_bytes, 0)))
+            workspace_bytes = max(0, alone.peak_bytes - max(alone.kept_bytes, 0))
+            self.known[signature] = Cost(alone.seconds, workspace_bytes, alone.spread_seconds)
         return self.known[signature]
+
+
+class _Alone(NamedTuple):
+    """A call that ran alone: its fastest seconds, and the bytes at its peak and after it."""
+
+    seconds: float
+    spread_seconds: float
+    peak_bytes: int
+    kept_bytes: int
 
 
 def _run_alone(
@@ -81,23 +94,29 @@ def _run_alone(
     meter: MemoryMeter,
     now: Callable[[], float],
     repeats: int,
-) -> tuple[float, int, int]:
-    """Run a call on made-up tensors: its fastest seconds, the bytes at its peak and after it."""
+) -> _Alone:
+    """Run a call on made-up tensors."""
     with torch_compat.outside_tracing(), torch.enable_grad():  # as in forward: see `lstm_layer`
         call = _callable_alone(operator, args, kwargs)
         if call is None:
             return _estimated(operator, args, kwargs)
-        seconds, peak_bytes, kept_bytes = float("inf"), 0, 0
+        runs: list[tuple[float, float]] = []  # seconds, and those of the processor
+        peak_bytes, kept_bytes = 0, 0
         for _ in range(repeats):
             meter.reset_peak()
             before_bytes = meter.live_bytes
-            start = now()
+            busy, start = time.thread_time(), now()
             output = call()
-            seconds = min(seconds, now() - start)
+            seconds = now() - start
+            runs.append((seconds, time.thread_time() - busy))
             kept_bytes = meter.live_bytes - before_bytes
             peak_bytes = meter.peak_bytes - before_bytes
             del output
-    return seconds, peak_bytes, kept_bytes
+    seconds, busy = min(runs)
+    spread_seconds = statistics.median(run[0] for run in runs) - seconds
+    if now is time.perf_counter and torch.get_num_threads() == 1:
+        spread_seconds = max(spread_seconds, seconds - busy)
+    return _Alone(seconds, spread_seconds, peak_bytes, kept_bytes)
 
 
 def _callable_alone(
@@ -128,9 +147,7 @@ def _callable_alone(
 _BYTES_PER_SECOND = 1e10
 
 
-def _estimated(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[float, int, int]:
+def _estimated(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Alone:
     """A price by bytes read alone, of a kernel that cannot be run on made-up tensors."""
     warnings.warn(
         f"{operator} cannot be run on made-up tensors: its time is estimated from its bytes, and"
@@ -138,7 +155,8 @@ def _estimated(
         stacklevel=2,
     )
     tensors = torch_compat.tensors_in((args, kwargs))
-    return sum(tensor.nbytes for tensor in tensors) / _BYTES_PER_SECOND, 0, 0
+    seconds = sum(tensor.nbytes for tensor in tensors) / _BYTES_PER_SECOND
+    return _Alone(seconds, spread_seconds=seconds, peak_bytes=0, kept_bytes=0)
 
 
 def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,22 +242,37 @@ def measured_workspaces(
     granularity_bytes: int,
     cache: Path,
 ) -> dict[int, int]:
-    """The workspace of some nodes: the step runs on fake tensors, each of these nodes for real."""
+    """The workspace of some nodes: the step runs on fake tensors, each of these nodes for real.
+
+    What was measured before of the same step is taken from the cache.
+    """
     peak_bytes: dict[str, int] = {}  # by signature
     workspace_bytes: dict[int, int] = {}
     node_bytes = born_bytes(graph, granularity_bytes)
-    with open_meter(next(step.model.parameters()).device, cache) as meter:
+    device = next(step.model.parameters()).device
+    with open_meter(device, cache) as meter:
 
         def look_at(index: int, *call: Any) -> None:
             signature = signature_of_call(*call)
             if signature not in peak_bytes:
-                _, peak_bytes[signature], _ = _run_alone(
-                    *call, meter=meter, now=time.perf_counter, repeats=1
-                )
+                alone = _run_alone(*call, meter=meter, now=time.perf_counter, repeats=1)
+                peak_bytes[signature] = alone.peak_bytes
             workspace_bytes[index] = max(0, peak_bytes[signature] - node_bytes[index])
 
-        follow_step(step, optimizer=optimizer, nodes=nodes, look_at=look_at)
-    return workspace_bytes
+        def measure() -> dict[int, int]:
+            follow_step(step, optimizer=optimizer, nodes=nodes, look_at=look_at)
+            return workspace_bytes
+
+        # A graph knows shapes. Strides follow from those of the tensors that a step begins with.
+        given = (*step.model.parameters(), *step.model.buffers())
+        strides = [_strides(each) for each in (*given, *torch_compat.tensors_in(step.batch))]
+        circumstances = (device_name(device), torch.get_num_threads(), meter.method)
+        key = (strides, *circumstances, granularity_bytes)
+        return cached_workspaces(cache, graph, nodes, key=key, measure=measure)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if tensor.layout is not torch.strided else tensor.stride()
 
 
 def scale_workspaces(

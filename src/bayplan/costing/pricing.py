@@ -26,7 +26,7 @@ from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock
-from bayplan.data.program import Op
+from bayplan.data.program import Cost, Op
 from bayplan.devices.machine import num_threads
 from bayplan.devices.meters import open_meter
 from bayplan.step import TrainingStep
@@ -58,13 +58,17 @@ __all__ = [
 
 @contextmanager
 def measured_prices(
-    device: torch.device, *, cache: Path, clock: Clock = Clock.WALL
+    device: torch.device, *, cache: Path, clock: Clock = Clock.WALL, anew: Prices | None = None
 ) -> Iterator[OperatorCosts]:
-    """Prices by running each distinct operator alone on a device that is here."""
+    """Prices by running each distinct operator alone on a device that is here.
+
+    Args:
+        anew: see `kept_prices`.
+    """
     with (
         torch_compat.outside_tracing(),
         open_meter(device, cache) as meter,
-        kept_prices(cache, device=device, clock=clock, method=meter.method) as known,
+        kept_prices(cache, device=device, clock=clock, method=meter.method, anew=anew) as known,
     ):
         yield OperatorCosts(meter, clock_function(clock, device), known)
 
@@ -74,25 +78,30 @@ class DerivedCosts:
     """Prices from a device's description; what a kernel needs for itself is not known there."""
 
     kind: DeviceKind
-    _known: dict[str, float] = field(default_factory=dict)
+    _known: dict[str, Cost] = field(default_factory=dict)
 
-    def __call__(self, node: fx.Node) -> tuple[float, int]:
+    def __call__(self, node: fx.Node) -> Cost:
         assert callable(node.target), "a joint graph calls functions only"
         return self.price(node.target, *arguments_of(node), made=node.meta["val"])
 
     def price(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, made: Any = None
-    ) -> tuple[float, int]:
-        """Seconds and workspace bytes of one call on fake tensors.
+    ) -> Cost:
+        """What one call on fake tensors costs.
 
         Where no argument is a tensor, what was made tells the fake mode.
         """
         signature = signature_of_call(operator, args, kwargs)
         if signature not in self._known:
             graph = _operators(operator, args, kwargs, _mode_of((args, kwargs, made)))
-            seconds = 0.0 if graph is None else sum(derive_profile(graph, self.kind).seconds)
-            self._known[signature] = seconds
-        return self._known[signature], 0
+            profile = None if graph is None else derive_profile(graph, self.kind)
+            sums = (
+                (0.0, 0.0)
+                if profile is None
+                else (sum(profile.seconds), sum(profile.spread_seconds))
+            )
+            self._known[signature] = Cost(sums[0], 0, sums[1])
+        return self._known[signature]
 
 
 RankPrices = OperatorCosts | DerivedCosts  # measured or derived; of nodes and of single calls
@@ -105,8 +114,8 @@ def derived_prices(kind: DeviceKind) -> Iterator[DerivedCosts]:
 
 @contextmanager
 def scaled_prices(
-    small: Mapping[str, tuple[float, int]],
-    large: Mapping[str, tuple[float, int]],
+    small: Mapping[str, Cost],
+    large: Mapping[str, Cost],
     share: float,
     *,
     otherwise: AbstractContextManager[Price],
@@ -119,12 +128,16 @@ def scaled_prices(
     """
     with otherwise as price_alone:
 
-        def price(node: fx.Node) -> tuple[float, int]:
+        def price(node: fx.Node) -> Cost:
             if node.name not in small or node.name not in large:
-                return price_alone(node)
+                return Cost.of(price_alone(node))
             low, high = small[node.name], large[node.name]
-            seconds = low[0] + share * (high[0] - low[0])
-            return max(0.0, seconds), max(0, round(low[1] + share * (high[1] - low[1])))
+            seconds, size_bytes, _ = (
+                max(0.0, a + share * (b - a)) for a, b in zip(low, high, strict=True)
+            )
+            # The line is as far off as its ends, in the worst case in opposite directions.
+            spread_seconds = abs(1 - share) * low.spread_seconds + abs(share) * high.spread_seconds
+            return Cost(seconds, round(size_bytes), spread_seconds)
 
         yield price
 
@@ -213,9 +226,11 @@ def samples_to_price(nodes: Iterable[fx.Node], num_samples: int) -> int:
 def prices_by_name(ops: Iterable[Op]) -> Prices:
     """The prices of operators and of their repeats, to draw lines through: see `scaled_prices`."""
     ops = tuple(ops)
-    prices = {op.name: (op.seconds, op.workspace_bytes) for op in ops}
     repeats = ((name_of_repeat(op.name), op.again()) for op in ops)
-    return prices | {name: (op.seconds, op.workspace_bytes) for name, op in repeats}
+    return {
+        name: Cost(op.seconds, op.workspace_bytes, op.spread_seconds)
+        for name, op in (*((op.name, op) for op in ops), *repeats)
+    }
 
 
 def _flops_of(node: fx.Node) -> int:
@@ -233,9 +248,10 @@ def with_whole_masks(
     """Prices of a stage, whose dropout draws for the whole batch and uses its own rows."""
     with prices(device) as price:
 
-        def with_mask(node: fx.Node) -> tuple[float, int]:
-            seconds, workspace_bytes = price(node)
-            return seconds, max(workspace_bytes, whole_mask_bytes(node, num_pieces))
+        def with_mask(node: fx.Node) -> Cost:
+            cost = Cost.of(price(node))
+            mask_bytes = whole_mask_bytes(node, num_pieces)
+            return cost._replace(workspace_bytes=max(cost.workspace_bytes, mask_bytes))
 
         yield with_mask
 

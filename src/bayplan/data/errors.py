@@ -19,6 +19,7 @@ __all__ = [
     "ExitCode",
     "FileFault",
     "ForeignPlan",
+    "OutOfMemory",
     "PlanBroken",
     "UsageError",
     "check_at_least_1",
@@ -76,6 +77,10 @@ class DoesNotFit(BayplanError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.smallest_schedule = smallest_schedule
+
+
+class OutOfMemory(DoesNotFit):
+    """This machine had too little memory to build or trace a step; no limit was asked about."""
 
 
 class PlanBroken(BayplanError):

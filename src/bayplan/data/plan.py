@@ -65,6 +65,8 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
         strategy: who chose it.
         peak_bytes, seconds: predicted; `plain_...` for the step without a plan.
         gap: how much faster an optimal order could be at most, as a share; None if unknown.
+        time_ratio_spread: how far `time_ratio` may be off.
+        price_spread: how far the prices of operators may be off, as a share of them all.
     """
 
     program_fingerprint: str
@@ -77,6 +79,8 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     seconds: float
     plain_seconds: float
     gap: float | None = None
+    time_ratio_spread: float = 0.0
+    price_spread: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.schedule:

@@ -6,7 +6,10 @@ from enum import StrEnum
 from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
 from bayplan.data.graph import StepGraph
 
-__all__ = ["Clock", "Origin", "Profile"]
+__all__ = ["BUSY_SPREAD", "Clock", "Origin", "Profile"]
+
+# Times whose repeats differ by more, as a share of them all, were measured on a busy machine.
+BUSY_SPREAD = 0.1
 
 
 class Origin(StrEnum):
@@ -37,6 +40,8 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
     Attributes:
         seconds: time of each node; spread_seconds: the gap from its fastest to its median repeat.
         workspace_bytes: memory a node holds only while it runs, beyond its outputs.
+        method: of measuring that: `malloc`, `cuda-allocator`, or `storages`, which misses it; empty
+            where nothing ran.
         overhead_seconds: time of a whole step that belongs to no node (Python, autograd engine).
         step_spread_seconds: the gap from the fastest to the median whole step.
         repeats: how many steps were timed; 0 where nothing ran.
@@ -55,6 +60,7 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
     seconds: tuple[float, ...]
     spread_seconds: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
+    method: str = ""
     overhead_seconds: float = 0.0
     step_spread_seconds: float = 0.0
 
@@ -63,6 +69,12 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
         super().__post_init__()
+
+    @property
+    def spread_share(self) -> float:
+        """How far nodes' repeats differ, as a share of their time."""
+        total = math.fsum(self.seconds)
+        return math.fsum(self.spread_seconds) / total if total else 0.0
 
     @property
     def step_seconds(self) -> float:

@@ -10,10 +10,24 @@ says what its repeats read, make and cost.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Op", "Program"]
+__all__ = ["Cost", "Op", "Program"]
+
+
+class Cost(NamedTuple):
+    """What one kernel call costs; its repeats differed by `spread_seconds` when it was measured."""
+
+    seconds: float
+    workspace_bytes: int
+    spread_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, price: "Cost | tuple[float, int]") -> "Cost":
+        """A price with or without its spread."""
+        return price if isinstance(price, Cost) else cls(*price)
 
 
 class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +46,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             all of them. The others cannot be made again.
         repeat_seconds: what every execution after the first costs; None: as much as the first.
         repeat_workspace_bytes: the scratch memory of these; None: as much as the first.
+        spread_seconds: how far `seconds` may be off.
     """
 
     name: str
@@ -47,6 +62,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repeat_writes: tuple[int, ...] | None = None
     repeat_seconds: float | None = None
     repeat_workspace_bytes: int | None = None
+    spread_seconds: float = 0.0
 
     def again(self) -> "Op":
         """The op as every execution after the first runs it.
@@ -223,3 +239,9 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @cached_property
     def plain_seconds(self) -> float:
         return sum(op.seconds for op in self.ops)
+
+    @property
+    def spread_share(self) -> float:
+        """How far the ops' seconds may be off, as a share of them all."""
+        spread_seconds = sum(op.spread_seconds for op in self.ops)
+        return spread_seconds / self.plain_seconds if self.plain_seconds else 0.0

@@ -13,6 +13,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         time_ratio: its step time over that of the plain step.
+        time_ratio_spread: how far that may be off.
+        price_spread: how far the prices of its operators may be off, as a share of them all.
         num_recomputed, num_packed, num_swapped: activations.
     """
 
@@ -21,6 +23,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_recomputed: int
     num_packed: int
     num_swapped: int
+    time_ratio_spread: float = 0.0
+    price_spread: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,24 +32,30 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         batch: None for the target's own.
-        step_spread_seconds: how far the time may be off, by the spread of its inputs.
+        fits: plainly, or with the plan in `planned`.
+        plain_fits: without a plan.
+        plain_peak_bytes, plain_step_seconds: of the step without a plan.
+        plain_step_spread_seconds: how far the time may be off, by the spread of its inputs.
         time_origin: whether the time was measured, scaled or derived.
-        peak_place: the node at the peak, in words.
+        peak_by_kind, peak_place, largest: what fills the memory at the plain step's peak, and the
+            node that runs then, in words.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
         planned: a plan with which it fits, where it does not without.
+        price_spread: how far measured times may be off, as a share of them; 0 where nothing ran.
     """
 
     schema: str = "bayplan/verdict"
-    version: int = 1
+    version: int = 2
     model: str
     device: str
     batch: int | None
     optimizer: str
     fits: bool
-    peak_bytes: int
+    plain_fits: bool
     limit_bytes: int
-    step_seconds: float
-    step_spread_seconds: float
+    plain_peak_bytes: int
+    plain_step_seconds: float
+    plain_step_spread_seconds: float
     time_origin: Origin
     num_parameters: int
     peak_by_kind: dict[str, int]
@@ -54,6 +64,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_counted: tuple[str, ...]
     would_fit: tuple[str, ...] = ()
     planned: PlanSummary | None = None
+    price_spread: float = 0.0
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

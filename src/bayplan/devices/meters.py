@@ -3,7 +3,8 @@
 - CPU: every malloc of the process, kernels' scratch memory included (`malloc_counter`).
 - CUDA: the caching allocator's own statistics. Nothing here has been run on a GPU.
 - Anywhere else, or without a C compiler: the storages of tensors, which misses what kernels
-  allocate inside; a warning says so once, and so does every record.
+  allocate inside; a warning says so once, and so does every record. Looking at every operator takes
+  time, so times are measured without it where that is possible.
 
 Some kernels ask for a tensor and look at nothing but its shape and strides. They get a stand-in
 that takes no memory. Making one takes as long as a small kernel and a step may want a hundred, so
@@ -38,6 +39,7 @@ __all__ = [
     "StorageMeter",
     "leave_out",
     "open_meter",
+    "resident_storages",
     "resident_tensor_bytes",
     "stand_in",
 ]
@@ -105,16 +107,21 @@ def _warn_of_storages(reason: str) -> None:
     while frame.f_back is not None and not is_users_file(frame.f_code.co_filename):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(
-        f"memory is measured by tensor storages only, scratch memory of kernels is missed: {reason}"
-        " (`bayplan doctor` tells what to do)",
+        "memory is measured by tensor storages only, scratch memory of kernels is missed, and steps"
+        f" take longer while they are recorded: {reason} (`bayplan doctor` tells what to do)",
         stacklevel=depth,
     )
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors and their gradients alive on a device now, each storage once."""
+    """Bytes of all tensors and their gradients alive on a device now."""
+    return sum(storage.nbytes() for storage in resident_storages(device))
+
+
+def resident_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """What all tensors and their gradients alive on a device now are stored in, each once."""
     gc.collect()  # tensors in dead cycles are no longer anyone's
-    size_of: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         # `type` and not `isinstance`: some lazy objects run code when asked for their class.
         if not issubclass(type(thing), torch.Tensor) or thing.device.type != device.type:
@@ -123,8 +130,8 @@ def resident_tensor_bytes(device: torch.device) -> int:
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             storage = None if tensor is None or hasattr(tensor, _LEFT_OUT) else _storage_of(tensor)
             if storage is not None and _has_memory(storage):
-                size_of[torch_compat.storage_key(storage)] = storage.nbytes()
-    return sum(size_of.values())
+                storages[torch_compat.storage_key(storage)] = storage
+    return list(storages.values())
 
 
 # A counter's peak and curve exist once per process, and so does the list of who reads them.
@@ -224,26 +231,39 @@ class StorageMeter(torch_compat.OperatorWatch):
         self.peak_bytes = 0
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile under the meter, which sees the operators when they run.
+
+        Otherwise torch compiles nothing: planned models fail, and others run without their plan.
+        """
+        return True
+
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         # Inputs made before the meter was opened are known but not counted.
-        self._watch((args, kwargs), counted=False)
+        for tensor in torch_compat.tensors_in((args, kwargs)):
+            self.know(_storage_of(tensor))
         output = func(*args, **kwargs)
-        self._watch(output, counted=True)
-        return output
-
-    def _watch(self, values: Any, *, counted: bool) -> None:
-        for tensor in torch_compat.tensors_in(values):
+        for tensor in torch_compat.tensors_in(output):
             storage = _storage_of(tensor)
-            if storage is None or (key := torch_compat.storage_key(storage)) in self._watched:
-                continue
-            if counted:
+            if self.know(storage) and storage is not None:
                 self.live_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            release = partial(self._release, key, storage.nbytes())
-            self._watched[key] = weakref.ref(storage, release)
+        return output
+
+    def know(self, storage: torch.UntypedStorage | None) -> bool:
+        """Take note of a storage, to see it released; returns whether it was unknown.
+
+        What was there before and no operator reads, such as gradients of the last step, is known
+        only by this.
+        """
+        if storage is None or (key := torch_compat.storage_key(storage)) in self._watched:
+            return False
+        self._watched[key] = weakref.ref(storage, partial(self._release, key, storage.nbytes()))
+        return True
 
     def _release(self, key: int, size_bytes: int, _: object) -> None:
         del self._watched[key]

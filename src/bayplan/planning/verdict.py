@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, OutOfMemory
 from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Origin, Profile
@@ -66,7 +66,7 @@ def check(
     planned: PlanSummary | None = None
     smallest_bytes: int | None = None
     if record.peak_bytes > limit_bytes and planner is not None:
-        planned, smallest_bytes = _planned(planner, limit_bytes)
+        planned, smallest_bytes = _planned(planner, limit_bytes, record.peak_bytes)
     if record.peak_bytes > limit_bytes and planned is None:
         search = _Changes(step, costs, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
@@ -76,6 +76,7 @@ def check(
             if smallest_bytes is not None:
                 changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
             changes.append(f"--memory {limit_text(record.peak_bytes)}")
+    spreads = [costs.spread_share, 0.0 if planned is None else planned.price_spread]
     return judge(
         record,
         step.graph,
@@ -85,17 +86,30 @@ def check(
         time_origin=costs.origin,
         would_fit=tuple(changes),
         planned=planned,
+        price_spread=0.0 if costs.origin is Origin.DERIVED else max(spreads),
     )
 
 
-def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, int | None]:
-    """A plan within the limit; or None, and the smallest limit found that has one."""
+def _planned(
+    planner: Planner, limit_bytes: int, plain_peak_bytes: int
+) -> tuple[PlanSummary | None, int | None]:
+    """A plan within the limit; or None, and the smallest limit found that has one.
+
+    Raises:
+        CaptureError: no plan can be looked for, so nothing is known of what would fit.
+    """
     try:
         order = planner.order(Limit(size_bytes=limit_bytes))
+    except OutOfMemory:
+        raise
     except DoesNotFit as refusal:
         return None, refusal.smallest_bytes
-    except CaptureError:  # captured, but not traceable as one graph: then there is no plan
-        return None, None
+    except CaptureError as fault:  # captured, but not traceable as one graph
+        raise CaptureError(
+            f"the plain step's peak is {format_bytes(plain_peak_bytes)}, the limit"
+            f" {format_bytes(limit_bytes)}, and no plan can be made: {fault} (--no-plan, in Python"
+            " may_plan=False, asks about the plain step alone)"
+        ) from fault.__cause__
     counts = Counter(decision.choice for decision in planner.decisions(order))
     summary = PlanSummary(
         peak_bytes=order.peak_bytes,
@@ -103,6 +117,8 @@ def _planned(planner: Planner, limit_bytes: int) -> tuple[PlanSummary | None, in
         num_recomputed=counts[Choice.RECOMPUTE],
         num_packed=counts[Choice.PACK],
         num_swapped=counts[Choice.SWAP],
+        time_ratio_spread=order.time_ratio_spread,
+        price_spread=order.price_spread,
     )
     return summary, None
 
@@ -188,8 +204,12 @@ def judge(
     time_origin: Origin,
     would_fit: tuple[str, ...] = (),
     planned: PlanSummary | None = None,
+    price_spread: float = 0.0,
 ) -> Verdict:
-    """Return whether the record's peak is within the limit, with all that explains it."""
+    """Return whether the plain record's peak is within the limit, with all that explains it.
+
+    A plan, where one is given, is within the limit.
+    """
     device = record.devices[0]
     assert device.peak_node is not None, "a simulated record knows its peak"
     node = graph.nodes[device.peak_node]
@@ -199,11 +219,12 @@ def judge(
         device=device.device,
         batch=batch,
         optimizer=optimizer,
-        fits=device.peak_bytes <= limit_bytes,
-        peak_bytes=device.peak_bytes,
+        fits=device.peak_bytes <= limit_bytes or planned is not None,
+        plain_fits=device.peak_bytes <= limit_bytes,
         limit_bytes=limit_bytes,
-        step_seconds=record.typical_step_seconds,
-        step_spread_seconds=record.step_spread_seconds,
+        plain_peak_bytes=device.peak_bytes,
+        plain_step_seconds=record.typical_step_seconds,
+        plain_step_spread_seconds=record.step_spread_seconds,
         time_origin=time_origin,
         num_parameters=graph.num_parameters,
         peak_by_kind=device.peak_by_kind,
@@ -212,6 +233,7 @@ def judge(
         not_counted=record.not_counted,
         would_fit=would_fit,
         planned=planned,
+        price_spread=price_spread,
     )
 
 

@@ -9,22 +9,26 @@ from rich.table import Table
 
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Choice, Decision, DevicePlan, Plan, StepOrder
+from bayplan.data.profile import BUSY_SPREAD
 from bayplan.data.record import MESSAGE, DeviceRecord, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 
 __all__ = [
     "KIND_WORDS",
+    "busy_text",
     "choice_counts",
     "choice_lines",
     "count_text",
     "curve_text",
     "explanation_text",
+    "fit_line",
     "fullest_device",
     "kind_lines",
     "limit_text",
     "mebibytes",
     "percent",
     "plan_line",
+    "ratio_text",
     "share_text",
     "table_text",
 ]
@@ -76,13 +80,50 @@ _TABLE_WIDTH = 10_000  # wider than any table, so that rich never wraps or cuts 
 _VERBS = {Choice.RECOMPUTE: "recomputed", Choice.SWAP: "swapped", Choice.PACK: "packed"}
 
 
+def ratio_text(ratio: float, spread: float) -> str:
+    """A ratio and how far it may be off, with as many digits as that leaves.
+
+    Example:
+        >>> ratio_text(1.0812, 0.03), ratio_text(1.0812, 0.0004), ratio_text(1.0812, 0.0)
+        ('1.08 ± 0.03', '1.081 ± 0.001', '1.081')
+    """
+    if not spread:
+        return f"{ratio:.3f}"
+    spread = max(spread, 0.001)
+    return f"{ratio:.2f} ± {spread:.2f}" if spread >= 0.01 else f"{ratio:.3f} ± {spread:.3f}"
+
+
+def busy_text(spread: float, how: str = "--again") -> str:
+    """What to say of prices whose repeats differ by a share of them; nothing where it is small."""
+    if spread <= BUSY_SPREAD:
+        return ""
+    return (
+        "prices were measured while the machine was busy: runs of the same operator differ by"
+        f" {spread:.0%}, so times may be off; measure again with {how}"
+    )
+
+
 def plan_line(plan: DevicePlan) -> str:
     order = plan.order
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
-        f"peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), step"
-        f" {format_seconds(order.seconds)} ({order.time_ratio:.3f} x plain);"
+        f"planned peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), planned step"
+        f" {format_seconds(order.seconds)}"
+        f" ({ratio_text(order.time_ratio, order.time_ratio_spread)} x plain);"
         f" {choice_counts(plan.decisions)}"
+    )
+
+
+def fit_line(plan: DevicePlan, *, seconds: float, is_kept: bool) -> str:
+    """What `fit` did: the limit, what is predicted within it, and how long that took."""
+    order = plan.order
+    limit = "" if plan.limit_bytes is None else f" {format_bytes(plan.limit_bytes)}"
+    how = "with a plan of the cache, ready" if is_kept else "planned"
+    return (
+        f"{plan.model} fits{limit}: planned peak {format_bytes(order.peak_bytes)}"
+        f" (plain {format_bytes(order.plain_peak_bytes)}), planned step"
+        f" {ratio_text(order.time_ratio, order.time_ratio_spread)} x plain"
+        f" ({choice_counts(plan.decisions)}); {how} in {format_seconds(seconds)}"
     )
 
 

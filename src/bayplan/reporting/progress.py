@@ -11,9 +11,13 @@ __all__ = ["ProgressBar"]
 class ProgressBar:
     """Called with what is being done, how many are done, and of how many."""
 
+    def __init__(self, *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown
+
     def __enter__(self) -> Self:
         console = Console(stderr=True)
-        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        is_silent = not (self._is_shown and console.is_terminal)
+        self._progress = Progress(console=console, transient=True, disable=is_silent)
         self._progress.start()
         self._task = self._progress.add_task("starting", total=None)
         return self

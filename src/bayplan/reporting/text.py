@@ -7,7 +7,7 @@ from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
-from bayplan.reporting.plans import count_text, kind_lines, share_text
+from bayplan.reporting.plans import count_text, kind_lines, ratio_text, share_text
 from bayplan.reporting.ranks import ranks_text
 
 __all__ = [
@@ -27,10 +27,11 @@ _ORIGIN_WORDS = {
 
 
 def verdict_line(verdict: Verdict) -> str:
-    seconds = format_seconds(verdict.step_seconds)
-    peak, limit = format_bytes(verdict.peak_bytes), format_bytes(verdict.limit_bytes)
-    if verdict.fits:
-        return f"fits: peak {_of(verdict.peak_bytes, verdict.limit_bytes)}, {seconds} per step"
+    plain_bytes, limit_bytes = verdict.plain_peak_bytes, verdict.limit_bytes
+    plain, limit = format_bytes(plain_bytes), format_bytes(limit_bytes)
+    if verdict.plain_fits:
+        seconds = format_seconds(verdict.plain_step_seconds)
+        return f"fits: plain peak {_of(plain_bytes, limit_bytes)}, {seconds} per plain step"
     planned = verdict.planned
     if planned is not None:
         ways = (
@@ -40,32 +41,33 @@ def verdict_line(verdict: Verdict) -> str:
         )
         done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
         return (
-            f"fits with a plan: peak {_of(planned.peak_bytes, verdict.limit_bytes)} at"
-            f" {planned.time_ratio:.2f} x the plain step's time ({done or 'rewritten at no cost'});"
-            f" without one, {peak}"
+            f"fits with a plan: planned peak {_of(planned.peak_bytes, limit_bytes)} at"
+            f" {ratio_text(planned.time_ratio, planned.time_ratio_spread)} x the plain step's time"
+            f" ({done or 'rewritten at no cost'});"
+            f" plain peak {plain}"
         )
-    over = format_bytes(verdict.peak_bytes - verdict.limit_bytes)
+    over = format_bytes(plain_bytes - limit_bytes)
     change = (
         f"would fit: {verdict.would_fit[0]}" if verdict.would_fit else "no change tried would help"
     )
-    return f"does not fit: peak {peak}, limit {limit}, {over} too much; {change}"
+    return f"does not fit: plain peak {plain}, limit {limit}, {over} too much; {change}"
 
 
 def verdict_text(verdict: Verdict) -> str:
     batch = "" if verdict.batch is None else f", batch {verdict.batch}"
-    spread = format_seconds(verdict.step_spread_seconds)
+    spread = format_seconds(verdict.plain_step_spread_seconds)
     lines = [
         verdict_line(verdict),
         "",
         f"{verdict.model}{batch}, {format_count(verdict.num_parameters)} parameters,"
         f" optimizer {verdict.optimizer}, on {verdict.device}",
-        f"one step {format_seconds(verdict.step_seconds)} ± {spread}"
+        f"one plain step {format_seconds(verdict.plain_step_seconds)} ± {spread}"
         f" ({_ORIGIN_WORDS[verdict.time_origin]})",
         "",
-        f"at the peak ({verdict.peak_place})",
+        f"at the plain peak ({verdict.peak_place})",
         *kind_lines(verdict.peak_by_kind),
         "",
-        "largest values alive at the peak",
+        "largest values alive at the plain peak",
         *map(_storage_line, verdict.largest),
     ]
     if verdict.would_fit:

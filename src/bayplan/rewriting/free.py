@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
+from bayplan.data.program import Cost
 from bayplan.devices.meters import stand_in
 from bayplan.rewriting import packed
 
@@ -38,7 +39,7 @@ __all__ = [
 
 aten = torch.ops.aten
 
-Price = Callable[[fx.Node], tuple[float, int]]  # seconds and workspace bytes of a node
+Price = Callable[[fx.Node], Cost | tuple[float, int]]
 
 
 def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError, PlanBroken, UsageError
-from bayplan.data.program import Program
+from bayplan.data.program import Cost, Program
 from bayplan.rewriting.free import Price, call_alone, is_view, nodes_after_tangents
 
 __all__ = [
@@ -186,7 +186,7 @@ class ParameterUpdates:
             if id(value) in self.index_by_id
         }
 
-    def cost_of(self, node: fx.Node, *, price: Price) -> tuple[float, int]:
+    def cost_of(self, node: fx.Node, *, price: Price) -> Cost | tuple[float, int]:
         """Price a node; an update by one on a parameter that is made up."""
         if node.target is not self.function:
             return price(node)

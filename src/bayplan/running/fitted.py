@@ -1,20 +1,23 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from bayplan import torch_compat
+from bayplan.costing.cache import Prices
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.errors import CaptureError
-from bayplan.data.units import Limit
+from bayplan.data.errors import CaptureError, UsageError
+from bayplan.data.plan import DevicePlan, StepOrder
+from bayplan.data.units import Limit, Progress, no_progress
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
+from bayplan.planning.memory.planner import device_plan
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
@@ -24,9 +27,34 @@ from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_ba
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.hooks import on_copies
 from bayplan.tracing.joint_trace import compile_whole
-from bayplan.tracing.traced_step import Decide, MemoryContext
+from bayplan.tracing.traced_step import Decide, MemoryContext, Price, TracedStep
 
-__all__ = ["bind", "fit"]
+__all__ = ["Fitting", "bind", "fit", "plans_of"]
+
+_FITTING = "bayplan_fitting"  # what the compiled call of a fitted model is marked with
+
+
+@dataclass
+class Fitting:
+    """Decides the order of each graph that a model runs, and tells what was decided.
+
+    Attributes:
+        plans: of the batch that the model was fitted to, and then of those that came later.
+        known: fields of every plan: the model, the device, the limit.
+        graph_fingerprint: of the batch that the model was fitted to.
+    """
+
+    decide: FastestWithin
+    graph_fingerprint: str
+    known: dict[str, Any]
+    plans: list[DevicePlan] = field(default_factory=list)
+
+    def __call__(self, traced: TracedStep) -> StepOrder:
+        order = self.decide(traced)
+        fingerprint = "" if self.plans else self.graph_fingerprint
+        plan = device_plan(traced, order, graph_fingerprint=fingerprint, **self.known)
+        self.plans.append(plan)
+        return order
 
 
 def fit(
@@ -41,60 +69,73 @@ def fit(
     pack: bool = True,
     update_in_backward: bool = False,
     time_limit_seconds: float = 10.0,
-    on_progress: Callable[[float], None] = lambda share: None,
-) -> nn.Module:
-    """Make a model's training step fit a memory limit; returns the same module.
-
-    Parameters, `state_dict` and your own loop stay as they are, and so do all numbers: losses,
-    gradients and buffers come out bit for bit as before. Calls of the module run as planned; a
-    batch of another size is planned anew when it first comes. Hooks are called as ever; see
-    `docs/loops.md` for what planning makes of loops.
-
-    Args:
-        model: will be changed in place, as by its own `compile`.
-        batch, loss_fn: as for `bayplan.capture`.
-        memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
-        optimizer: the one you train with, so that its state is counted; or as for `check`.
-        autocast: dtype of mixed precision that you call the model under, or `bf16`, `fp16`.
-        swap: a directory for activations that pay to be swapped; None swaps nothing.
-        pack: whether activations may be packed, without loss.
-        update_in_backward: whether each parameter is updated as soon as its gradient is complete,
-            so that gradients are never all there at once. Needs the optimizer itself, whose
-            `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
-            gradients: an applied `.grad` refuses to be computed with.
-        time_limit_seconds: for the search.
-        on_progress: hears the share of the search that is done.
-
-    Raises:
-        DoesNotFit: says what binds and the smallest limit that works.
-
-    Example:
-        >>> import torch
-        >>> layers = [torch.nn.Linear(64, 64) for _ in range(6)]
-        >>> model, batch = torch.nn.Sequential(*layers), torch.ones(2048, 64)
-        >>> loss_fn = lambda y: y.square().mean()
-        >>> model = fit(model, batch, loss_fn, memory="90%", time_limit_seconds=1)
-        >>> model(batch).square().mean().backward()
-    """
+    again: bool = False,
+    on_progress: Progress = no_progress,
+) -> Fitting:
+    """Change a model as `bayplan.fit` does; returns what was decided."""
     updates = ParameterUpdates.of(model, optimizer) if update_in_backward else None
-    prepared = prepare(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
-    device = prepared.model_device
+    prepared = prepare(
+        model,
+        batch,
+        loss_fn,
+        optimizer=optimizer,
+        autocast=autocast,
+        again=again,
+        on_progress=on_progress,
+    )
+    device, limit = prepared.model_device, Limit.parse(memory)
     space = None if swap is None else SwapSpace.measured(device, Path(swap))
     decide = FastestWithin(
-        Limit.parse(memory),
+        limit,
         cache=cache_directory(),
         machine=machine_key(),
         time_limit_seconds=time_limit_seconds,
         plain_peak_bytes=prepared.plain_peak_bytes,
         tier=None if space is None else space.tier,
         may_pack=pack,
-        on_progress=on_progress,
+        again=again,
+        on_progress=lambda share: on_progress("planning", int(100 * share), 100),
     )
+    fitting = Fitting(
+        decide,
+        prepared.graph.fingerprint,
+        {
+            "model": prepared.graph.model,
+            "cluster_fingerprint": prepared.device_name,
+            "torch_version": prepared.torch_version,
+            "limit_bytes": limit.of(prepared.plain_peak_bytes),
+            "predicted_seconds": 0.0,  # of the whole step: nobody has priced loss and update
+        },
+    )
+
+    @contextmanager
+    def prices(device: torch.device) -> Iterator[Price]:
+        on_progress("pricing operators", 0, 1)
+        anew = fresh if again else None
+        with measured_prices(device, cache=cache_directory(), anew=anew) as costs:
+            yield costs
+
     # Every batch size that comes is priced by running its own operators, not scaled from others.
-    prices = partial(measured_prices, cache=cache_directory())
+    fresh: Prices = {}
     context = replace(prepared.context, prices=prices, updates=updates)
-    bind(prepared.step, decide, context, space=space)
-    return model
+    bind(prepared.step, fitting, context, space=space)
+    setattr(torch_compat.compiled_call(model), _FITTING, fitting)
+    return fitting
+
+
+def plans_of(model: nn.Module) -> list[DevicePlan]:
+    """The plans that a fitted model runs, one for each graph.
+
+    Raises:
+        UsageError: it was not fitted.
+    """
+    fitting = getattr(torch_compat.compiled_call(model), _FITTING, None)
+    if not isinstance(fitting, Fitting):
+        raise UsageError(
+            f"{type(model).__name__} was not fitted, or was compiled or copied since, so it has no"
+            " plan; call bayplan.fit(model, batch, loss_fn, memory=…) first"
+        )
+    return fitting.plans
 
 
 def bind(

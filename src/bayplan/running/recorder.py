@@ -20,7 +20,14 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, MemoryCurve, RunRecord, Source
 from bayplan.devices.machine import describe_machine, device_name
-from bayplan.devices.meters import MemoryMeter, SharedMeter, open_meter, resident_tensor_bytes
+from bayplan.devices.meters import (
+    MemoryMeter,
+    SharedMeter,
+    StorageMeter,
+    open_meter,
+    resident_storages,
+    resident_tensor_bytes,
+)
 
 __all__ = ["Recorder", "check_writable"]
 
@@ -100,6 +107,9 @@ class Recorder:
             check_writable(self._path)
         self._start_bytes = self._resident_bytes()
         self._meter = self._stack.enter_context(open_meter(self._device, self._cache))
+        if isinstance(self._meter, StorageMeter):
+            for storage in resident_storages(self._device):
+                self._meter.know(storage)
         if self._wants_curve and isinstance(self._meter, SharedMeter):
             self._meter.start_curve()
         handle = register_optimizer_step_post_hook(self._on_optimizer_step)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from bayplan import torch_compat
-from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
+from bayplan.data.errors import BayplanError, CaptureError, OutOfMemory
 from bayplan.data.source import Owner, owner_of, short_path
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import available_memory_bytes
@@ -67,7 +67,7 @@ def _explanation(fault: Exception) -> BayplanError:
     )
 
 
-def out_of_memory(fault: BaseException) -> DoesNotFit | None:
+def out_of_memory(fault: BaseException) -> OutOfMemory | None:
     """What to tell where memory ran out while a model was built or traced; None for other faults.
 
     Python's own MemoryError does not say how much was asked for.
@@ -79,7 +79,7 @@ def out_of_memory(fault: BaseException) -> DoesNotFit | None:
         return None
     on_gpu = isinstance(cause, torch.OutOfMemoryError)
     device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
-    return DoesNotFit(
+    return OutOfMemory(
         f"out of memory while the model was built or traced, at {_users_place(cause)}: it asked for"
         f" {asked_memory(cause)} where {format_bytes(available_memory_bytes(device))} of"
         f" {device.type} memory are free. Use a smaller batch, stop other processes, or build the"

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.data.program import Op, Program
+from bayplan.data.program import Cost, Op, Program
 from bayplan.data.units import round_up
 from bayplan.rewriting.free import Price, nodes_after_tangents, positions_to_overwrite
 from bayplan.rewriting.repeats import (
@@ -226,20 +226,22 @@ class _Survey:
                     self._sort_input(node)
 
     def op_of(self, node: fx.Node, cost_of: Price) -> Op:
-        seconds, workspace_bytes = cost_of(node)
+        cost = Cost.of(cost_of(node))
         repeat = partial_repeat(node)
         again: dict[str, Any] = {}  # what a repeat reads, makes and costs, where it differs
         if repeat is not None:
-            repeat_seconds, repeat_bytes = cost_of(repeat.alone(name_of_repeat(node.name)))
-            again = {"repeat_seconds": repeat_seconds, "repeat_workspace_bytes": repeat_bytes}
+            alone = Cost.of(cost_of(repeat.alone(name_of_repeat(node.name))))
+            again = {"repeat_seconds": alone.seconds}
+            again["repeat_workspace_bytes"] = alone.workspace_bytes
             again["repeat_reads"] = self.buffers_behind(repeat.arguments)
             again["repeat_writes"] = self.buffers_of[repeat.output]
         return Op(
             name=node.name,
             reads=self.buffers_behind(node.all_input_nodes),
             writes=self.makes[node],
-            seconds=seconds,
-            workspace_bytes=workspace_bytes,
+            seconds=cost.seconds,
+            spread_seconds=cost.spread_seconds,
+            workspace_bytes=cost.workspace_bytes,
             can_repeat=self._can_repeat(node, repeat),
             takes_over=self._may_take_over(node),
             place=_place_of(node),

@@ -1,20 +1,23 @@
 """Deciding: within the limit, kept on disk for the next time, and the fastest of the variants."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 from bayplan.data.errors import DoesNotFit
+from bayplan.data.program import Op, Program
 from bayplan.data.units import Limit
 from bayplan.planning.memory import orders
 from bayplan.planning.memory.orders import FastestWithin, as_planned, by_strategy, order_of
 from bayplan.planning.memory.search import plan_rounds
 from bayplan.planning.memory.strategies import keep
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
-from bayplan.simulating.swaps import Tier
+from bayplan.simulating.swaps import Arrangement, Tier
 from bayplan.step import TrainingStep
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
@@ -212,3 +215,43 @@ def test_gap_is_known_only_for_repeats_within_a_limit(traced):
     assert order_of(program, keep()(program), **known).gap is None
     packed = order_of(program, keep()(program), limit_bytes=2**40, packs=("gelu",), **known)
     assert packed.gap is None
+
+
+def test_ratio_is_uncertain_by_the_spread_of_prices():
+    """Forward ops a and b, backward op c; a is repeated, so its price counts twice in the plan."""
+    a = Op(name="a", reads=(0,), writes=(1,), seconds=2.0, spread_seconds=0.2)
+    b = Op(name="b", reads=(1,), writes=(2,), seconds=1.0, spread_seconds=0.1)
+    c = Op(name="c", reads=(1, 2), writes=(3,), seconds=1.0, spread_seconds=0.3)
+    buffers, outputs = (1, 1, 1, 1), frozenset({3})
+    program = Program(
+        buffers=buffers, ops=(a, b, c), first_backward=2, inputs=frozenset({0}), outputs=outputs
+    )
+    order = order_of(
+        program, Arrangement((0, 1, 0, 2)), strategy="auto", plain_peak_bytes=4, plain_seconds=4.0
+    )
+    assert order.time_ratio == 1.5
+    # dr = (n - r) dp / 4, with n = 2 for a and 1 for the others.
+    assert order.time_ratio_spread == pytest.approx(math.hypot(0.5 * 0.2, 0.5 * 0.1, 0.5 * 0.3) / 4)
+    assert order.price_spread == pytest.approx(0.15)
+    twins = structs.replace(program, ops=(a, b, structs.replace(c, spread_seconds=0.1)))
+    order = order_of(
+        twins, Arrangement((0, 1, 0, 2)), strategy="auto", plain_peak_bytes=4, plain_seconds=4.0
+    )
+    # b and c now have one price, measured once: they are off together.
+    assert order.time_ratio_spread == pytest.approx(math.hypot(0.5 * 0.2, 2 * 0.5 * 0.1) / 4)
+    plain = order_of(
+        program, Arrangement((0, 1, 2)), strategy="keep", plain_peak_bytes=4, plain_seconds=4.0
+    )
+    assert (plain.time_ratio, plain.time_ratio_spread) == (1.0, 0.0)
+
+
+def test_again_searches_although_an_order_is_kept(traced, tmp_path):
+    decide = within(0.7, tmp_path)
+    first = decide(traced)
+    assert not decide.took_kept
+    assert decide(traced) == first
+    assert decide.took_kept
+    anew = within(0.7, tmp_path, again=True)
+    assert anew(traced).peak_bytes <= first.plain_peak_bytes
+    assert not anew.took_kept
+    assert len(kept(tmp_path)) == 1

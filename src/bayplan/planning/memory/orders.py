@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import structs
 
 from bayplan.data import files
 from bayplan.data.errors import DoesNotFit, FileFault
@@ -85,7 +87,9 @@ class FastestWithin:
         tier: where activations may be swapped to; None repeats and packs only.
         may_pack: whether activations may be packed.
         machine: describes the machine that operators were priced on; its plans are kept apart.
+        again: search even where an order is kept, and replace that.
         on_progress: hears the share of the search that is done.
+        took_kept: whether the last order was a kept one.
     """
 
     limit: Limit
@@ -95,7 +99,9 @@ class FastestWithin:
     tier: Tier | None = None
     may_pack: bool = True
     machine: str = ""
+    again: bool = False
     on_progress: Callable[[float], None] = field(default=lambda share: None)
+    took_kept: bool = field(default=False, init=False)
 
     def __call__(self, traced: PackedVariants) -> StepOrder:
         """Decide for one traced step."""
@@ -113,8 +119,13 @@ class FastestWithin:
         if plain.peak_bytes <= limit_bytes:
             return keeping_all
         kept = KeptOrder(self.cache, self._key(program, limit_bytes))
-        order = kept.read(traced, limit_bytes)
-        if order is None:
+        order = None if self.again else kept.read(traced, limit_bytes)
+        self.took_kept = order is not None
+        if order is not None:  # its figures are of the prices of then
+            variant = traced.with_packs(order.packs).program
+            priced = as_order(variant, arrangement_of(order), packs=order.packs, tier=self.tier)
+            order = structs.replace(priced, gap=order.gap)
+        else:
             try:
                 order = self._search(traced, planned_bytes(limit_bytes), limit_bytes, as_order)
             except DoesNotFit:
@@ -279,13 +290,14 @@ def order_of(
 ) -> StepOrder:
     """An arrangement of a program as a plan keeps it, with what it is predicted to cost."""
     swapped = arrangement.apply(program)
+    schedule = tuple(arrangement.schedule)
     replay = replay_schedule(swapped.program, plain_schedule(swapped.program))
     seconds = replay.seconds
     if arrangement.swaps and tier is not None:
         seconds = lane_seconds(swapped, plain_schedule(swapped.program), tier).seconds
     return StepOrder(
         program_fingerprint=program.fingerprint,
-        schedule=tuple(arrangement.schedule),
+        schedule=schedule,
         packs=tuple(packs),
         swaps=arrangement.swaps,
         strategy=strategy,
@@ -297,7 +309,30 @@ def order_of(
         gap=gap(program, seconds, limit_bytes)
         if limit_bytes is not None and not (packs or arrangement.swaps)
         else None,
+        time_ratio_spread=_ratio_spread(program, schedule, seconds, plain_seconds),
+        price_spread=program.spread_share,
     )
+
+
+def _ratio_spread(
+    program: Program, schedule: Sequence[int], seconds: float, plain_seconds: float
+) -> float:
+    """How far the ratio of planned to plain time may be off, by the spread of operators' prices.
+
+    With the price p of an operator that runs n times in the plan, the ratio r is a sum of n p over
+    a sum of p, and dr = (n - r) dp / plain. Ops of the same price were measured once, so their
+    errors add up; those of others are independent, so their squares do.
+    """
+    if not plain_seconds:
+        return 0.0
+    ratio, counts = seconds / plain_seconds, Counter(schedule)
+    shifts: dict[tuple[float, float], float] = defaultdict(float)
+    for index, op in enumerate(program.ops):
+        if op.spread_seconds:
+            again = program.repeats[index].seconds / op.seconds if op.seconds else 1.0
+            shift = 1 - ratio + (counts[index] - 1) * again
+            shifts[op.seconds, op.spread_seconds] += shift
+    return math.hypot(*(shift * spread for (_, spread), shift in shifts.items())) / plain_seconds
 
 
 def pack_variants(traced: PackedVariants, *, may_pack: bool = True) -> list[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -32,6 +32,7 @@ __all__ = [
     "STRATEGIES",
     "PlannableStep",
     "Planner",
+    "device_plan",
     "strategy_named",
     "write_curve",
 ]
@@ -93,6 +94,7 @@ class Planner:
         machine: see `FastestWithin`.
         tier: how fast activations are swapped; None plans no swaps of its own.
         time_limit_seconds: for the search of one plan.
+        again: search even where a plan is kept, and replace that.
     """
 
     step: PlannableStep
@@ -101,6 +103,7 @@ class Planner:
     tier: Tier | None = None
     may_pack: bool = True
     time_limit_seconds: float = 10.0
+    again: bool = False
     on_progress: Progress = no_progress
 
     def order(self, limit: Limit, *, strategy: str = "auto") -> StepOrder:
@@ -127,6 +130,7 @@ class Planner:
             tier=self.tier,
             may_pack=self.may_pack,
             machine=self.machine,
+            again=self.again,
             on_progress=lambda share: self.on_progress("planning", int(share * _PERCENT), _PERCENT),
         )
 
@@ -204,23 +208,32 @@ class Planner:
     def plan(self, order: StepOrder, *, limit: Limit | None = None) -> DevicePlan:
         """A decided order as the file that `run` obeys."""
         step = self.step
-        program = step.traced.with_packs(order.packs).program
         request = step.request
         if request is not None and limit is not None:
             request = structs.replace(request, memory=str(limit))
-        return DevicePlan(
+        return device_plan(
+            step.traced,
+            order,
             model=step.graph.model,
             graph_fingerprint=step.graph.fingerprint,
             cluster_fingerprint=step.device_name,
             torch_version=step.torch_version,
             limit_bytes=None if limit is None else limit.of(step.plain_peak_bytes),
             request=request,
-            order=order,
-            decisions=self.decisions(order),
-            peak_moment=peak_moment(arrangement_of(order).apply(program)),
-            predicted_peak_bytes=(order.peak_bytes,),
             predicted_seconds=order.seconds + step.outside_seconds,
         )
+
+
+def device_plan(traced: PackedVariants, order: StepOrder, **fields: Any) -> DevicePlan:
+    """A decided order with what it means to a reader; other fields of a plan are given."""
+    program = traced.with_packs(order.packs).program
+    return DevicePlan(
+        order=order,
+        decisions=decisions_of(program, order),
+        peak_moment=peak_moment(arrangement_of(order).apply(program)),
+        predicted_peak_bytes=(order.peak_bytes,),
+        **fields,
+    )
 
 
 _STEP_PERCENT = 10

@@ -18,7 +18,7 @@ from bayplan.models.building import NUM_CLASSES
 from bayplan.models.gpt import GptConfig
 from bayplan.models.llama import LlamaConfig
 from bayplan.models.registry import load
-from bayplan.planning.memory.orders import FastestWithin, by_strategy, order_of
+from bayplan.planning.memory.orders import FastestWithin, by_strategy, limit_for, order_of
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.memory.strategies import checkpoint, keep, ome, swap
 from bayplan.running.swaps.swap_space import SwapSpace
@@ -91,7 +91,7 @@ def tight(traced: TracedStep, *, cache: Path, **settings: Any) -> StepOrder:
     program = traced.with_packs().program
     plain_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
     least_bytes = smallest_peak(program, time_limit_seconds=0.3, cache_dir=cache).peak_bytes
-    limit_bytes = least_bytes + (plain_bytes - least_bytes) // 5
+    limit_bytes = max(least_bytes + (plain_bytes - least_bytes) // 5, limit_for(least_bytes))
     within = FastestWithin(Limit(size_bytes=limit_bytes), cache, time_limit_seconds=0.6, **settings)
     order = within(traced)
     assert order.peak_bytes <= limit_bytes

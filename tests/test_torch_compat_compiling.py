@@ -399,3 +399,33 @@ def test_checkpoints_and_what_is_in_them_are_known():
     with pytest.raises(Exception, match="seen"):
         torch.compile(Inner(), backend=backend, fullgraph=True)(torch.randn(4, 2))
     assert seen == [([{"use_reentrant": False}], 3, True)]
+
+
+def test_gradients_are_traced_in_the_strides_that_were_told():
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        from functorch.compile import default_partition
+
+        seen.extend(n.meta["val"].stride() for n in joint.graph.nodes if torch_compat.is_tangent(n))
+        return default_partition(joint, inputs, **options)
+
+    class Sine(nn.Module):
+        def forward(self, x):
+            return (x.sin(),)
+
+    for tangents in ((), [((3, 4), (1, 3))]):
+        torch_compat.compile_joint(
+            fx.symbolic_trace(Sine()),
+            [torch.ones(3, 4, requires_grad=True)],
+            partition=partition,
+            compile_graph=lambda graph, _: graph,
+            tangents=tangents,
+        )
+    assert seen == [(4, 1), (1, 3)]
+
+
+def test_views_are_told_from_tensors_of_their_own():
+    base = torch.ones(3, requires_grad=True) * 2
+    assert torch_compat.is_view(base[1:])
+    assert not torch_compat.is_view(base)

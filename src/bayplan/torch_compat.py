@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ __all__ = [
     "is_faking",
     "is_graph_kept",
     "is_tangent",
+    "is_view",
     "mutated_arguments",
     "next_forward_sequence",
     "outside_tracing",
@@ -312,6 +314,7 @@ def compile_joint(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     compile_graph: Any,
     whole: Iterable[Any] = (),
+    tangents: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]] = (),
 ) -> Callable[..., Any]:
     """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
 
@@ -320,7 +323,9 @@ def compile_joint(
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
     loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
     are traced as their `call` says, all others as the dispatcher runs them in plain training.
-    Random numbers that nobody reads are drawn all the same: later ones hang on that.
+    Random numbers that nobody reads are drawn all the same: later ones hang on that. `tangents` are
+    shapes and strides of the gradients that will come; without strides, and where there are none,
+    torch guesses.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
@@ -332,6 +337,7 @@ def compile_joint(
         inductor_config.patch(fallback_random=True),
         _nothing_donated(),
         _as_in_eager(whole),
+        _told_tangents(tangents),
     ):
         return aot_module_simplified(
             module,
@@ -340,6 +346,29 @@ def compile_joint(
             bw_compiler=compile_graph,
             partition_fn=partition,
         )
+
+
+@contextmanager
+def _told_tangents(
+    tangents: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]],
+) -> Iterator[None]:
+    """Let torch trace with gradients of these strides, instead of those of the outputs."""
+    from torch._functorch._aot_autograd import collect_metadata_analysis
+
+    guess = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
+    waiting = cycle(tangents)
+
+    def told(tangent: Any) -> Any:
+        shape, stride = next(waiting, ((), None))
+        if stride is not None and isinstance(tangent, torch.Tensor) and tangent.shape == shape:
+            tangent = tangent.new_empty_strided(shape, stride)
+        return guess(tangent)
+
+    collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = told
+    try:
+        yield
+    finally:
+        collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = guess
 
 
 @contextmanager
@@ -393,6 +422,11 @@ def _layouts_of_changes() -> Iterator[None]:
         yield
     finally:
         FunctionalTensorMode.__torch_dispatch__ = dispatch
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another."""
+    return tensor._is_view()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

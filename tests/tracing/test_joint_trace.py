@@ -58,7 +58,7 @@ def test_error_of_the_model_is_told_with_its_cause():
         def forward(self, x):
             return self.layer(x)
 
-    with pytest.raises(CaptureError, match="as one graph"):
+    with pytest.raises(CaptureError, match=r"its own code at .*`return self.layer\(x\)`"):
         trace_step(TrainingStep(model=Wrong(), batch=torch.ones(2, 4), loss_fn=total), FREE)
 
 
@@ -92,7 +92,7 @@ def test_memory_that_runs_out_is_not_taken_for_an_untraceable_model():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as fault:
         model(torch.randn(4, 8))
     told = untraceable(fault.value)
-    assert type(told) is DoesNotFit
+    assert isinstance(told, DoesNotFit)
     assert "asked for 4194304.0 TiB" in str(told)
 
 

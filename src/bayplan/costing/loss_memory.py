@@ -22,11 +22,12 @@ from bayplan.costing.operators import measured_workspaces
 from bayplan.data.graph import Phase, StepGraph, Storage, StorageKind
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.units import round_up
-from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.step import TrainingStep, call_model, loss_of, split_batch
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.joint import LossMemory
+from bayplan.tracing.tangents import output_gradients
 
 __all__ = ["loss_memory"]
 
@@ -52,8 +53,12 @@ def loss_memory(
             for storage, size in _given(fake).items()
             if storage not in model_reads.storages
         )
+        with fake.precision():
+            gradients = output_gradients(
+                output, lambda output: loss_of(output, fake.loss_fn, targets)
+            )
         if fake.loss_fn is None:  # the model computes it: it is part of the graph
-            return LossMemory(beside_bytes=beside_bytes)
+            return LossMemory(beside_bytes=beside_bytes, gradients=gradients)
         alone = TrainingStep(
             model=_Given(output),
             batch=((), *targets) if targets else (),
@@ -76,11 +81,12 @@ def loss_memory(
     # Such as a network that the loss function refers to, and that nobody registered.
     unnamed = (each for each in given if each.kind is StorageKind.BUFFER and not each.name)
     peak_bytes = replay_memory(graph, workspaces, granularity_bytes=granularity_bytes).peak_bytes
-    gradients = (each for each in given if each.name.removeprefix(_LOSS) in _trained(fake.loss_fn))
+    own = (each for each in given if each.name.removeprefix(_LOSS) in _trained(fake.loss_fn))
     return LossMemory(
         peak_bytes=peak_bytes - rounded(given),
-        kept_bytes=rounded(_own_storage(graph)) + rounded(gradients),
+        kept_bytes=rounded(_own_storage(graph)) + rounded(own),
         beside_bytes=beside_bytes + rounded(unnamed),
+        gradients=gradients,
     )
 
 

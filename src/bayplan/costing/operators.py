@@ -128,6 +128,7 @@ def _callable_alone(
     """
     for make in (made_up, _made_up_regular):
         values = torch_compat.tree_map_only(torch.Tensor, make, (args, kwargs))
+        values = torch_compat.tree_map_only(_OPEN_NUMBERS, lambda number: 1, values)
         if operator is torch_compat.GROUPED_PRODUCT:
             _spread_groups(*values[0], **values[1])
         call = partial(operator, *values[0], **values[1])
@@ -145,6 +146,7 @@ def _callable_alone(
 
 
 _BYTES_PER_SECOND = 1e10
+_OPEN_NUMBERS = (torch.SymBool, torch.SymFloat, torch.SymInt)  # known when the step runs
 
 
 def _estimated(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Alone:

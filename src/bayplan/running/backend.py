@@ -38,6 +38,7 @@ from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.joint import JointStep
+from bayplan.tracing.tangents import compile_with_tangents
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
 __all__ = ["PlannedBackend", "halves_by", "ordered_step", "steps_of"]
@@ -71,9 +72,10 @@ class PlannedBackend:
         correct_fake_lstm()
         torch_compat.guard_global_hooks()
         correct_fake_products()
-        run = torch_compat.compile_joint(
+        run = compile_with_tangents(
             module,
             inputs,
+            self.context.loss.gradients,
             partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
             compile_graph=self._compile,
             whole=whole_operators(),

@@ -40,8 +40,20 @@ def copied(thing: _Thing, memo: _Memo | None = None) -> _Thing:
     for module, of_module in tables:
         of_copy = torch_compat.hooks_of(memo.get(id(module), module))
         for table, own in zip(of_module, of_copy, strict=True):
-            own.update({key: _private(hook, memo) for key, hook in table.items()})
+            own.update({key: _looking(_private(hook, memo)) for key, hook in table.items()})
     return made
+
+
+def _looking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on tensors without data, of which it may want a number: to write it down, mostly."""
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except torch_compat.VALUE_DEPENDENT_ERRORS:
+            return None
+
+    return look
 
 
 @contextmanager

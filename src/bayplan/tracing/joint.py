@@ -28,6 +28,7 @@ from bayplan.rewriting.repeats import (
     repeat_form,
 )
 from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.tracing.tangents import OutputGradient
 from bayplan.tracing.tracer import true_output
 
 __all__ = [
@@ -59,11 +60,13 @@ class LossMemory:
         peak_bytes: the most over its inputs: its temporaries and the gradient it hands to backward.
         kept_bytes: of these, what stays until the step ends; the gradient for backward not counted.
         beside_bytes: what is there during the whole step and is no input of the graph: targets.
+        gradients: those that it hands to each output of the model; empty if it was not asked.
     """
 
     peak_bytes: int = 0
     kept_bytes: int = 0
     beside_bytes: int = 0
+    gradients: tuple[OutputGradient, ...] = ()
 
 
 _NO_LOSS = LossMemory()

@@ -20,6 +20,7 @@ from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.hooks import on_copies, refused_hooks
+from bayplan.tracing.tangents import OutputGradient, compile_with_tangents
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
@@ -43,15 +44,17 @@ def trace_step(step: TrainingStep, context: MemoryContext) -> TracedStep:
     if context.updates is not None:
         context = replace(context, updates=context.updates.of_copy(fake.model))
     with mode, fake.precision():
-        joint = joint_of(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
+        inputs = split_batch(fake.batch, fake.loss_fn)[0]
+        joint = joint_of(fake.model, inputs, context.loss.gradients)
     # Outside: torch has traced it on fake tensors of its own.
     return TracedStep.of(joint.module, joint.num_forward_outputs, context, joint.inputs)
 
 
-def joint_of(model: nn.Module, inputs: Any) -> Joint:
+def joint_of(model: nn.Module, inputs: Any, gradients: Sequence[OutputGradient] = ()) -> Joint:
     """Have torch trace a call of a model with its backward, and stop it there.
 
-    To be called where tensors take no memory; the model must be a copy made there.
+    `gradients` are those that its outputs get. To be called where tensors take no memory; the model
+    must be a copy made there.
     """
     stop = _Stop()
 
@@ -61,8 +64,13 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             raise stop
 
         checked = with_checkpoints_checked(module, take)
-        return torch_compat.compile_joint(
-            module, examples, partition=checked, compile_graph=None, whole=whole_operators()
+        return compile_with_tangents(
+            module,
+            examples,
+            gradients,
+            partition=checked,
+            compile_graph=None,
+            whole=whole_operators(),
         )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat

@@ -43,6 +43,8 @@ AUTO = "auto"
 # Left free where that is possible, as a share of the limit: Python's objects and other small things
 # that a step makes are not in its program, and were seen to take up to about a thousandth.
 _MARGIN = 0.002
+# Of small kernels, which the plain peak of a tiny step does not know: all of it is all of it.
+_SCRATCH_BYTES = 64 * 1024
 
 
 class Packable(Protocol):
@@ -129,8 +131,9 @@ class FastestWithin:
             try:
                 order = self._search(traced, planned_bytes(limit_bytes), limit_bytes, as_order)
             except DoesNotFit:
-                if self.limit.share is not None and self.limit.share >= 1:
-                    return keeping_all  # as plain training does, whatever small kernels need
+                is_all = self.limit.share is not None and self.limit.share >= 1
+                if is_all and plain.peak_bytes - limit_bytes <= _SCRATCH_BYTES:
+                    return keeping_all
                 if self.tier is None:
                     raise
                 # The limit that a refusal of swaps names leaves nothing free.

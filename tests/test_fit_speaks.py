@@ -136,3 +136,12 @@ def test_plan_of_another_model_is_refused():
     model.compile(backend="eager")
     with pytest.raises(UsageError, match="was compiled or copied since"):
         bayplan.plan_of(model)
+
+
+def test_bar_is_shown_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    fitted()
+    shown = capsys.readouterr().err
+    assert "planning" in shown
+    fitted(progress=False, again=True)
+    assert capsys.readouterr().err == ""

@@ -111,6 +111,9 @@ def test_plan_of_a_fitted_model_says_what_it_runs():
     assert any(decision.choice is Choice.RECOMPUTE for decision in plan.decisions)
     text = bayplan.explain(plan)
     assert text.startswith("Sequential: planned peak ")
+    model(torch.randn(2048, 64)).sum().backward()
+    with pytest.raises(UsageError, match="no plan 1: the model has 1"):
+        bayplan.plan_of(model, number=1)
     model(torch.randn(1024, 64)).sum().backward()
     other = bayplan.plan_of(model, number=1)
     assert other.order.peak_bytes < order.peak_bytes

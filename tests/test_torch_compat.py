@@ -343,3 +343,40 @@ def test_a_fake_kernel_can_be_replaced_and_calls_torchs_own(monkeypatch):
 )
 def test_memory_format_that_kernels_see(tensor, expected):
     assert torch_compat.suggested_format(tensor) == expected
+
+
+def test_grouped_product_is_what_the_function_calls():
+    called = []
+
+    class Watch(torch_compat.OperatorWatch):
+        def run(self, func, /, *args, **kwargs):
+            called.append(func)
+            return func(*args, **kwargs)
+
+    with Watch():
+        torch.nn.functional.grouped_mm(torch.ones(2, 4, 8), torch.ones(2, 8, 4))
+    assert called[-1] is torch_compat.GROUPED_PRODUCT
+
+
+def test_draws_that_nobody_reads_stay_in_a_joint_graph():
+    graphs = []
+
+    def partition(joint, _, *, num_fwd_outputs, **__):
+        graphs.append(joint.graph)
+        raise NotImplementedError
+
+    class Draws(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            torch.rand(3)
+            return x * self.weight
+
+    def backend(module, inputs):
+        return torch_compat.compile_joint(module, inputs, partition=partition, compile_graph=None)
+
+    with pytest.raises(Exception, match="NotImplementedError"):
+        torch.compile(Draws(), backend=backend)(torch.ones(2))
+    assert any(node.target is torch.ops.aten.rand.default for node in graphs[0].nodes)

@@ -267,3 +267,135 @@ def test_under_a_mode_nothing_is_compiled_and_its_class_is_known():
     assert modes[-1].endswith("Seeing")
     assert torch_compat.is_compile_fault(raised.value)
     assert torch_compat.dispatch_modes() == []
+
+
+class _Upsampled(nn.Module):
+    def forward(self, image):
+        return (nn.functional.interpolate(image, scale_factor=2, mode="bilinear"),)
+
+
+def test_operators_are_traced_as_the_dispatcher_runs_them_and_not_by_rules_for_tracing():
+    from functorch.compile import default_partition
+
+    operators = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input)
+    before = [dict(operator.py_kernels) for operator in operators]
+    assert all(before), "torch has rules of its own for tracing these"
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        seen.extend(node.target for node in joint.graph.nodes if node.op == "call_function")
+        return default_partition(joint, inputs, **options)
+
+    run = torch_compat.compile_joint(
+        fx.symbolic_trace(_Upsampled()),
+        [torch.ones(1, 1, 4, 4, requires_grad=True)],
+        partition=partition,
+        compile_graph=lambda graph, _: graph,
+    )
+    assert callable(run)
+    assert seen == [
+        torch.ops.aten.upsample_bilinear2d.default,
+        torch.ops.aten.upsample_bilinear2d_backward.default,
+    ]
+    assert [dict(operator.py_kernels) for operator in operators] == before
+
+
+def test_hooks_of_a_module_and_of_all_modules_are_found():
+    model = nn.Linear(2, 2)
+    assert not any(torch_compat.hooks_of(model))
+    assert not any(torch_compat.global_hooks())
+    model.register_forward_pre_hook(print)
+    model.register_forward_hook(print)
+    assert [len(table) for table in torch_compat.hooks_of(model)] == [1, 1, 0, 0]
+    assert not torch_compat.has_backward_hooks(model)
+    model.register_full_backward_pre_hook(print)
+    model.register_full_backward_hook(print)
+    assert torch_compat.has_backward_hooks(model)
+    home = nn.modules.module
+    for number, register in enumerate(
+        (
+            home.register_module_forward_pre_hook,
+            home.register_module_forward_hook,
+            home.register_module_full_backward_pre_hook,
+            home.register_module_full_backward_hook,
+        )
+    ):
+        handle = register(print)
+        assert [len(table) for table in torch_compat.global_hooks()].index(1) == number
+        assert torch_compat.has_global_backward_hooks() == (number > 1)
+        handle.remove()
+
+
+def test_module_is_called_with_its_hooks_around_another_forward():
+    model, heard = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda module, inputs, output: heard.append((module, output)))
+    assert torch_compat.call_with_forward(model, lambda x: x + 1, 1) == 2
+    assert heard == [(model, 2)]
+    assert "forward" not in vars(model)
+    model.forward = forward = lambda input: input
+    torch_compat.call_with_forward(model, lambda x: x + 1, 1)
+    assert model.forward is forward
+
+
+def test_graph_is_compiled_anew_when_a_hook_comes_or_goes():
+    graphs = []
+
+    def backend(module, inputs):
+        torch_compat.guard_global_hooks()
+        graphs.append(module)
+        return module
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    torch_compat.watch_hooks()
+    model, inputs = Outer(), torch.ones(1, 2)
+    model.compile(backend=backend, fullgraph=True)
+    for register in (
+        model.inner.register_forward_hook,
+        model.inner.register_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+    ):
+        torch.compiler.reset()
+        graphs.clear()
+        model(inputs)
+        handle = register(lambda *_: None)
+        model(inputs)
+        assert len(graphs) == 2
+        handle.remove()
+        model(inputs)
+        assert len(graphs) == 2
+
+
+def test_checkpoints_and_what_is_in_them_are_known():
+    seen = []
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False).cos()
+
+    def backend(module, inputs):
+        calls = torch_compat.checkpoints_in(module)
+
+        def partition(joint, *_, **__):
+            changed = torch_compat.changes_of_inputs(joint.graph)
+            inside = [each for each in joint.graph.nodes if torch_compat.is_checkpointed(each)]
+            seen.append(([call.kwargs for call in calls], len(changed), {*changed} <= {*inside}))
+            assert not any("cos" in each.name for each in inside)
+            raise ValueError("seen")
+
+        return torch_compat.compile_joint(module, inputs, partition=partition, compile_graph=None)
+
+    with pytest.raises(Exception, match="seen"):
+        torch.compile(Inner(), backend=backend, fullgraph=True)(torch.randn(4, 2))
+    assert seen == [([{"use_reentrant": False}], 3, True)]

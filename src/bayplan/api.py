@@ -1,6 +1,5 @@
 """Every verb, as `import bayplan` offers it and as the command line calls it."""
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -57,6 +56,7 @@ from bayplan.simulating.network import Network, SpeedsNetwork
 from bayplan.step import Batch, LossFunction, TrainingStep, autocast_dtype, check_model
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.fake import OptimizerSource, optimizer_source
+from bayplan.tracing.hooks import copied
 
 __all__ = [
     "capture",
@@ -271,7 +271,8 @@ def fit(
 
     Parameters, `state_dict` and your own loop stay as they are, and so do all numbers: losses,
     gradients and buffers come out bit for bit as before. Calls of the module run as planned; a
-    batch of another size is planned anew when it first comes. One forward runs here, to plan.
+    batch of another size is planned anew when it first comes. Hooks are called as ever; see
+    `docs/loops.md` for what planning makes of loops.
 
     It says in one line what came of it: through the logger `bayplan` where logging is set up, else
     on stderr. `plan_of` tells all of it.
@@ -552,7 +553,7 @@ def profile(
     graph = capture(model, batch, loss_fn, optimizer=optimizer, autocast=autocast, name=name)
     # One deepcopy of both, so that the optimizer's copy holds the parameters of the model's.
     is_built = isinstance(source, torch.optim.Optimizer)
-    model, built = copy.deepcopy((model, source if is_built else None))
+    model, built = copied((model, source if is_built else None))
     if source is not None and built is None:
         assert callable(source), "an optimizer is one, or makes one"
         built = source(p for p in model.parameters() if p.requires_grad)

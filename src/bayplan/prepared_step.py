@@ -6,7 +6,6 @@ precision, optimizer or device share what they have in common. Planners see what
 through protocols, so that they know nothing of torch.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -48,11 +47,13 @@ from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Progress, no_progress
 from bayplan.devices.machine import (
+    ObjectBytes,
     available_memory_bytes,
     cache_directory,
     device_name,
     granularity_of,
     num_threads,
+    object_bytes_of,
 )
 from bayplan.models.targets import Target, resolve_target
 from bayplan.rewriting.updates import ParameterUpdates
@@ -74,6 +75,7 @@ from bayplan.tracing.fake import (
     optimizer_source,
     without_memory,
 )
+from bayplan.tracing.hooks import copied
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
@@ -475,7 +477,7 @@ class PreparedStep:
         with num_threads(1) if clock is Clock.CPU else nullcontext(), explained():
             step = self.build()
             if self.target.is_given:  # a module of the user's stays as it is
-                model, optimizer = copy.deepcopy((step.model, step.optimizer))
+                model, optimizer = copied((step.model, step.optimizer))
                 step = replace(step, model=model, optimizer=optimizer)
             return profile_step(
                 step,
@@ -517,8 +519,13 @@ class PreparedStep:
             self.graph,
             optimizer=self.optimizer_source(),
             granularity_bytes=self.granularity_bytes,
+            record_bytes=self._object_bytes.record,
             cache=cache_directory() if self.is_here else None,
         )
+
+    @property
+    def _object_bytes(self) -> ObjectBytes:
+        return object_bytes_of(self.model_device.type) if self.is_here else ObjectBytes()
 
     # The step as planners see it.
 
@@ -529,7 +536,8 @@ class PreparedStep:
         cache = cache_directory() if self.is_here else None
         return MemoryContext(
             prices=self._prices,
-            resident_bytes=resident_bytes(self.graph),
+            resident_bytes=resident_bytes(self.graph) + self._object_bytes.step,
+            object_bytes=self._object_bytes.tensor,
             loss=loss_memory(self.step, granularity_bytes=granularity_bytes, cache=cache),
             update_bytes=update_bytes(self.graph, granularity_bytes=granularity_bytes),
             granularity_bytes=granularity_bytes,
@@ -603,5 +611,6 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
         graph,
         profile,
         granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
+        record_bytes=object_bytes_of("cpu").record if is_cpu else 0,
         not_counted=missed + (_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA),
     )

@@ -9,8 +9,11 @@ all ones. Told the truth about tracing, it would take another branch than plain 
    is guarded: a batch that decides otherwise is traced anew. The guard computes what plain training
    computes to decide, and the graph no longer does.
 
-All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3
-hold for backends that carry the mark `traces_as_eager`, and nobody else's.
+4. A branch on a random number of `torch.rand` that every such number decides alike goes that way.
+5. `nn.LSTM`, `nn.GRU` and `nn.RNN` are traced, where Dynamo refuses them for others.
+
+All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3 to
+5 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
 """
 
 import dis
@@ -75,6 +78,7 @@ def answer_as_eager() -> None:
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
     from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers = TorchInGraphFunctionVariable._get_handlers()
@@ -92,6 +96,7 @@ def answer_as_eager() -> None:
         torch.compiler.substitute_in_graph(torch.xpu.is_current_stream_capturing)(_not_capturing)
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
+        VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -136,6 +141,23 @@ def _traces_as_eager(backend: Any) -> bool:
     return False
 
 
+def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo trace `nn.LSTM`, `nn.GRU` and `nn.RNN`.
+
+    It refuses them because of the rules that other compilers take them apart by, which we do not.
+    """
+
+    def wrap(self: Any, value: nn.Module) -> Any:
+        if not _traces_as_eager(self.tx.output.compiler_fn):
+            return wrap_module(self, value)
+        from torch._dynamo import config
+
+        with config.patch(allow_rnn=True):
+            return wrap_module(self, value)
+
+    return wrap
+
+
 def _told_truth(method: Callable[..., Any]) -> Callable[..., Any]:
     """`bool(tensor)` and `tensor.item()` of a truth value that is known."""
 
@@ -171,7 +193,37 @@ def _known_truth(tx: Any, condition: Any) -> bool | None:
     node = condition.as_proxy().node
     if not _traces_as_eager(tx.output.compiler_fn) or node.graph is not tx.output.graph:
         return None
-    return _truth_of_batch(node)
+    truth = _truth_of_range(node)
+    return _truth_of_batch(node) if truth is None else truth
+
+
+# Of a number in [0, 1): which constants decide a comparison with it, and how.
+_BELOW = {"lt", "__lt__", "le", "__le__"}
+_ABOVE = {"gt", "__gt__", "ge", "__ge__"}
+_WITH_EQUAL = {"le", "__le__", "ge", "__ge__"}
+
+
+def _truth_of_range(node: fx.Node) -> bool | None:
+    """A comparison of `torch.rand` with a constant that all or none of its numbers fulfil.
+
+    So layers that are dropped with probability 0 decide. The number stays in the graph: plain
+    training draws it, and later ones hang on that.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or name not in _BELOW | _ABOVE:
+        return None
+    is_random = [isinstance(each, fx.Node) and each.target is torch.rand for each in node.args]
+    if is_random not in ([True, False], [False, True]):
+        return None
+    constant = node.args[is_random.index(False)]
+    if not isinstance(constant, int | float):
+        return None
+    is_below = (name in _BELOW) == is_random[0]  # `rand < constant`, or the other way round
+    if constant >= 1:
+        return is_below
+    if constant < 0 or (constant == 0 and is_below != (name in _WITH_EQUAL)):
+        return not is_below
+    return None
 
 
 _MOST_NODES = 64  # of a decision; more is a part of the model and not a check of its batch

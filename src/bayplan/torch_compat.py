@@ -7,14 +7,15 @@ is traced. Each has a test of its own in `tests/test_torch_compat*.py` or
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import DispatchKey
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,6 +32,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "GROUPED_PRODUCT",
+    "IN_PLACE",
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -39,12 +42,18 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "above_autograd",
     "after_backward",
+    "arguments_in_words",
     "below_autograd",
     "boxed",
     "call_of_module",
     "call_of_overload",
+    "call_with_forward",
+    "call_without_rules",
     "changed_inputs",
+    "changes_of_inputs",
+    "checkpoints_in",
     "compile_fault",
     "compile_joint",
     "compiled_call",
@@ -52,10 +61,17 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "fake_mode_of",
+    "global_hooks",
+    "guard_global_hooks",
+    "has_backward_hooks",
+    "has_global_backward_hooks",
     "has_gradient_hooks",
+    "hooks_of",
     "ignore_logging",
     "is_bookkeeping",
+    "is_checkpointed",
     "is_compile_fault",
+    "is_dense",
     "is_faking",
     "is_graph_kept",
     "is_tangent",
@@ -72,12 +88,16 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "uncompiled",
+    "watch_hooks",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+
+# What `torch.nn.functional.grouped_mm` calls.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -158,6 +178,53 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The tables of the hooks that a module's calls run, by the ids of their handles."""
+    forward = module._forward_pre_hooks, module._forward_hooks
+    return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_hooks() -> tuple[dict[int, Any], ...]:
+    """The same of the hooks that calls of all modules run."""
+    home = nn.modules.module
+    forward = home._global_forward_pre_hooks, home._global_forward_hooks
+    return *forward, home._global_backward_pre_hooks, home._global_backward_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something is to be called when backward passes a module."""
+    return any(hooks_of(module)[2:])
+
+
+def has_global_backward_hooks() -> bool:
+    return any(global_hooks()[2:])
+
+
+def watch_hooks() -> None:
+    """Let a compiled module be compiled anew when one of its modules gets or loses a hook.
+
+    For the process: torch has no setting for one model. Elsewhere it only adds to what is checked.
+    """
+    from torch._dynamo import config
+
+    config.skip_nnmodule_hook_guards = False
+
+
+def guard_global_hooks() -> None:
+    """Let the graph that is compiled now be compiled anew when a hook of all modules comes or goes.
+
+    Torch guards what is in the tables, but not that they are empty.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
+    for name in ("forward_pre", "forward", "backward_pre", "backward"):
+        table = AttrSource(home, f"_global_{name}_hooks")
+        install_guard(table.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+
+
 def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a joint graph whose tensors forward changes: buffers, mostly.
 
@@ -167,6 +234,26 @@ def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     changed = [output.mutated_input for output in described if hasattr(output, "mutated_input")]
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if node.meta.get("desc") in changed]
+
+
+def changes_of_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a joint graph that compute what its changed inputs are changed to."""
+    end = graph.output_node()
+    outputs: Any = end.args[0]
+    described = zip(outputs, end.meta.get("desc", ()), strict=False)
+    return [node for node, output in described if hasattr(output, "mutated_input")]
+
+
+def checkpoints_in(module: fx.GraphModule) -> list[fx.Node]:
+    """The calls of `torch.utils.checkpoint` in what Dynamo traced, nested ones included."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes if node.op == "call_function")
+    return [node for node in nodes if str(node.target) == "tag_activation_checkpoint"]
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced inside a checkpoint."""
+    return "recompute" in node.meta
 
 
 def default_store() -> Any:
@@ -198,7 +285,7 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
     from torch._decomp import decomposition_table, meta_table
     from torch._subclasses.fake_impls import op_implementations_dict
 
-    otherwise = decomposition_table[operator]
+    otherwise = decomposition_table.get(operator) or meta_table[operator]
 
     def run(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -224,19 +311,28 @@ def compile_joint(
     *,
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     compile_graph: Any,
+    whole: Iterable[Any] = (),
 ) -> Callable[..., Any]:
     """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
 
     `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
     `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
-    loops call it, whatever forward is traced under.
+    loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
+    are traced as their `call` says, all others as the dispatcher runs them in plain training.
+    Random numbers that nobody reads are drawn all the same: later ones hang on that.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor import config as inductor_config
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated():
+    with (
+        config.patch(backward_pass_autocast="off"),
+        inductor_config.patch(fallback_random=True),
+        _nothing_donated(),
+        _as_in_eager(whole),
+    ):
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -244,6 +340,127 @@ def compile_joint(
             bw_compiler=compile_graph,
             partition_fn=partition,
         )
+
+
+@contextmanager
+def _as_in_eager(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace what plain training runs, where tracing would otherwise compute something else."""
+    with _eager_kernels(whole), _layouts_of_changes():
+        yield
+
+
+IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, and in which strides
+
+
+@contextmanager
+def _layouts_of_changes() -> Iterator[None]:
+    """Note where a tensor with gaps between its elements is changed in place.
+
+    A traced graph changes nothing in place: it has the operator that returns its result instead,
+    without gaps. Kernels round differently there: they take whole vectors across what were gaps.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    dispatch = FunctionalTensorMode.__torch_dispatch__
+
+    def noting(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        if (
+            mode is None
+            or not isinstance(first, FunctionalTensor)
+            or torch.Tag.pointwise not in func.tags
+            or not func._schema.is_mutable
+            or is_dense(first)
+        ):
+            return dispatch(self, func, types, args, kwargs)
+        graph = mode.tracer.graph
+        last = next(iter(reversed(graph.nodes)))
+        result = dispatch(self, func, types, args, kwargs)
+        out_of_place = func.overloadpacket.__name__.removesuffix("_")
+        node = last.next
+        while node.op != "root":
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet is not None and packet.__name__ == out_of_place:
+                node.meta[IN_PLACE] = func, tuple(first.stride())
+            node = node.next
+        return result
+
+    FunctionalTensorMode.__torch_dispatch__ = noting
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = dispatch
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether there are neither gaps between a tensor's elements nor two in one place."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != span:
+                return False
+            span *= size
+    return True
+
+
+# Where torch's own C++ reads values to decide, so that tracing needs the Python rule; and the two
+# that our rewrites start from (`as_eager`, `repeat_form`), which know how to have eager's bits.
+_TRACED_BY_PYTHON = {
+    "aten::dropout",
+    "aten::istft",
+    "aten::native_batch_norm",
+    "aten::one_hot",
+    "aten::tensor_split.tensor_indices_or_sections",
+}
+
+
+@contextmanager
+def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace operators as the dispatcher runs them in plain training.
+
+    torch has second implementations of some operators in Python, made of others, that only tracing
+    uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.
+    """
+    own = {each.original: each.call for each in whole}
+    before = []
+    for operator in {*_overloads(torch.ops.aten), *own}:
+        kernels = dict(operator.py_kernels)
+        if operator.name() not in _TRACED_BY_PYTHON:
+            kernels = {key: rule for key, rule in kernels.items() if key not in _TRACING_KEYS}
+        if operator in own:
+            kernels[_key_of_rules(operator)] = own[operator]
+        if kernels != operator.py_kernels:
+            before.append((operator, operator.py_kernels))
+            operator.py_kernels = kernels
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels = kernels
+            operator._dispatch_cache.clear()
+
+
+_TRACING_KEYS = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
+
+
+def _key_of_rules(operator: OpOverload) -> DispatchKey:
+    """Where the dispatcher looks first for what autograd sees of an operator."""
+    key = DispatchKey.CompositeImplicitAutograd
+    is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return key if is_made_of_others else DispatchKey.Autograd
+
+
+def _overloads(namespace: Any) -> Iterator[OpOverload]:
+    """The operators of a namespace that somebody has asked for; others have nothing in Python."""
+    for packet in list(vars(namespace).values()):
+        if isinstance(packet, OpOverloadPacket):
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, OpOverload):
+                    yield overload
 
 
 @contextmanager
@@ -320,6 +537,22 @@ def call_of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def call_with_forward(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A module's call with its hooks, around another forward."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+
+
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark a compiled graph that takes its inputs in one list, which it may empty."""
     function._boxed_call = True  # pyrefly: ignore[missing-attribute] - torch's mark
@@ -334,6 +567,29 @@ def call_of_overload(operator: OpOverload) -> Callable[..., Any]:
 def below_autograd() -> AbstractContextManager[Any]:
     """Run operators without asking autograd for each whether it records; to be entered at once."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> AbstractContextManager[Any]:
+    """Let autograd record again, inside of `below_autograd`; to be entered at once."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as torch's C++ has it, where a rule in Python stands before it."""
+    key = _key_of_rules(operator)
+    if key is DispatchKey.Autograd:  # which stands for one of each device
+        device = next(leaf.device.type for leaf in tensors_in((args, kwargs)))
+        key = getattr(DispatchKey, f"Autograd{device.upper()}")
+    return operator._op_dk(key, *args, **kwargs)
+
+
+def arguments_in_words(operator: OpOverload) -> str:
+    """An operator's arguments as its schema writes them."""
+    return str(operator._schema).partition("(")[2].rpartition(") ->")[0]
 
 
 def running_eagerly() -> AbstractContextManager[Any]:

@@ -123,6 +123,24 @@ def test_fingerprint_tells_repeats_apart_but_not_their_costs():
     assert structs.replace(found, ops=(whole, backward)).fingerprint != found.fingerprint
 
 
+def test_fingerprint_knows_neither_objects_nor_what_the_caller_keeps():
+    chain = chain_of_two()
+    larger = structs.replace(chain, buffers=(10, 9, 9, 9, 9), object_bytes=5)
+    assert larger.fingerprint == chain.fingerprint
+    loss = Op(name="loss", reads=(2,), writes=(), seconds=0.0, is_callers=True)
+    kept = structs.replace(loss, writes=(5,))
+    with_loss = [
+        structs.replace(
+            chain,
+            buffers=(*chain.buffers, *(8 for _ in op.writes)),
+            ops=(*chain.ops, op),
+            outputs=chain.outputs | {*op.writes},
+        )
+        for op in (loss, kept)
+    ]
+    assert with_loss[0].fingerprint == with_loss[1].fingerprint != chain.fingerprint
+
+
 def test_survives_json():
     chain = chain_of_two()
     again = msgspec.json.decode(msgspec.json.encode(chain), type=Program)

@@ -368,3 +368,24 @@ def test_peak_is_as_predicted_and_within_the_limit(context, planner_cache, name,
     measured_bytes = recording.result.devices[0].step_peak_bytes[-1] - others
     assert measured_bytes == pytest.approx(order.peak_bytes, rel=TOLERANCE)
     assert measured_bytes <= share * order.plain_peak_bytes * (1 + TOLERANCE)
+
+
+class Pairs(nn.Module):
+    """Reads two inputs that lie in one storage, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rows, self.columns = torch.tril_indices(4, 4, -1)
+
+    def forward(self, x):
+        y = torch.tanh(self.layer(x))
+        return (y[:, :, None] * y[:, None, :])[:, self.rows, self.columns]
+
+
+def test_inputs_that_are_views_of_one_storage_reach_backward(assert_same, planner_cache):
+    def build():
+        torch.manual_seed(0)
+        return Pairs(), torch.randn(8, 4), lambda y: y.square().sum()
+
+    assert_same(build, FastestWithin(Limit(share=1.0), planner_cache))

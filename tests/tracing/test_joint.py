@@ -266,3 +266,22 @@ def test_dead_code_is_no_op():
         return x.sin()
 
     assert not [op for op in analysed(wasteful, weight(3)).program.ops if "exp" in op.name]
+
+
+def test_objects_count_for_all_but_inputs():
+    sizes = [
+        analysed(
+            lambda x: x.sin().cos(), weight(5), granularity_bytes=64, object_bytes=size
+        ).program
+        for size in (0, 400)
+    ]
+    grown = [
+        after - before for before, after in zip(*(each.buffers for each in sizes), strict=True)
+    ]
+    assert grown == [0 if buffer in sizes[0].inputs else 400 for buffer in range(len(grown))]
+    assert sizes[0].fingerprint == sizes[1].fingerprint
+
+
+def test_reduced_loss_keeps_the_storage_it_was_computed_in():
+    step = analysed(lambda x: torch.nn.functional.mse_loss(x.sin(), x.cos()), weight(100))
+    assert step.program.buffers[op_named(step, "mse_loss").writes[0]] == 400

@@ -15,8 +15,10 @@ tensors are enough.
 import inspect
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from torch import fx
 from bayplan import torch_compat
 from bayplan.costing.cache import cached_workspaces
 from bayplan.costing.measure import born_bytes
+from bayplan.costing.trials import may_crash, survives
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
@@ -35,6 +38,7 @@ from bayplan.devices.machine import cache_directory, device_name, granularity_of
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import follow_step
+from bayplan.tracing.explain import is_out_of_memory
 from bayplan.tracing.fake import OptimizerSource
 
 __all__ = [
@@ -92,16 +96,17 @@ def _run_alone(
     repeats: int,
 ) -> _Alone:
     """Run a call on made-up tensors."""
-    with torch_compat.outside_tracing(), torch.no_grad():
-        args, kwargs = torch_compat.tree_map_only(torch.Tensor, made_up, (args, kwargs))
-        operator(*args, **kwargs)  # warm: kernels are chosen and caches filled
+    with torch_compat.outside_tracing(), torch.enable_grad():  # as in forward: see `lstm_layer`
+        call = _callable_alone(operator, args, kwargs)
+        if call is None:
+            return _estimated(operator, args, kwargs)
         runs: list[tuple[float, float]] = []  # seconds, and those of the processor
         peak_bytes, kept_bytes = 0, 0
         for _ in range(repeats):
             meter.reset_peak()
             before_bytes = meter.live_bytes
             busy, start = time.thread_time(), now()
-            output = operator(*args, **kwargs)
+            output = call()
             seconds = now() - start
             runs.append((seconds, time.thread_time() - busy))
             kept_bytes = meter.live_bytes - before_bytes
@@ -112,6 +117,46 @@ def _run_alone(
     if now is time.perf_counter and torch.get_num_threads() == 1:
         spread_seconds = max(spread_seconds, seconds - busy)
     return _Alone(seconds, spread_seconds, peak_bytes, kept_bytes)
+
+
+def _callable_alone(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """A call on made-up tensors that was made once; None if the kernel takes none of them.
+
+    That also warms it: kernels are chosen and caches filled.
+    """
+    for make in (made_up, _made_up_regular):
+        values = torch_compat.tree_map_only(torch.Tensor, make, (args, kwargs))
+        if operator is torch_compat.GROUPED_PRODUCT:
+            _spread_groups(*values[0], **values[1])
+        call = partial(operator, *values[0], **values[1])
+        try:
+            is_tried = make is not made_up or may_crash(operator, args, kwargs)
+            if is_tried and not survives(call):
+                return None
+            call()
+        except Exception as fault:  # not positive definite, of no length: whatever it minds
+            if is_out_of_memory(fault):
+                raise
+            continue
+        return call
+    return None
+
+
+_BYTES_PER_SECOND = 1e10
+
+
+def _estimated(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Alone:
+    """A price by bytes read alone, of a kernel that cannot be run on made-up tensors."""
+    warnings.warn(
+        f"{operator} cannot be run on made-up tensors: its time is estimated from its bytes, and"
+        " its scratch memory is not counted",
+        stacklevel=2,
+    )
+    tensors = torch_compat.tensors_in((args, kwargs))
+    seconds = sum(tensor.nbytes for tensor in tensors) / _BYTES_PER_SECOND
+    return _Alone(seconds, spread_seconds=seconds, peak_bytes=0, kept_bytes=0)
 
 
 def arguments_of(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,6 +190,28 @@ def made_up(fake: torch.Tensor) -> torch.Tensor:
         flat.uniform_()
     # Through the flat tensor: an expanded one cannot be written to.
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
+
+
+def _made_up_regular(fake: torch.Tensor) -> torch.Tensor:
+    """The same with identity matrices, which every factorisation takes, and indices of 1."""
+    tensor = made_up(fake)
+    is_square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
+    if is_square and torch_compat.is_dense(tensor):
+        tensor.copy_(torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device))
+    elif not tensor.is_floating_point() and not tensor.is_complex():
+        tensor.copy_(torch.ones((), dtype=tensor.dtype))
+    return tensor
+
+
+def _spread_groups(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any
+) -> None:
+    """Let the groups of a grouped product be of equal size: empty ones cost nothing."""
+    if offs is not None:
+        is_flat = left.dim() == 2, right.dim() == 2
+        size = right.shape[1] if not is_flat[0] else left.shape[1 if is_flat[1] else 0]
+        ends = torch.arange(1, len(offs) + 1, device=offs.device) * size // len(offs)
+        offs.copy_(ends)
 
 
 # Scaled scratch memory is taken to be within this factor of the truth, either way.

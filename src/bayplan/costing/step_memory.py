@@ -64,15 +64,20 @@ def plain_peak_bytes(
     *,
     optimizer: OptimizerSource,
     granularity_bytes: int,
+    record_bytes: int = 0,
     cache: Path | None,
 ) -> int:
     """The peak of a step as it would run without a plan.
 
     Kernels near the peak are run, each alone, to measure their scratch memory; with no cache for
-    the compiled counter, scratch memory is left out.
+    the compiled counter, scratch memory is left out. `record_bytes` is as for `replay_memory`.
     """
-    no_workspace = [0] * len(graph.nodes)
-    live = replay_memory(graph, no_workspace, granularity_bytes=granularity_bytes)
+    live = replay_memory(
+        graph,
+        [0] * len(graph.nodes),
+        granularity_bytes=granularity_bytes,
+        record_bytes=record_bytes,
+    )
     if cache is None:
         return live.peak_bytes
     least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes

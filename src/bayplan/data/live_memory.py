@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from bayplan.data.graph import StepGraph
+from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.units import round_up
 
-__all__ = ["WORKSPACE", "LiveMemory", "replay_memory"]
+__all__ = ["OBJECTS", "WORKSPACE", "LiveMemory", "replay_memory"]
 
-WORKSPACE = "workspace"  # beside the storage kinds: memory inside a running kernel
+# Beside the storage kinds: memory inside a running kernel, and of torch's own objects.
+WORKSPACE, OBJECTS = "workspace", "objects"
+_RECORDS_AROUND = 8
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,17 @@ class LiveMemory:
 
 
 def replay_memory(
-    graph: StepGraph, workspace_bytes: Sequence[int], *, granularity_bytes: int = 1
+    graph: StepGraph,
+    workspace_bytes: Sequence[int],
+    *,
+    granularity_bytes: int = 1,
+    record_bytes: int = 0,
 ) -> LiveMemory:
     """Walk the step and add up what is alive, each storage rounded up as its allocator does.
 
-    `workspace_bytes` is the scratch memory of each node.
+    Args:
+        workspace_bytes: the scratch memory of each node.
+        record_bytes: what autograd's record of a forward node takes until its backward.
     """
     num_nodes = len(graph.nodes)
     assert num_nodes, "an empty step has no peak"
@@ -61,5 +69,29 @@ def replay_memory(
             changes[storage.kind][max(storage.released, born) + 1] -= size_bytes
     by_kind = {str(kind): tuple(accumulate(column))[:-1] for kind, column in changes.items()}
     by_kind[WORKSPACE] = tuple(workspace_bytes)
+    if record_bytes:
+        by_kind[OBJECTS] = tuple(record_bytes * count for count in _records(graph))
     totals = tuple(sum(column) for column in zip(*by_kind.values(), strict=True))
     return LiveMemory(totals, by_kind, peak_node=totals.index(max(totals)))
+
+
+def _records(graph: StepGraph) -> list[int]:
+    """How many records there are during each node; backward forgets them evenly.
+
+    One for each forward node, and as much as a few more take for the calls around them.
+    """
+    num_forward, num_backward = (
+        sum(node.phase is phase for node in graph.nodes)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    counts, num_seen = [], 0
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD:
+            counts.append(len(counts) + _RECORDS_AROUND)
+        elif node.phase is Phase.BACKWARD:
+            left = num_forward * (num_backward - num_seen) // num_backward
+            counts.append(left + _RECORDS_AROUND)
+            num_seen += 1
+        else:
+            counts.append(0)
+    return counts

@@ -106,6 +106,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         inputs: buffers that are there during the whole step (parameters, the batch).
         outputs: buffers that live on to the end once made (gradients, loss, new statistics).
         resident_bytes: memory beside all buffers, during the whole step.
+        object_bytes: of the bytes of each buffer that is no input, what torch's own objects take;
+            they depend on no schedule.
         plain_peak_bytes: the peak of the eager step, which shares are taken of; 0 if unknown.
     """
 
@@ -115,6 +117,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     inputs: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
     resident_bytes: int = 0
+    object_bytes: int = 0
     plain_peak_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -180,7 +183,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             shape.append(
                 (op.name, op.reads, writes, op.can_repeat, op.takes_over, again.reads, made_again)
             )
-        buffers = tuple(size for b, size in enumerate(self.buffers) if b not in own)
+        buffers = tuple(
+            size - (0 if buffer in self.inputs else self.object_bytes)
+            for buffer, size in enumerate(self.buffers)
+            if buffer not in own
+        )
         ends = (self.first_backward, sorted(self.inputs), sorted(self.outputs - own))
         return hashlib.sha256(repr((buffers, shape, ends)).encode()).hexdigest()[:24]
 

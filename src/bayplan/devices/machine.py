@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from bayplan.data.errors import ForeignPlan
 
 __all__ = [
+    "ObjectBytes",
     "available_memory_bytes",
     "cache_directory",
     "check_torch_version",
@@ -21,6 +23,7 @@ __all__ = [
     "is_running",
     "machine_key",
     "num_threads",
+    "object_bytes_of",
 ]
 
 
@@ -60,6 +63,29 @@ def device_name(device: torch.device) -> str:
 def granularity_of(device_type: str) -> int:
     """The rounding of a device's allocator, in bytes."""
     return 64 if device_type == "cpu" else 512
+
+
+class ObjectBytes(NamedTuple):
+    """What torch's own objects take of a device's memory, beside the data of tensors.
+
+    Attributes:
+        tensor: of a tensor that a planned step holds.
+        record: of an operator that autograd has recorded, with what it saves.
+        step: of any planned step: its call and the node of its backward.
+    """
+
+    tensor: int = 0
+    record: int = 0
+    step: int = 0
+
+
+def object_bytes_of(device_type: str) -> ObjectBytes:
+    """Objects lie in the host's memory, so they count only where tensors lie there, too.
+
+    Measured on eleven models with torch 2.13 on x86-64: 390 to 510 bytes for a tensor, 560 to 940
+    for a record.
+    """
+    return ObjectBytes(400, 750, 6144) if device_type == "cpu" else ObjectBytes()
 
 
 def check_torch_version(planned: str) -> None:

@@ -49,14 +49,17 @@ __all__ = [
     "ONCE_ONLY",
     "PARTLY_ONLY",
     "PartialRepeat",
+    "as_drawn",
     "as_eager",
     "batch_norm_again",
+    "changed_copy",
     "draw",
     "draw_again",
     "dropout",
     "dropout_by",
     "generator_state",
     "gradient_readers",
+    "lstm_layer",
     "make_repeatable",
     "normalise",
     "partial_repeat",
@@ -70,7 +73,10 @@ _CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def as_eager(graph: fx.Graph) -> None:
-    """Give the dropouts of a joint graph eager's numbers."""
+    """Give the dropouts of a joint graph eager's numbers, and its LSTM layers eager's reserve."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        node.target = lstm_layer
+    _restore_layouts(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         values, probability, training = node.args
         if values.meta["val"].device.type != "cpu" or not training:
@@ -83,14 +89,60 @@ def as_eager(graph: fx.Graph) -> None:
             reader.args = (gradient, mask, _scale(probability, gradient.meta["val"].dtype))
 
 
-# An operator of torch's kind, so that graphs can name it and hand it on.
-@torch.library.custom_op(
-    "bayplan::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _restore_layouts(graph: fx.Graph) -> None:
+    """Compute in place where plain training does so in a tensor with gaps: see `IN_PLACE`."""
+    changed = [node for node in graph.nodes if torch_compat.IN_PLACE in node.meta]
+    for node in changed:
+        function, stride = node.meta.pop(torch_compat.IN_PLACE)
+        node.args = (function, stride, *node.args)
+        node.target = changed_copy
+    if changed:
+        _trace_again(graph)
+
+
+def _trace_again(graph: fx.Graph) -> None:
+    """Let all values of a graph have the strides that its operators give them now."""
+    known = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    with torch_compat.fake_mode_of(list(known.values())):
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.meta["val"] = node.target(*args, **kwargs)
+
+
+def changed_copy(
+    function: Callable[..., Any],
+    stride: tuple[int, ...],
+    first: torch.Tensor,
+    *args: Any,
+    **kw: Any,
+) -> torch.Tensor:
+    """What an operator in place makes of a tensor with these strides, in a copy of it."""
+    copy = first.new_empty_strided(first.shape, stride)
+    return function(copy.copy_(first), *args, **kw)
+
+
+def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """An LSTM layer with what its backward needs.
+
+    The kernel asks the gradient mode whether a backward will come, and keeps nothing otherwise.
+    """
+    with torch.enable_grad():
+        return aten.mkldnn_rnn_layer.default(*args)
+
+
+def _dropout(values: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with eager's numbers, and its mask."""
-    mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
+    if probability == 1:  # eager draws nothing
+        mask = torch.zeros_like(values, dtype=torch.bool)
+    else:
+        mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - probability)
     return dropout_by(mask, values, probability)
+
+
+# An operator of torch's kind, so that graphs can name it and hand it on.
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+dropout = torch.library.custom_op("bayplan::dropout", _dropout, mutates_args=(), tags=_RANDOM)
 
 
 @dropout.register_fake
@@ -157,9 +209,22 @@ def generator_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
+@fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
 def draw(operator: Callable[..., Any], _: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Run a random operator for the first time."""
     return operator(*args, **options)
+
+
+def as_drawn(graph: fx.Graph) -> None:
+    """Let random operators that run for the first time take no state; unread ones go."""
+    for node in graph.find_nodes(op="call_function", target=draw):
+        operator, _, *arguments = node.args
+        # torch takes 30 microseconds to call an operator that is written in Python.
+        node.target = _dropout if operator is torch.ops.bayplan.dropout.default else operator
+        node.args = tuple(arguments)
+    for node in graph.find_nodes(op="call_function", target=generator_state):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def draw_again(

@@ -9,6 +9,8 @@ gradients and activations. What lies outside (the optimizer's state, the loss) `
 too, so prefer that where the limit is the device's.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,18 +25,25 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
-from bayplan.running.call_faults import explained_run, once_differentiable
+from bayplan.rewriting.whole_operators import whole_operators
+from bayplan.running.call_faults import Planned, explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
 from bayplan.running.swaps.swapping import SwapKind, Swapper, SwapStep
 from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
+from bayplan.tracing.checkpoints import with_checkpoints_checked
+from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
+from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
 __all__ = ["PlannedBackend", "halves_by", "ordered_step", "steps_of"]
+
+
+_MANY_GRAPHS = 16  # of equal shapes; training, evaluation and frozen parts are fewer
 
 
 def _no_store(size_bytes: int) -> SwapStore:
@@ -53,13 +62,44 @@ class PlannedBackend:
     context: MemoryContext  # what counts in memory beside the graph
     open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
     orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
+    only_plans: bool = False  # whether a graph that is called raises `Planned` instead of running
+    _graphs: Counter[str] = field(default_factory=Counter)  # traced so far, by shapes of inputs
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._warn_of_repeats(inputs)
         correct_fake_norms()
+        correct_fake_lstm()
+        torch_compat.guard_global_hooks()
+        correct_fake_products()
         run = torch_compat.compile_joint(
-            module, inputs, partition=partial(self._partition, inputs), compile_graph=self._compile
+            module,
+            inputs,
+            partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
+            compile_graph=self._compile,
+            whole=whole_operators(),
         )
-        return once_differentiable(run)
+        return self._unless_planning(once_differentiable(run))
+
+    def _warn_of_repeats(self, inputs: Sequence[Any]) -> None:
+        shapes = str([getattr(value, "shape", None) for value in inputs])
+        self._graphs[shapes] += 1
+        if self._graphs[shapes] == _MANY_GRAPHS:
+            warnings.warn(
+                f"a planned model was traced {_MANY_GRAPHS} times at the same shapes: its forward,"
+                " or a hook, reads a Python value that is another one at every call, like a counter"
+                " or the length of a list. The numbers are right, but every such step is traced and"
+                " planned anew, until torch refuses. Keep counters in buffers, and empty lists"
+                " after each step",
+                stacklevel=2,
+            )
+
+    def _unless_planning(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            if self.only_plans:
+                raise Planned
+            return run(*args)
+
+        return checked
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run, updates = compile_graph(module), self.context.updates
@@ -141,6 +181,7 @@ def __getattr__(name: str) -> Any:
     if name != "bayplan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     torch_answers.answer_as_eager()
+    torch_compat.watch_hooks()
     return _bayplan
 
 

@@ -20,12 +20,24 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
+from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
 
-__all__ = ["also_ours", "explained_call", "explained_run", "once_differentiable", "unchanged"]
+__all__ = [
+    *("Planned", "also_ours", "explained_call", "explained_run", "once_differentiable"),
+    "unchanged",
+]
 
 Run = Callable[[list[Any]], Any]
 _IN_EAGER = 'under torch.compiler.set_stance("force_eager")'
+
+
+class Planned(BaseException):
+    """Raised in place of a graph's run where it was only to be planned.
+
+    What Python code of the forward and of hooks does to lists and counters would come after it, and
+    is left undone: the step that it belongs to is still to come.
+    """
 
 
 def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,12 +50,19 @@ def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., 
             output = call(*args, **kwargs)
             is_fitted = True
             return output
+        except Planned:
+            is_fitted = True
+            raise
         except BayplanError:
             raise
         except Exception as fault:
             inner = torch_compat.compile_fault(fault)
             if not isinstance(inner, BayplanError):
-                raise _fault_of_call(fault, model, args, kwargs) from fault
+                before = num_hooks(model)
+                told = _fault_of_call(fault, model, args, kwargs)
+                if num_hooks(model) == before:
+                    raise told from fault
+                return explained(*args, **kwargs)  # the plain forward has installed its hooks
         if is_fitted and isinstance(inner, DoesNotFit):
             raise DoesNotFit(
                 "a batch unlike those before is planned when it comes, within the limit that the"
@@ -60,6 +79,8 @@ def _fault_of_call(
 ) -> BayplanError:
     if not torch_compat.is_compile_fault(fault):  # of code that ran
         return also_ours(fault)
+    if refused := refused_hooks(model):
+        return refused
     plain = _plain_fault(model, args, kwargs)
     if plain is not None:
         return also_ours(plain)
@@ -69,7 +90,7 @@ def _fault_of_call(
             f" torch compiles nothing there. Leave it out, or call the model {_IN_EAGER}, which"
             " runs it as without a plan"
         )
-    return untraceable(fault)
+    return untraceable(fault, model)
 
 
 def _plain_fault(
@@ -77,14 +98,16 @@ def _plain_fault(
 ) -> Exception | None:
     """The error that the forward raises when it is run as it is written; None if it does not.
 
-    Without gradients, so that it takes little memory.
+    Without gradients first, so that it takes little memory.
     """
-    try:
-        with unchanged(model), torch.no_grad():
-            torch_compat.call_of_module(model, *args, **kwargs)
-    except Exception as fault:
-        return fault
-    return None
+    for gradients in (torch.no_grad(), torch.enable_grad()):
+        try:
+            with unchanged(model), on_copies(*model.modules()), gradients:
+                torch_compat.call_of_module(model, *args, **kwargs)
+            return None
+        except Exception as fault:  # of tensors without a gradient, perhaps: `register_hook`
+            found = fault
+    return found
 
 
 @contextmanager

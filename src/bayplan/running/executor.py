@@ -20,6 +20,7 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.rewriting.free import in_place_form
+from bayplan.rewriting.repeats import as_drawn
 from bayplan.running.direct_calls import direct_call
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
 
@@ -31,6 +32,7 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
+    as_drawn(module.graph)
     writer = _Writer(module)
     text = "\n".join(writer.lines())
     exec(compile(text, "<bayplan step>", "exec"), writer.names)  # noqa: S102 - see above

@@ -1,7 +1,7 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.errors import UsageError
+from bayplan.data.errors import CaptureError, UsageError
 from bayplan.data.plan import DevicePlan, StepOrder
 from bayplan.data.units import Limit, Progress, no_progress
 from bayplan.devices.machine import cache_directory, machine_key
@@ -21,10 +21,11 @@ from bayplan.planning.memory.planner import device_plan
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
-from bayplan.running.call_faults import explained_call, unchanged
+from bayplan.running.call_faults import Planned, explained_call, unchanged
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.hooks import on_copies
 from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.traced_step import Decide, MemoryContext, Price, TracedStep
 
@@ -144,7 +145,7 @@ def plans_of(model: nn.Module) -> list[DevicePlan]:
 def bind(
     step: TrainingStep, decide: Decide, context: MemoryContext, *, space: SwapSpace | None = None
 ) -> PlannedBackend:
-    """Let a model run as decided from now on, and have it planned by one forward.
+    """Let a model run as decided from now on, and have it planned by a call that runs nothing.
 
     Args:
         decide: finds the order of each graph; `context` is what counts in memory beside it.
@@ -158,10 +159,28 @@ def bind(
     compiled = torch_compat.compiled_call(model)
     assert compiled is not None, "just compiled"
     torch_compat.set_compiled_call(model, explained_call(model, compiled))
+    backend.only_plans = True
     try:
-        with unchanged(model), step.precision():
-            call_model(model, split_batch(step.batch, step.loss_fn)[0])
+        try:
+            _plan_by_a_call(step)
+        except CaptureError:
+            # Some models make things in their first call, which torch cannot trace. To find out
+            # whether the model itself fails it was called plainly, so they are there now.
+            _plan_by_a_call(step)
     except BaseException:
         torch_compat.set_compiled_call(model, before)
         raise
+    finally:
+        backend.only_plans = False
     return backend
+
+
+def _plan_by_a_call(step: TrainingStep) -> None:
+    """Call a model whose backend only plans, and leave no trace of that."""
+    with (
+        suppress(Planned),
+        unchanged(step.model),
+        on_copies(step.model),
+        step.precision(),
+    ):
+        call_model(step.model, split_batch(step.batch, step.loss_fn)[0])

@@ -193,8 +193,10 @@ class _Builder:
             return
         if node.op == "get_attr":
             self._latest[node] = self.graph.node_copy(node)
-        elif self._tokens.is_token(node) or (
-            node in self._joint.bases and not self._is_part_of_latest(node)
+        elif (
+            self._tokens.is_token(node)
+            or node.op == "placeholder"  # not all are bases: two may be views of one storage
+            or (node in self._joint.bases and not self._is_part_of_latest(node))
         ):
             with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
                 placeholder = self.graph.placeholder(node.name)

@@ -19,11 +19,17 @@ def simulate_step(
     profile: Profile,
     *,
     granularity_bytes: int = CPU_GRANULARITY_BYTES,
+    record_bytes: int = 0,
     not_counted: tuple[str, ...] = (),
 ) -> RunRecord:
     """Replay a step with the costs of its profile; `not_counted` tells what is left out."""
     profile.check_belongs_to(graph)
-    memory = replay_memory(graph, profile.workspace_bytes, granularity_bytes=granularity_bytes)
+    memory = replay_memory(
+        graph,
+        profile.workspace_bytes,
+        granularity_bytes=granularity_bytes,
+        record_bytes=record_bytes,
+    )
     starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]
     device = DeviceRecord(
         device=profile.device,

@@ -5,7 +5,6 @@ original (tied weights, views of a flat buffer) share one in the copy, so aliasi
 user's model, optimizer and batch are left untouched, and may themselves be real, fake or meta.
 """
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +20,11 @@ from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
 from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
+from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
-from bayplan.tracing.values import KnownValues, is_small, learn, value_of
+from bayplan.tracing.fake_products import correct_fake_products
+from bayplan.tracing.hooks import copied, on_copies
+from bayplan.tracing.values import KnownValues, forget, is_small, learn, value_of
 
 __all__ = [
     "OptimizerSource",
@@ -61,6 +63,8 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
     correct_fake_norms()
+    correct_fake_lstm()
+    correct_fake_products()
     logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -68,6 +72,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
         with (
             torch_compat.running_eagerly(),
             torch_answers.unnoticed_fakes(),
+            on_copies(),
             KnownValues() as mode,
         ):
             yield mode
@@ -205,8 +210,8 @@ class _Copier:
                 for module in reversed(modules):  # inner first: outer ones hold them
                     original = torch_compat.uncompiled(module)
                     if original is not module:
-                        self.memo[id(module)] = copy.deepcopy(original, self.memo)
-                return copy.deepcopy(thing, self.memo)
+                        self.memo[id(module)] = copied(original, self.memo)
+                return copied(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise out_of_memory(fault) or CaptureError(
                 f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
@@ -235,7 +240,9 @@ def _learn_storage(base: torch.Tensor, tensor: torch.Tensor) -> None:
     with torch_compat.outside_tracing():
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         value = value_of(tensor) if is_small(base) and not is_trained else None
-        if value is not None:
+        if value is None:
+            forget(base)  # what lies in memory that nobody has written to
+        else:
             flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
             learn(base, flat.clone())
 

@@ -28,6 +28,7 @@ from bayplan.rewriting.repeats import (
     repeat_form,
 )
 from bayplan.rewriting.updates import ParameterUpdates
+from bayplan.tracing.tracer import true_output
 
 __all__ = [
     "CARRIED",
@@ -80,6 +81,7 @@ class MemoryContext:
         update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
             once backward is done; None where no update follows.
         granularity_bytes: the allocator's rounding of each buffer.
+        object_bytes: what torch's own objects take for each buffer that is no input of the step.
         updates: of the parameters to update in backward; None leaves their gradients.
     """
 
@@ -88,6 +90,7 @@ class MemoryContext:
     loss: LossMemory = _NO_LOSS
     update_bytes: int | None = None
     granularity_bytes: int = 1
+    object_bytes: int = 0
     updates: ParameterUpdates | None = None
 
 
@@ -129,7 +132,7 @@ def analyse_joint(
     The context's prices are not used: `cost_of` is already made of them.
     """
     joint.graph.eliminate_dead_code()
-    survey = _Survey(joint, context.granularity_bytes)
+    survey = _Survey(joint, context.granularity_bytes, context.object_bytes)
     survey.run_on_fakes()
     outputs = joint.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "a joint graph returns a list"
@@ -164,6 +167,7 @@ def analyse_joint(
         inputs=frozenset(survey.inputs),
         outputs=frozenset((*survey.buffers_behind(outputs), *kept)) - survey.inputs,
         resident_bytes=context.resident_bytes + context.loss.beside_bytes,
+        object_bytes=context.object_bytes,
     )
     return JointStep(
         graph=joint.graph,
@@ -188,10 +192,15 @@ def _place_of(node: fx.Node) -> str:
     return path.removeprefix("L['self']").lstrip(".")
 
 
+def _is_carried(node: fx.Node) -> bool:
+    return bool(node.meta.get(CARRIED))
+
+
 @dataclass
 class _Survey:
     joint: fx.GraphModule
     granularity_bytes: int
+    object_bytes: int
     sizes: list[int] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)
     tangents: set[int] = field(default_factory=set)
@@ -317,13 +326,13 @@ class _Survey:
             return getattr(self.joint, str(node.target))
         assert callable(node.target), "a joint graph calls functions only"
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        return node.target(*args, **kwargs)
+        return true_output(node.target, args, node.target(*args, **kwargs))
 
     def _sort_input(self, node: fx.Node) -> None:
         buffers = {*self.buffers_of[node]}
         if node.meta.get(CHANGED):
             self.changed |= buffers
-        if node.meta.get(CARRIED):
+        if _is_carried(node):
             self.arrived |= buffers & self.inputs
             self.inputs -= self.arrived
         if torch_compat.is_tangent(node):  # made by the loss, and no input of the step
@@ -339,7 +348,9 @@ class _Survey:
             if key not in self.buffer_of_storage:
                 made.append(len(self.sizes))
                 self.buffer_of_storage[key] = len(self.sizes)
-                self.sizes.append(round_up(storage.nbytes(), self.granularity_bytes))
+                size_bytes = round_up(storage.nbytes(), self.granularity_bytes)
+                is_lasting = is_input and not (_is_carried(node) or torch_compat.is_tangent(node))
+                self.sizes.append(size_bytes + (0 if is_lasting else self.object_bytes))
             buffers.append(self.buffer_of_storage[key])
         self.buffers_of[node] = tuple(buffers)
         if isinstance(self.values[node], torch.Tensor):

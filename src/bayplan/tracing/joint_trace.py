@@ -14,9 +14,12 @@ from torch import fx, nn
 
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.step import TrainingStep, call_model, split_batch
-from bayplan.tracing.explain import out_of_memory
+from bayplan.tracing.checkpoints import with_checkpoints_checked
+from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
+from bayplan.tracing.hooks import on_copies, refused_hooks
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
@@ -57,15 +60,33 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             stop.joint = Joint(joint, num_fwd_outputs, examples)
             raise stop
 
-        return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
+        checked = with_checkpoints_checked(module, take)
+        return torch_compat.compile_joint(
+            module, examples, partition=checked, compile_graph=None, whole=whole_operators()
+        )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
-    try:
-        call_model(model, inputs)
-    except Exception as fault:
-        if torch_compat.compile_fault(fault) is not stop:
-            raise untraceable(fault) from fault
+
+    def trace() -> Exception | None:
+        try:
+            with on_copies():
+                call_model(model, inputs)
+        except Exception as fault:
+            return None if torch_compat.compile_fault(fault) is stop else fault
+        return None
+
+    fault = trace()
+    if fault is not None and torch_compat.is_compile_fault(fault):
+        # Some models make things in their first call, which torch cannot trace; later ones can be.
+        compiled = torch_compat.compiled_call(model)
+        torch_compat.set_compiled_call(model, None)
+        with on_copies(), explained(), torch.no_grad():
+            call_model(model, inputs)
+        torch_compat.set_compiled_call(model, compiled)
+        fault = trace()
+    if fault is not None:
+        raise untraceable(fault, model) from fault
     assert stop.joint is not None, "a model with parameters to train is traced with its backward"
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
     return stop.joint
@@ -80,18 +101,31 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
+    torch_compat.watch_hooks()
     torch_answers.answer_as_eager()
-    if type(model).forward.__module__.startswith("torch."):
-        # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
-        call = torch.compile(MethodType(_call, model), **options)
-        torch_compat.set_compiled_call(model, call)
-    else:
-        model.compile(**options)
+    compiled, patched = torch.compile(_forward_of(model), **options), vars(model).get("forward")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled, patched
+        if vars(model).get("forward") is not patched:  # wrapped since, as some libraries do
+            compiled, patched = torch.compile(_forward_of(model), **options), model.forward
+        if not any((*torch_compat.hooks_of(model), *torch_compat.global_hooks())):
+            return compiled(*args, **kwargs)
+        # The model's own hooks are around its graph, and run as they are written.
+        return torch_compat.call_with_forward(model, compiled, *args, **kwargs)
+
+    torch_compat.set_compiled_call(model, call)
 
 
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_of(model: nn.Module) -> Callable[..., Any]:
+    is_torchs = model.forward.__module__.startswith("torch.")
+    # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
+    return MethodType(_forward, model) if is_torchs else model.forward
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The frame of ours that torch begins with; `self` as in a forward, for the modules' paths."""
-    return torch_compat.call_of_module(self, *args, **kwargs)
+    return type(self).forward(self, *args, **kwargs)
 
 
 class _Stop(Exception):
@@ -100,11 +134,18 @@ class _Stop(Exception):
     joint: Joint | None = None
 
 
-def untraceable(fault: Exception) -> BayplanError:
+def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanError:
     """What to tell a user whose forward torch could not trace as one graph."""
     inner = torch_compat.compile_fault(fault)
     if isinstance(inner, BayplanError):
         return inner
-    return out_of_memory(inner) or CaptureError(
-        f"torch cannot trace the model's forward as one graph, which planning needs: {fault}"
+    told = out_of_memory(inner) or (None if model is None else refused_hooks(model))
+    if told is None and "Unsafe side effect" in str(inner):
+        told = CaptureError(
+            "code that torch traces apart from the forward changes something outside of it, like a"
+            " list, a counter or an attribute: a hook on a tensor (`register_hook`), which may only"
+            f" compute with its gradient, or a checkpointed function. {inner}"
+        )
+    return told or CaptureError(
+        f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
     )

@@ -10,10 +10,9 @@ operator, so the forward's place is remembered by number.
 
 On fake tensors this gives the same operators and lifetimes as on real ones, and allocates nothing.
 Fake and real kernels agree almost everywhere (8,750 calls of torch's own sample inputs compared on
-the CPU); `fake_norms.py` and `true_output` correct the few fake outputs that do not.
+the CPU); `fake_norms.py`, `fake_lstm.py` and `true_output` correct the fake outputs that do not.
 """
 
-import math
 import sys
 import weakref
 from collections.abc import Collection, Iterator
@@ -122,14 +121,12 @@ def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 
-_LSTM_LAYER = aten.mkldnn_rnn_layer.default
 _REDUCED_LOSSES = {
     aten.binary_cross_entropy.default,
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
     aten.soft_margin_loss.default,
 }
-_PAGE_BYTES = 4096
 
 
 def true_output(function: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -139,33 +136,7 @@ def true_output(function: Any, args: tuple[Any, ...], output: Any) -> Any:
         num_elements = args[0].numel()
         if output.untyped_storage().nbytes() < num_elements * output.element_size():
             return output.new_empty(num_elements).resize_(())
-    elif function is _LSTM_LAYER and args[0].dtype == torch.float32:
-        *results, reserve = output
-        if reserve.numel() == 0:
-            num_bytes = _lstm_reserve_bytes(*args[0].shape, num_hidden=args[10])
-            return *results, reserve.new_empty(num_bytes)
     return output
-
-
-def _lstm_reserve_bytes(length: int, batch: int, num_inputs: int, *, num_hidden: int) -> int:
-    """What oneDNN keeps of an LSTM layer for its backward: seven arrays, each on pages of its own.
-
-    Measured, not documented; exact for float32 on x86-64 (torch 2.13).
-    """
-    states = 2 * (length + 1) * batch
-    arrays = [
-        length * batch * _padded(4 * num_hidden),  # gates
-        length * batch * _padded(num_hidden),
-        *[states * _padded(max(num_inputs, num_hidden))] * 3,
-        *[states * num_hidden] * 2,
-    ]
-    return sum(math.ceil(4 * array / _PAGE_BYTES) * _PAGE_BYTES for array in arrays)
-
-
-def _padded(width: int) -> int:
-    """A row of floats in whole cache lines, one more where rows would collide in the cache."""
-    width = math.ceil(width / 16) * 16
-    return width + 16 if width % 256 == 0 else width
 
 
 _CONSTANT = aten.lift_fresh.default

@@ -23,7 +23,7 @@ import torch
 from bayplan import torch_compat
 from bayplan.devices.meters import leave_out
 
-__all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "is_small", "learn", "value_of"]
+__all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "forget", "is_small", "learn", "value_of"]
 
 MOST_NUMBERS = 4_194_304
 MOST_FLOATS = 4_096
@@ -60,6 +60,13 @@ def learn(tensor: torch.Tensor, value: torch.Tensor) -> None:
         setattr(tensor, _MARK, _Known(leave_out(value), _Memory()))
 
 
+def forget(tensor: torch.Tensor) -> None:
+    """Let a fake tensor and all its views not know their values any more."""
+    known = getattr(tensor, _MARK, None)
+    if known is not None:
+        known.memory.is_known = False
+
+
 def is_small(tensor: torch.Tensor) -> bool:
     is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MOST_FLOATS if is_float else MOST_NUMBERS)
@@ -73,7 +80,36 @@ def _known(tensor: torch.Tensor) -> _Known | None:
             return None
         return known
     is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return _Known(tensor.detach(), _Memory()) if is_plain and is_small(tensor) else None
+    if not is_plain or not is_small(tensor) or _storage_numbers(tensor) > MOST_NUMBERS:
+        return None
+    return _Known(tensor.detach(), _Memory())
+
+
+def _storage_numbers(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+class _Copies:
+    """Stands in for real tensors, which are the user's: what is written to them stays here."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, tuple[torch.UntypedStorage, torch.Tensor, _Memory]] = {}
+
+    def known(self, tensor: torch.Tensor) -> _Known | None:
+        """What is known of a tensor, by the copy of a real one."""
+        known = _known(tensor)
+        if known is None or isinstance(tensor, torch_compat.FakeTensor):
+            return known
+        storage = tensor.untyped_storage()
+        key = torch_compat.storage_key(storage)
+        if key not in self._of_storage:
+            copy = leave_out(torch.empty(0, dtype=torch.uint8).set_(storage).clone())
+            # With the storage itself, so that its key is nobody else's.
+            self._of_storage[key] = (storage, copy, _Memory())
+        _, copy, memory = self._of_storage[key]
+        flat = copy.view(tensor.dtype)
+        value = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Known(value, memory) if memory.is_known else None
 
 
 class KnownValues(torch_compat.FakeTensorMode):
@@ -82,6 +118,7 @@ class KnownValues(torch_compat.FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._is_inside = False  # an operator that is faked by way of others
+        self._copies = _Copies()
         self._random_state = torch.Generator().manual_seed(_SEED).get_state()
 
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] - as all modes of ours
@@ -102,7 +139,7 @@ class KnownValues(torch_compat.FakeTensorMode):
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taken = torch_compat.tensors_in((args, kwargs))
-        known_of = {id(tensor): _known(tensor) for tensor in taken}
+        known_of = {id(tensor): self._copies.known(tensor) for tensor in taken}
         knows_all = None not in known_of.values()
         try:
             output = super().__torch_dispatch__(func, types, args, kwargs)

@@ -11,7 +11,7 @@ Both bounds look at single moments, at each op in its plain place:
    fractional knapsack), cost no more than any real choice. The dearest moment gives the bound.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,9 +169,21 @@ def _without_idle_repeats(
 _MOST_NAMED = 3
 
 
-def refusal(program: Program, smallest: Sequence[int], limit_bytes: int) -> str:
-    """The text of a `DoesNotFit`; `smallest` is the schedule of the smallest peak found."""
+def refusal(
+    program: Program,
+    smallest: Sequence[int],
+    limit_bytes: int,
+    *,
+    limit_for: Callable[[int], int] = lambda peak_bytes: peak_bytes,
+) -> str:
+    """The text of a `DoesNotFit`.
+
+    Args:
+        smallest: the schedule of the smallest peak found.
+        limit_for: the limit that a plan with a peak may promise.
+    """
     bound, replay = least_peak(program), replay_schedule(program, smallest)
+    fits_bytes = limit_for(replay.peak_bytes)
     if bound.peak_bytes > limit_bytes:
         op, needed_bytes, alive = program.ops[bound.op_index], bound.peak_bytes, bound.buffers
         proof = "in every schedule"
@@ -182,7 +194,7 @@ def refusal(program: Program, smallest: Sequence[int], limit_bytes: int) -> str:
     return (
         f"{op.name} needs {format_bytes(needed_bytes)} {proof}, "
         f"limit {format_bytes(limit_bytes)}. Alive there: {_listed(program, alive)}. "
-        f"Fits with {replay.peak_bytes} bytes ({format_bytes(replay.peak_bytes)}) or more."
+        f"Fits with {fits_bytes} bytes ({format_bytes(fits_bytes)}) or more."
     )
 
 

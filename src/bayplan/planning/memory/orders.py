@@ -18,7 +18,7 @@ from bayplan.data.errors import DoesNotFit, FileFault
 from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.data.units import Limit
-from bayplan.planning.memory.bounds import gap
+from bayplan.planning.memory.bounds import gap, refusal
 from bayplan.planning.memory.search import plan_rounds
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
@@ -115,8 +115,9 @@ class FastestWithin:
             plain_peak_bytes=plain_peak_bytes,
             plain_seconds=program.plain_seconds,
         )
+        keeping_all = as_order(program, Arrangement(plain_schedule(program)))
         if plain.peak_bytes <= limit_bytes:
-            return as_order(program, Arrangement(plain_schedule(program)))
+            return keeping_all
         kept = KeptOrder(self.cache, self._key(program, limit_bytes))
         order = None if self.again else kept.read(traced, limit_bytes)
         self.took_kept = order is not None
@@ -126,15 +127,25 @@ class FastestWithin:
             order = structs.replace(priced, gap=order.gap)
         else:
             try:
-                order = self._search(traced, planned_bytes(limit_bytes), as_order)
+                order = self._search(traced, planned_bytes(limit_bytes), limit_bytes, as_order)
             except DoesNotFit:
-                order = self._search(traced, limit_bytes, as_order)
+                if self.limit.share is not None and self.limit.share >= 1:
+                    return keeping_all  # as plain training does, whatever small kernels need
+                if self.tier is None:
+                    raise
+                # The limit that a refusal of swaps names leaves nothing free.
+                order = self._search(traced, limit_bytes, limit_bytes, as_order)
             kept.write(order)
         return order
 
     def _search(
-        self, traced: PackedVariants, limit_bytes: int, as_order: Callable[..., StepOrder]
+        self,
+        traced: PackedVariants,
+        limit_bytes: int,
+        asked_bytes: int,
+        as_order: Callable[..., StepOrder],
     ) -> StepOrder:
+        """The fastest order within a limit; `asked_bytes` is the limit that refusals speak of."""
         variants = pack_variants(traced, may_pack=self.may_pack)
         searches: list[tuple[StepOrder, Iterator[StepOrder]]] = []
         refusals: list[DoesNotFit] = []
@@ -150,13 +161,13 @@ class FastestWithin:
             "on_progress": tell,
         }
         for packs in variants:
-            rounds = self._rounds(traced, packs, limit_bytes, as_order, options)
+            rounds = self._rounds(traced, packs, limit_bytes, asked_bytes, as_order, options)
             try:
                 searches.append((next(rounds), rounds))
-            except DoesNotFit as refusal:
-                refusals.append(refusal)
+            except DoesNotFit as refused:
+                refusals.append(refused)
         if not searches:
-            raise min(refusals, key=lambda refusal: refusal.smallest_bytes or math.inf)
+            raise min(refusals, key=lambda refused: refused.smallest_bytes or math.inf)
         first, rounds = min(searches, key=lambda search: search[0].seconds)
         return min([first, *rounds], key=lambda order: order.seconds)
 
@@ -165,6 +176,7 @@ class FastestWithin:
         traced: PackedVariants,
         packs: tuple[str, ...],
         limit_bytes: int,
+        asked_bytes: int,
         as_order: Callable[..., StepOrder],
         options: dict[str, Any],
     ) -> Iterator[StepOrder]:
@@ -174,15 +186,20 @@ class FastestWithin:
         as_plan = partial(as_order, tier=self.tier, limit_bytes=limit_bytes)
         try:
             yield from map(as_plan, arrange_rounds(program, limit_bytes, self.tier, **options))
-        except DoesNotFit as refusal:
+        except DoesNotFit as refused:
             # Whoever comes back with the limit that a refusal named finds its plan.
             smallest = KeptOrder(self.cache, f"smallest-{program.fingerprint}")
             known_small = smallest.read(traced, limit_bytes)
             if known_small is None:
-                named_bytes = refusal.smallest_bytes or 0
-                if refusal.smallest_schedule and smallest.read(traced, named_bytes) is None:
-                    smallest.write(as_order(Arrangement(refusal.smallest_schedule)))
-                raise
+                peak_bytes, schedule = refused.smallest_bytes, refused.smallest_schedule
+                if not schedule or peak_bytes is None:
+                    raise
+                if smallest.read(traced, peak_bytes) is None:
+                    smallest.write(as_order(Arrangement(schedule)))
+                raise DoesNotFit(
+                    refusal(program, schedule, asked_bytes, limit_for=limit_for),
+                    smallest_bytes=limit_for(peak_bytes),
+                ) from None
             yield as_plan(Arrangement(known_small.schedule))
 
     def _key(self, program: Program, limit_bytes: int) -> str:

@@ -5,6 +5,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 import torch
@@ -130,6 +131,12 @@ class DataParallel:
             buckets=[[gradient.name for gradient in group] for group in first],
             on_end=self._after_backward,
             finite_on=self._topology if check_finite else None,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataParallel":
+        raise TypeError(
+            "its gradients are exchanged with other ranks; copy it, and call bayplan.fit, before"
+            " data_parallel"
         )
 
     def use(self, settings: ExchangeSettings) -> None:

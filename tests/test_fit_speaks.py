@@ -111,6 +111,9 @@ def test_plan_of_a_fitted_model_says_what_it_runs():
     assert any(decision.choice is Choice.RECOMPUTE for decision in plan.decisions)
     text = bayplan.explain(plan)
     assert text.startswith("Sequential: planned peak ")
+    model(torch.randn(2048, 64)).sum().backward()
+    with pytest.raises(UsageError, match="no plan 1: the model has 1"):
+        bayplan.plan_of(model, number=1)
     model(torch.randn(1024, 64)).sum().backward()
     other = bayplan.plan_of(model, number=1)
     assert other.order.peak_bytes < order.peak_bytes
@@ -136,3 +139,12 @@ def test_plan_of_another_model_is_refused():
     model.compile(backend="eager")
     with pytest.raises(UsageError, match="was compiled or copied since"):
         bayplan.plan_of(model)
+
+
+def test_bar_is_shown_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    fitted()
+    shown = capsys.readouterr().err
+    assert "planning" in shown
+    fitted(progress=False, again=True)
+    assert capsys.readouterr().err == ""

@@ -329,7 +329,7 @@ def fit(
         )
     if speaks:
         seconds = time.perf_counter() - started
-        plan = fitting.plans[0]
+        plan = plan_of(model)
         say(fit_line(plan, seconds=seconds, is_kept=fitting.decide.took_kept))
         say(busy_text(plan.order.price_spread, "again=True"), is_warning=True)
     return model

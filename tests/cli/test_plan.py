@@ -189,3 +189,17 @@ def test_output_that_cannot_be_written_is_refused_first(bayplan, deep_project, c
     for options in (("--memory", "80%"), ("--pareto",)):
         outcome = bayplan("plan", "train:deep", *options, *QUICK, "-o", "train.py/plans")
         check_refusal(outcome, 2, "train.py/plans")
+
+
+def test_again_measures_and_plans_anew(bayplan, deep_project, monkeypatch, tmp_path):
+    monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path / "own cache"))
+    first = planned(bayplan, "--memory", "80%")
+    assert planned(bayplan, "--memory", "80%") == first
+    renewed = planned(bayplan, "--memory", "80%", "--again")
+    assert renewed.order.plain_seconds != first.order.plain_seconds
+    assert planned(bayplan, "--memory", "80%") == renewed
+
+
+def test_again_is_about_one_device(bayplan, deep_project, check_refusal):
+    options = ("--placement", "0:0-1", "--again", "-o", "made.json")
+    check_refusal(bayplan("plan", "train:deep", *options), 2, "--again is about one device")

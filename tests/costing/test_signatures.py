@@ -1,11 +1,15 @@
 """What single operators cost: each distinct call is measured once, on tensors of its geometry."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bayplan.costing.operators import OperatorCosts, arguments_of, made_up, signature_of_call
+from bayplan.devices.machine import num_threads
 from bayplan.devices.meters import open_meter
 from bayplan.torch_compat import FakeTensor, FakeTensorMode
 
@@ -142,3 +146,29 @@ def test_random_numbers_go_on_as_before_while_tracing(costs):
     torch.compile(lambda x: torch.relu(x), backend=backend)(torch.ones(3))
     assert costs.known
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def clock_of(*seconds: float):
+    """A clock by which calls take so many seconds, one after the other."""
+    moments = iter([moment for each in seconds for moment in (0.0, each)])
+    return lambda: next(moments)
+
+
+def test_spread_is_from_the_fastest_to_the_median_run(costs):
+    with FakeTensorMode():
+        x = torch.empty(4)
+    timed = replace(costs, now=clock_of(3.0, 1.0, 1.5), known={})
+    cost = timed.price(aten.relu.default, (x,), {})
+    assert (cost.seconds, cost.spread_seconds) == (1.0, 0.5)
+
+
+def test_time_that_a_call_waits_for_its_processor_is_spread(costs):
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)  # as a neighbour would let it
+        return x
+
+    with FakeTensorMode():
+        x = torch.empty(64, 64)
+    with num_threads(1):
+        cost = replace(costs, now=time.perf_counter, known={}).price(waits, (x,), {})
+    assert cost.spread_seconds > 0.5 * cost.seconds

@@ -117,10 +117,12 @@ def _show_largest(largest: "Iterator[LargestBatch]", bar: "ProgressBar", *, json
 
 def _cells(row: "LargestBatch") -> tuple[str, ...]:
     from bayplan.data.units import format_bytes
+    from bayplan.reporting.plans import ratio_text
 
     if row.note:
         return row.strategy, "", row.note, "", ""
     if not row.batch:
         return row.strategy, "0", "", "", ""
-    figures = (f"{row.time_ratio:.3f}", f"{row.samples_per_second:.1f}")
+    ratio = ratio_text(row.time_ratio, row.time_ratio_spread)
+    figures = (ratio, f"{row.samples_per_second:.1f}")
     return row.strategy, str(row.batch), format_bytes(row.peak_bytes), *figures

@@ -213,7 +213,7 @@ def curve_text(points: Sequence[tuple[int, StepOrder]]) -> str:
             format_bytes(limit_bytes),
             format_bytes(order.peak_bytes),
             f"{order.peak_bytes / max(order.plain_peak_bytes, 1):.0%}",
-            f"{order.time_ratio:.3f}",
+            ratio_text(order.time_ratio, order.time_ratio_spread),
             "" if order.gap is None else f"{order.gap:.1%}",
         )
         for limit_bytes, order in sorted(points, key=lambda point: -point[0])

@@ -36,10 +36,11 @@ _FITTING = "bayplan_fitting"  # what the compiled call of a fitted model is mark
 
 @dataclass
 class Fitting:
-    """Decides the order of each graph that a model runs, and tells what was decided.
+    """Decides the order of each graph that a model runs, once, and tells what was decided.
 
     Attributes:
-        plans: of the batch that the model was fitted to, and then of those that came later.
+        plans: by the program of each graph: of the batch that the model was fitted to, and then of
+            those that came later.
         known: fields of every plan: the model, the device, the limit.
         graph_fingerprint: of the batch that the model was fitted to.
     """
@@ -47,14 +48,17 @@ class Fitting:
     decide: FastestWithin
     graph_fingerprint: str
     known: dict[str, Any]
-    plans: list[DevicePlan] = field(default_factory=list)
+    plans: dict[str, DevicePlan] = field(default_factory=dict)
 
     def __call__(self, traced: TracedStep) -> StepOrder:
-        order = self.decide(traced)
-        fingerprint = "" if self.plans else self.graph_fingerprint
-        plan = device_plan(traced, order, graph_fingerprint=fingerprint, **self.known)
-        self.plans.append(plan)
-        return order
+        program = traced.with_packs().program.fingerprint
+        if program not in self.plans:
+            fingerprint = "" if self.plans else self.graph_fingerprint
+            order = self.decide(traced)
+            self.plans[program] = device_plan(
+                traced, order, graph_fingerprint=fingerprint, **self.known
+            )
+        return self.plans[program].order
 
 
 def fit(
@@ -135,7 +139,7 @@ def plans_of(model: nn.Module) -> list[DevicePlan]:
             f"{type(model).__name__} was not fitted, or was compiled or copied since, so it has no"
             " plan; call bayplan.fit(model, batch, loss_fn, memory=…) first"
         )
-    return fitting.plans
+    return list(fitting.plans.values())
 
 
 def bind(

@@ -176,6 +176,7 @@ class LargestBatch:
         batch: the largest size whose peak is within the limit; 0 if not even one sample fits.
         peak_bytes: predicted at that size.
         time_ratio: predicted step time over that of keeping everything, at that size.
+        time_ratio_spread: how far that may be off.
         samples_per_second: predicted.
         note: why there is no batch, where the strategy was not tried.
     """
@@ -186,6 +187,7 @@ class LargestBatch:
     time_ratio: float = 0.0
     samples_per_second: float = 0.0
     note: str = ""
+    time_ratio_spread: float = 0.0
 
 
 def largest_batches(
@@ -243,7 +245,14 @@ class _Search:
         if order is None:
             return LargestBatch(name, 0)
         rate = batch / max(order.seconds, 1e-12)
-        return LargestBatch(name, batch, order.peak_bytes, order.time_ratio, rate)
+        return LargestBatch(
+            name,
+            batch,
+            order.peak_bytes,
+            order.time_ratio,
+            rate,
+            time_ratio_spread=order.time_ratio_spread,
+        )
 
     def _way(self, name: str) -> FittingWay:
         planner = self._planner

@@ -368,3 +368,29 @@ def test_checkpoints_and_what_is_in_them_are_known():
     with pytest.raises(Exception, match="seen"):
         torch.compile(Inner(), backend=backend, fullgraph=True)(torch.randn(4, 2))
     assert seen == [([{"use_reentrant": False}], 3, True)]
+
+
+def test_setting_of_autocasts_cache_is_kept_while_a_joint_graph_is_traced():
+    class Product(nn.Module):
+        def forward(self, x):
+            settings.append(torch.is_autocast_cache_enabled())
+            return (x @ x,)
+
+    def partition(*_, **__):
+        raise ValueError("traced")
+
+    x, found = torch.ones(2, 2, requires_grad=True), []
+    for is_enabled in (True, False):
+        settings = []
+        with (
+            pytest.raises(ValueError, match="traced"),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=is_enabled),
+        ):
+            torch_compat.compile_joint(Product(), [x], partition=partition, compile_graph=None)
+        found.append(settings[-1])  # the first time is for what it returns
+    assert found == [True, False]
+
+
+def test_views_are_known():
+    assert torch_compat.is_view(torch.ones(2)[:1])
+    assert not torch_compat.is_view(torch.ones(2))

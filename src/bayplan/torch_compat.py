@@ -68,6 +68,7 @@ __all__ = [
     "is_faking",
     "is_graph_kept",
     "is_tangent",
+    "is_view",
     "mutated_arguments",
     "next_forward_sequence",
     "outside_tracing",
@@ -161,6 +162,10 @@ def is_faking() -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a joint graph's input is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    return tensor._is_view()
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
@@ -313,7 +318,7 @@ def compile_joint(
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated():
+    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _cached_casts():
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -340,6 +345,22 @@ def _nothing_donated() -> Iterator[None]:
         yield
     finally:
         graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+@contextmanager
+def _cached_casts() -> Iterator[None]:
+    """Leave the setting of autocast's cache of casts as it is, for `tracing/shared_casts.py`.
+
+    torch switches it off where it traces, because it could hold tensors from outside.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    names: Any = proxy_tensor
+    disable, names.disable_autocast_cache = names.disable_autocast_cache, nullcontext
+    try:
+        yield
+    finally:
+        names.disable_autocast_cache = disable
 
 
 def is_graph_kept() -> bool:

@@ -20,6 +20,7 @@ from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
+from bayplan.tracing.shared_casts import sharing_casts
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
@@ -61,7 +62,10 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             raise stop
 
         checked = with_checkpoints_checked(module, take)
-        return torch_compat.compile_joint(module, examples, partition=checked, compile_graph=None)
+        with sharing_casts(module, examples):
+            return torch_compat.compile_joint(
+                module, examples, partition=checked, compile_graph=None
+            )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)

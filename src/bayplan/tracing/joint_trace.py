@@ -19,7 +19,7 @@ from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
-from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
+from bayplan.tracing.hooks import hooked_text, num_hooks, on_copies, refused_hooks
 from bayplan.tracing.shared_casts import sharing_casts
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
@@ -142,4 +142,5 @@ def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanErro
         )
     return told or CaptureError(
         f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
+        + ("" if model is None else hooked_text(model))
     )

@@ -54,6 +54,22 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
 
     To be called where tensors take no memory; the model must be a copy made there.
     """
+    joint, fault = _first_joint(model, inputs)
+    if fault is not None:
+        before = num_hooks(model)
+        torch_compat.set_compiled_call(model, None)
+        with on_copies(), suppress(Exception):
+            call_model(model, inputs)
+        if num_hooks(model) != before:  # a library installs them in the first forward
+            joint, _ = _first_joint(model, inputs)
+    if joint is None:
+        assert fault is not None, "a model with parameters to train is traced with its backward"
+        raise untraceable(fault, model) from fault
+    return joint
+
+
+def _first_joint(model: nn.Module, inputs: Any) -> tuple[Joint | None, Exception | None]:
+    """The joint graph of a call, or the error that came instead."""
     stop = _Stop()
 
     def backend(module: Any, examples: Any) -> Callable[..., Any]:
@@ -74,16 +90,9 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             call_model(model, inputs)
     except Exception as fault:
         if torch_compat.compile_fault(fault) is not stop:
-            before = num_hooks(model)
-            torch_compat.set_compiled_call(model, None)
-            with on_copies(), suppress(Exception):
-                call_model(model, inputs)
-            if num_hooks(model) == before:
-                raise untraceable(fault, model) from fault
-            return joint_of(model, inputs)  # its first call installs hooks: transformers
-    assert stop.joint is not None, "a model with parameters to train is traced with its backward"
+            return None, fault
     stop.__traceback__ = None  # its frames hold the model and all that torch made of it
-    return stop.joint
+    return stop.joint, None
 
 
 def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:

@@ -321,8 +321,7 @@ def test_weights_that_are_read_several_times_or_by_functions(
 ):
     if name == "TwiceWithoutCache" and dtype == torch.float16:
         pytest.skip("its blocks are in bfloat16")
-    for strategy in (keep(), repeat_everything):
-        compared(bind_to, strategy, lambda fit: under_autocast(AROUND[name](), fit, dtype))
+    compared(bind_to, repeat_everything, lambda fit: under_autocast(AROUND[name](), fit, dtype))
 
 
 def test_autocast_without_its_cache_and_with_it_again(bind_to):

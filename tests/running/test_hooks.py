@@ -232,8 +232,15 @@ def of_all_modules(model, heard):
     ]
 
 
+# Others of their kind are quick.
+SLOW = {"keeps statistics", "keeps inputs", "changes inputs", "first and always"}
+SLOW |= {"draws random numbers", "keeps what is then overwritten"}
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before fit", "after fit"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOOKS]
+)
 @pytest.mark.usefixtures("_no_global_hooks")
 def test_hook_is_called_as_in_plain_training(name, before):
     plain = train(HOOKS[name], fitted=False, before=before)

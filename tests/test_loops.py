@@ -502,22 +502,6 @@ def part_of_another_model(fit):
     yield from (outer, torch.load(file, weights_only=False)(x))
 
 
-@loop
-def output_of_transformers(fit):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
-    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=8)
-    model = transformers.BertForMaskedLM(config)
-    tokens = torch.randint(20, (2, 8))
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    fit(model, batch, None)
-    for _ in range(2):
-        output = model(**batch, output_hidden_states=True)
-        (output.loss + output.hidden_states[1].mean()).backward()
-        yield from (output.loss, output["logits"])
-    yield model
-
-
 def run(loop: Loop, fit: Fit, model_state: Any) -> list[Any]:
     torch.manual_seed(0)
     told = []
@@ -533,7 +517,7 @@ def plainly(model: nn.Module, batch: Any, loss_fn: Any) -> None:
     pass
 
 
-@pytest.mark.parametrize("plan", ["keep", "repeat"])
+@pytest.mark.parametrize("plan", [pytest.param("keep", marks=pytest.mark.slow), "repeat"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_has_the_numbers_of_plain_training(
     name, plan, bind_to, repeat_everything, model_state

@@ -429,3 +429,24 @@ def test_views_are_told_from_tensors_of_their_own():
     base = torch.ones(3, requires_grad=True) * 2
     assert torch_compat.is_view(base[1:])
     assert not torch_compat.is_view(base)
+
+
+def test_setting_of_autocasts_cache_is_kept_while_a_joint_graph_is_traced():
+    class Product(nn.Module):
+        def forward(self, x):
+            settings.append(torch.is_autocast_cache_enabled())
+            return (x @ x,)
+
+    def partition(*_, **__):
+        raise ValueError("traced")
+
+    x, found = torch.ones(2, 2, requires_grad=True), []
+    for is_enabled in (True, False):
+        settings = []
+        with (
+            pytest.raises(ValueError, match="traced"),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=is_enabled),
+        ):
+            torch_compat.compile_joint(Product(), [x], partition=partition, compile_graph=None)
+        found.append(settings[-1])  # the first time is for what it returns
+    assert found == [True, False]

@@ -336,6 +336,7 @@ def compile_joint(
         config.patch(backward_pass_autocast="off"),
         inductor_config.patch(fallback_random=True),
         _nothing_donated(),
+        _cached_casts(),
         _as_in_eager(whole),
         _told_tangents(tangents),
     ):
@@ -358,11 +359,11 @@ def _told_tangents(
     guess = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
     waiting = cycle(tangents)
 
-    def told(tangent: Any) -> Any:
+    def told(x: torch.Tensor) -> Any:
         shape, stride = next(waiting, ((), None))
-        if stride is not None and isinstance(tangent, torch.Tensor) and tangent.shape == shape:
-            tangent = tangent.new_empty_strided(shape, stride)
-        return guess(tangent)
+        if stride is not None and isinstance(x, torch.Tensor) and x.shape == shape:
+            x = x.new_empty_strided(shape, stride)
+        return guess(x)
 
     collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = told
     try:
@@ -514,6 +515,22 @@ def _nothing_donated() -> Iterator[None]:
         yield
     finally:
         graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+@contextmanager
+def _cached_casts() -> Iterator[None]:
+    """Leave the setting of autocast's cache of casts as it is, for `tracing/shared_casts.py`.
+
+    torch switches it off where it traces, because it could hold tensors from outside.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    names: Any = proxy_tensor
+    disable, names.disable_autocast_cache = names.disable_autocast_cache, nullcontext
+    try:
+        yield
+    finally:
+        names.disable_autocast_cache = disable
 
 
 def is_graph_kept() -> bool:

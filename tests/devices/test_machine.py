@@ -32,6 +32,14 @@ def test_description_follows_the_number_of_threads():
         torch.set_num_threads(num_threads)
 
 
+def test_description_names_settings_that_choose_other_kernels(monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    told = describe_machine()
+    assert told["float32 matmul"] == "medium"
+    assert told["algorithms"] == "deterministic"
+
+
 def test_processor_is_unknown_rather_than_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr("bayplan.devices.machine.Path", lambda path: tmp_path / "nothing there")
     monkeypatch.setattr(platform, "processor", lambda: "")

@@ -6,6 +6,7 @@ called with. Hooks come before `fit` or after the first step, and go before the 
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -136,6 +137,23 @@ def keeps_by_name(model, heard):
 
 
 @kind
+def of_a_method_that_changes_a_buffer(model, heard):
+    model.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def update(self, module, inputs, output):
+        self.mean.mul_(0.9).add_(output.detach().mean(0))
+
+    hook = MethodType(update, model)
+    told = model.register_forward_hook(lambda m, i, output: heard.append(m.mean.clone()))
+    return [model.first.register_forward_hook(hook), told]
+
+
+@kind
+def draws_random_numbers(model, heard):
+    return [model.first.register_forward_hook(lambda m, i, o: o + torch.randn_like(o))]
+
+
+@kind
 def changes_outputs(model, heard):
     return [model.first.register_forward_hook(lambda m, i, output: output * 1.5)]
 
@@ -219,8 +237,15 @@ def of_all_modules(model, heard):
     ]
 
 
+# Others of their kind are quick.
+SLOW = {"keeps statistics", "keeps inputs", "changes inputs", "first and always"}
+SLOW |= {"draws random numbers", "keeps what is then overwritten"}
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before fit", "after fit"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOOKS]
+)
 @pytest.mark.usefixtures("_no_global_hooks")
 def test_hook_is_called_as_in_plain_training(name, before):
     plain = train(HOOKS[name], fitted=False, before=before)
@@ -251,6 +276,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
             m.first.register_forward_hook(lambda *a: a[2].register_hook(heard.append) and None)
         ],
         "changes something outside of it.*register_hook",
+    ),
+    "a hook that registers others": (
+        lambda m, heard: [
+            m.first.register_forward_hook(lambda *a: a[0].register_forward_hook(print) and None)
+        ],
+        "Forward hooks are traced.*'first'",
     ),
 }
 

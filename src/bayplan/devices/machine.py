@@ -28,6 +28,12 @@ __all__ = [
 
 
 def describe_machine() -> dict[str, str]:
+    """What kernels are timed on: versions, processor, threads, and settings that choose others."""
+    settings = {
+        "float32 matmul": torch.get_float32_matmul_precision().removeprefix("highest"),
+        "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "",
+        "oneDNN": "" if torch.backends.mkldnn.enabled else "off",
+    }
     return {
         "bayplan": metadata.version("bayplan"),
         "torch": str(torch.__version__),
@@ -36,6 +42,7 @@ def describe_machine() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
+        **{name: value for name, value in settings.items() if value},  # as torch comes: none
     }
 
 

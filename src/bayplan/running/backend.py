@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from bayplan import torch_answers, torch_compat
@@ -38,6 +39,7 @@ from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.fake_products import correct_fake_products
 from bayplan.tracing.joint import JointStep
+from bayplan.tracing.shared_casts import OnePerAutocast, SharedCasts, sharing_casts
 from bayplan.tracing.tangents import compile_with_tangents
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
@@ -64,6 +66,7 @@ class PlannedBackend:
     open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
     orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
     only_plans: bool = False  # whether a graph that is called raises `Planned` instead of running
+    _per_autocast: OnePerAutocast = field(default_factory=OnePerAutocast)
     _graphs: Counter[str] = field(default_factory=Counter)  # traced so far, by shapes of inputs
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -72,15 +75,16 @@ class PlannedBackend:
         correct_fake_lstm()
         torch_compat.guard_global_hooks()
         correct_fake_products()
-        run = compile_with_tangents(
-            module,
-            inputs,
-            self.context.loss.gradients,
-            partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
-            compile_graph=self._compile,
-            whole=whole_operators(),
-        )
-        return self._unless_planning(once_differentiable(run))
+        with sharing_casts(module, inputs) as casts:
+            run = compile_with_tangents(
+                module,
+                inputs,
+                self.context.loss.gradients,
+                partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
+                compile_graph=self._compile,
+                whole=whole_operators(),
+            )
+        return self._checked(once_differentiable(run), casts_on=_device_of(inputs, casts))
 
     def _warn_of_repeats(self, inputs: Sequence[Any]) -> None:
         shapes = str([getattr(value, "shape", None) for value in inputs])
@@ -95,10 +99,14 @@ class PlannedBackend:
                 stacklevel=2,
             )
 
-    def _unless_planning(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(
+        self, run: Callable[..., Any], casts_on: torch.device | None
+    ) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
             if self.only_plans:
                 raise Planned
+            if casts_on is not None:
+                self._per_autocast.check(casts_on)
             return run(*args)
 
         return checked
@@ -122,6 +130,12 @@ class PlannedBackend:
         halves = halves_by(order, traced, lambda size_bytes: Swapper(self.open_store(size_bytes)))
         self.orders.append(order)
         return halves
+
+
+def _device_of(inputs: Sequence[Any], casts: SharedCasts) -> torch.device | None:
+    """Where a graph casts parameters; None if it does not."""
+    tensors = (value for value in inputs if isinstance(value, torch.nn.Parameter))
+    return next((tensor.device for tensor in tensors), None) if casts.are_used else None
 
 
 def halves_by(

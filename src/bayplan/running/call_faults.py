@@ -9,7 +9,7 @@ it fails as well, its error is the one to see.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 from weakref import ref
@@ -60,9 +60,10 @@ def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., 
             if not isinstance(inner, BayplanError):
                 before = num_hooks(model)
                 told = _fault_of_call(fault, model, args, kwargs)
-                if num_hooks(model) == before:
-                    raise told from fault
-                return explained(*args, **kwargs)  # the plain forward has installed its hooks
+                if num_hooks(model) != before:  # a library installs them in the first forward
+                    with suppress(Exception):
+                        return call(*args, **kwargs)
+                raise told from fault
         if is_fitted and isinstance(inner, DoesNotFit):
             raise DoesNotFit(
                 "a batch unlike those before is planned when it comes, within the limit that the"

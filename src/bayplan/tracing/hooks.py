@@ -19,7 +19,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
 
-__all__ = ["copied", "num_hooks", "on_copies", "refused_hooks"]
+__all__ = ["copied", "hooked_text", "num_hooks", "on_copies", "refused_hooks"]
 
 _Thing = TypeVar("_Thing")
 _Memo = dict[int, Any]
@@ -72,6 +72,20 @@ def on_copies(*modules: nn.Module) -> Iterator[None]:
 
 def _restore(table: dict[int, Any], kept: Mapping[int, Any]) -> None:
     table.update({key: hook for key, hook in kept.items() if key in table})
+
+
+def hooked_text(model: nn.Module) -> str:
+    """What to add to a message about a forward that cannot be traced; nothing without hooks."""
+    hooked = [name for name, each in model.named_modules() if any(torch_compat.hooks_of(each)[:2])]
+    names = [repr(name) for name in hooked if name]
+    if not names:
+        return ""
+    more = ", …" if len(names) > 3 else ""
+    return (
+        f"\nForward hooks are traced with the forward, here of {', '.join(names[:3])}{more}. If one"
+        " of them asks for values (`.item()`, `print`), remove it, keep tensors and ask after the"
+        ' step, or run the steps that need it under torch.compiler.set_stance("force_eager")'
+    )
 
 
 def num_hooks(model: nn.Module) -> int:

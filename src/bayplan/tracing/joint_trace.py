@@ -19,7 +19,8 @@ from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
-from bayplan.tracing.hooks import on_copies, refused_hooks
+from bayplan.tracing.hooks import hooked_text, on_copies, refused_hooks
+from bayplan.tracing.shared_casts import sharing_casts
 from bayplan.tracing.tangents import OutputGradient, compile_with_tangents
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
@@ -64,14 +65,15 @@ def joint_of(model: nn.Module, inputs: Any, gradients: Sequence[OutputGradient] 
             raise stop
 
         checked = with_checkpoints_checked(module, take)
-        return compile_with_tangents(
-            module,
-            examples,
-            gradients,
-            partition=checked,
-            compile_graph=None,
-            whole=whole_operators(),
-        )
+        with sharing_casts(module, examples):
+            return compile_with_tangents(
+                module,
+                examples,
+                gradients,
+                partition=checked,
+                compile_graph=None,
+                whole=whole_operators(),
+            )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
     compile_whole(model, backend)
@@ -156,4 +158,5 @@ def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanErro
         )
     return told or CaptureError(
         f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
+        + ("" if model is None else hooked_text(model))
     )

@@ -19,7 +19,7 @@ import dis
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -65,7 +65,7 @@ def unnoticed_fakes() -> Iterator[None]:
         home.FakeTensor = FakeTensor
 
 
-def answer_as_eager() -> None:
+def answer_as_eager(rules: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
     """Let code that our backends trace hear that nothing is compiled, as in plain training.
 
     Dynamo answers `torch.compiler.is_compiling()` and its relatives with True wherever they are
@@ -74,7 +74,12 @@ def answer_as_eager() -> None:
     to know, the answer stays. For the process, once: Dynamo has one table of answers.
 
     What a stream captures is asked along with it; Dynamo fails on that where there is no GPU.
+
+    Args:
+        rules: a context in which operators are traced as our backends trace them, for those that
+            Dynamo fails on. The first that is given counts.
     """
+    from torch._dynamo import utils
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.builder import VariableBuilder
@@ -96,6 +101,7 @@ def answer_as_eager() -> None:
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
         VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
+        utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl, rules)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -155,6 +161,25 @@ def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
             return wrap_module(self, value)
 
     return wrap
+
+
+def _by_rules(
+    fake_value: Callable[..., Any], rules: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """What an operator makes of fake tensors: as Dynamo finds it or, if it fails, by our rules."""
+
+    def answer(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import Unsupported
+
+        try:
+            return fake_value(node, tx, *args, **kwargs)
+        except Unsupported:
+            if not _traces_as_eager(tx.output.compiler_fn):
+                raise
+            with rules():
+                return fake_value(node, tx, *args, **kwargs)
+
+    return answer
 
 
 def _told_truth(method: Callable[..., Any]) -> Callable[..., Any]:

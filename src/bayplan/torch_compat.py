@@ -36,6 +36,7 @@ __all__ = [
     "VALUE_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "Layout",
     "OpOverload",
     "OperatorWatch",
     "TorchDispatchMode",
@@ -56,6 +57,7 @@ __all__ = [
     "current_backward_sequence",
     "default_store",
     "dispatch_modes",
+    "eager_kernels",
     "fake_mode_of",
     "has_gradient_hooks",
     "ignore_logging",
@@ -79,6 +81,8 @@ __all__ = [
     "tree_map_only",
     "uncompiled",
 ]
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -182,9 +186,12 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def outside_tracing() -> AbstractContextManager[Any]:
+@contextmanager
+def outside_tracing() -> Iterator[None]:
     """Real tensors again, inside a callback that torch makes while it traces."""
-    return _disable_current_modes()
+    # The second are rules in Python, of which ours would call themselves.
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 def replayed_views() -> AbstractContextManager[Any]:
@@ -231,6 +238,7 @@ def compile_joint(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     compile_graph: Any,
     whole: Iterable[Any] = (),
+    gradients: Sequence[Layout] = (),
 ) -> Callable[..., Any]:
     """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
 
@@ -239,12 +247,18 @@ def compile_joint(
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
     loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
     are traced as their `call` says, all others as the dispatcher runs them in plain training.
+    Gradients of outputs are taken to arrive laid out as `gradients` say, or as the outputs are;
+    torch copies those that do not.
     """
     # Here: it takes a second to import, and most commands never trace.
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    with config.patch(backward_pass_autocast="off"), _nothing_donated(), _as_in_eager(whole):
+    with (
+        config.patch(backward_pass_autocast="off"),
+        _nothing_donated(),
+        _as_in_eager(whole, gradients),
+    ):
         return aot_module_simplified(
             module,
             [_with_known_sizes(value) for value in inputs],
@@ -255,10 +269,54 @@ def compile_joint(
 
 
 @contextmanager
-def _as_in_eager(whole: Iterable[Any]) -> Iterator[None]:
+def _as_in_eager(whole: Iterable[Any], gradients: Sequence[Layout]) -> Iterator[None]:
     """Trace what plain training runs, where tracing would otherwise compute something else."""
-    with _eager_kernels(whole), _layouts_of_changes():
+    with eager_kernels(whole), _layouts_of_changes(), _layouts_of_gradients(gradients):
         yield
+
+
+@contextmanager
+def _layouts_of_gradients(layouts: Sequence[Layout]) -> Iterator[None]:
+    """Tell torch how the gradients of outputs are laid out when they arrive.
+
+    It takes them to be laid out as the outputs, and copies what is not. A matrix product of the
+    copy has other bits than one of the original.
+    """
+    from torch._functorch._aot_autograd import collect_metadata_analysis as analysis
+
+    guess = analysis.coerce_tangent_and_suggest_memory_format
+
+    def guided(tensor: Any) -> Any:
+        if type(tensor) is not FakeTensor:
+            return guess(tensor)
+        strides = {_stride_like(layout, tensor.shape) for layout in layouts} - {None}
+        same = {stride for shape, stride in layouts if shape == tuple(tensor.shape)}
+        strides = same or strides
+        if len(strides) != 1:  # nothing is known of it, or not which of them it is
+            return guess(tensor)
+        with tensor.fake_mode:
+            known = torch.empty_strided(
+                tensor.shape, strides.pop(), dtype=tensor.dtype, device=tensor.device
+            )
+        return known, None, True
+
+    analysis.coerce_tangent_and_suggest_memory_format = guided
+    try:
+        yield
+    finally:
+        analysis.coerce_tangent_and_suggest_memory_format = guess
+
+
+def _stride_like(layout: Layout, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides that a tensor of another batch size has, if it is laid out alike."""
+    _, stride = layout
+    if len(stride) != len(shape):
+        return None
+    found, span = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
+        if stride[axis]:
+            found[axis], span = span, span * shape[axis]
+    return tuple(found)
 
 
 IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, and in which strides
@@ -330,8 +388,8 @@ _TRACED_BY_PYTHON = {
 
 
 @contextmanager
-def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
-    """Trace operators as the dispatcher runs them in plain training.
+def eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace operators as the dispatcher runs them in plain training; those of `whole` as they say.
 
     torch has second implementations of some operators in Python, made of others, that only tracing
     uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.

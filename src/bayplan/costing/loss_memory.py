@@ -22,7 +22,7 @@ from bayplan.costing.operators import measured_workspaces
 from bayplan.data.graph import Phase, StepGraph, Storage, StorageKind
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.units import round_up
-from bayplan.step import TrainingStep, call_model, split_batch
+from bayplan.step import TrainingStep, call_model, loss_of, split_batch
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import fake_step, without_memory
@@ -60,6 +60,7 @@ def loss_memory(
             loss_fn=fake.loss_fn,
             autocast=fake.autocast,
         )
+        gradients_of_outputs = _gradient_layouts(alone)
     graph = capture_step(alone)
     workspaces = [0] * len(graph.nodes)
     if cache is not None:
@@ -81,7 +82,18 @@ def loss_memory(
         peak_bytes=peak_bytes - rounded(given),
         kept_bytes=rounded(_own_storage(graph)) + rounded(gradients),
         beside_bytes=beside_bytes + rounded(unnamed),
+        gradients=gradients_of_outputs,
     )
+
+
+def _gradient_layouts(step: TrainingStep) -> tuple[torch_compat.Layout, ...]:
+    """How the gradients of a given output arrive, before anybody adds them to others."""
+    inputs, targets = split_batch(step.batch, step.loss_fn)
+    with step.precision():
+        loss = loss_of(call_model(step.model, inputs), step.loss_fn, targets)
+    leaves = list(step.model.parameters())
+    made = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return tuple((tuple(each.shape), each.stride()) for each in made if each is not None)
 
 
 def _given(step: TrainingStep) -> dict[int, int]:

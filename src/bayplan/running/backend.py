@@ -65,6 +65,7 @@ class PlannedBackend:
             partition=partial(self._partition, inputs),
             compile_graph=self._compile,
             whole=whole_operators(),
+            gradients=self.context.loss.gradients,
         )
         return once_differentiable(run)
 
@@ -147,7 +148,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "bayplan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    torch_answers.answer_as_eager()
+    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
     return _bayplan
 
 

@@ -58,11 +58,13 @@ class LossMemory:
         peak_bytes: the most over its inputs: its temporaries and the gradient it hands to backward.
         kept_bytes: of these, what stays until the step ends; the gradient for backward not counted.
         beside_bytes: what is there during the whole step and is no input of the graph: targets.
+        gradients: how the gradients that it hands to backward are laid out.
     """
 
     peak_bytes: int = 0
     kept_bytes: int = 0
     beside_bytes: int = 0
+    gradients: tuple[torch_compat.Layout, ...] = ()
 
 
 _NO_LOSS = LossMemory()

@@ -41,12 +41,15 @@ def trace_step(step: TrainingStep, context: MemoryContext) -> TracedStep:
     if context.updates is not None:
         context = replace(context, updates=context.updates.of_copy(fake.model))
     with mode, fake.precision():
-        joint = joint_of(fake.model, split_batch(fake.batch, fake.loss_fn)[0])
+        inputs = split_batch(fake.batch, fake.loss_fn)[0]
+        joint = joint_of(fake.model, inputs, gradients=context.loss.gradients)
     # Outside: torch has traced it on fake tensors of its own.
     return TracedStep.of(joint.module, joint.num_forward_outputs, context, joint.inputs)
 
 
-def joint_of(model: nn.Module, inputs: Any) -> Joint:
+def joint_of(
+    model: nn.Module, inputs: Any, *, gradients: Sequence[torch_compat.Layout] = ()
+) -> Joint:
     """Have torch trace a call of a model with its backward, and stop it there.
 
     To be called where tensors take no memory; the model must be a copy made there.
@@ -59,7 +62,12 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
             raise stop
 
         return torch_compat.compile_joint(
-            module, examples, partition=take, compile_graph=None, whole=whole_operators()
+            module,
+            examples,
+            partition=take,
+            compile_graph=None,
+            whole=whole_operators(),
+            gradients=gradients,
         )
 
     backend.traces_as_eager = True  # pyrefly: ignore[missing-attribute] - a mark for torch_compat
@@ -83,7 +91,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
-    torch_answers.answer_as_eager()
+    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
     if type(model).forward.__module__.startswith("torch."):
         # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
         call = torch.compile(MethodType(_call, model), **options)

@@ -401,3 +401,36 @@ def test_recurrent_layers_are_traced_for_our_backends_only():
     backend.traces_as_eager = True
     torch.compiler.reset()
     assert torch.compile(call, backend=backend, fullgraph=True)(x).equal(call(x))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (((3, 4), (1, 3)), (1, 3)),
+        (((3, 4), (0, 0)), (0, 0)),
+        (((6, 4), (1, 6)), (1, 3)),  # of another batch size
+        (((3, 4, 5), (20, 5, 1)), (4, 1)),  # of another output
+    ],
+)
+def test_gradients_are_traced_in_the_layout_that_we_say(layout, expected):
+    from functorch.compile import default_partition
+
+    class Sine(nn.Module):
+        def forward(self, x):
+            return (x.sin(),)
+
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        tangents = filter(torch_compat.is_tangent, joint.graph.nodes)
+        seen.extend(node.meta["val"].stride() for node in tangents)
+        return default_partition(joint, inputs, **options)
+
+    torch_compat.compile_joint(
+        fx.symbolic_trace(Sine()),
+        [torch.ones(3, 4, requires_grad=True)],
+        partition=partition,
+        compile_graph=lambda graph, _: graph,
+        gradients=[layout],
+    )
+    assert seen == [expected]

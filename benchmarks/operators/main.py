@@ -1,6 +1,7 @@
 """How many of torch's operators and modules train with the bits of plain training under a plan?"""
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", help="float32, float64, bfloat16; all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of samples
     rows, others = [], dict[str, str]()
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")

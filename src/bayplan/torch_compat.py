@@ -286,18 +286,18 @@ def _layouts_of_gradients(layouts: Sequence[Layout]) -> Iterator[None]:
 
     guess = analysis.coerce_tangent_and_suggest_memory_format
 
-    def guided(tensor: Any) -> Any:
-        if type(tensor) is not FakeTensor:
-            return guess(tensor)
-        strides = {_stride_like(layout, tensor.shape) for layout in layouts} - {None}
-        same = {stride for shape, stride in layouts if shape == tuple(tensor.shape)}
-        strides = same or strides
+    def guided(x: Any) -> Any:
+        if type(x) is not FakeTensor:
+            return guess(x)
+        shape = tuple(x.shape)
+        strides = {stride for known, stride in layouts if known == shape}
+        strides = strides or {
+            _dense_like(stride, shape) for _, stride in layouts if len(stride) == len(shape)
+        }
         if len(strides) != 1:  # nothing is known of it, or not which of them it is
-            return guess(tensor)
-        with tensor.fake_mode:
-            known = torch.empty_strided(
-                tensor.shape, strides.pop(), dtype=tensor.dtype, device=tensor.device
-            )
+            return guess(x)
+        with x.fake_mode:
+            known = torch.empty_strided(shape, strides.pop(), dtype=x.dtype, device=x.device)
         return known, None, True
 
     analysis.coerce_tangent_and_suggest_memory_format = guided
@@ -307,11 +307,8 @@ def _layouts_of_gradients(layouts: Sequence[Layout]) -> Iterator[None]:
         analysis.coerce_tangent_and_suggest_memory_format = guess
 
 
-def _stride_like(layout: Layout, shape: Sequence[int]) -> tuple[int, ...] | None:
+def _dense_like(stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     """The strides that a tensor of another batch size has, if it is laid out alike."""
-    _, stride = layout
-    if len(stride) != len(shape):
-        return None
     found, span = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
         if stride[axis]:

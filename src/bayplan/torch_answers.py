@@ -33,6 +33,10 @@ __all__ = ["answer_as_eager", "unnoticed_fakes"]
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
 
 
+Rules = Callable[[], AbstractContextManager[Any]]
+_rules: list[Rules] = [nullcontext]  # for the process, as Dynamo's answers are
+
+
 class _NoTensorIsFake:
     """What code that is not torch's finds under the name FakeTensor while a step is captured."""
 
@@ -65,7 +69,7 @@ def unnoticed_fakes() -> Iterator[None]:
         home.FakeTensor = FakeTensor
 
 
-def answer_as_eager(rules: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+def answer_as_eager(rules: Rules | None = None) -> None:
     """Let code that our backends trace hear that nothing is compiled, as in plain training.
 
     Dynamo answers `torch.compiler.is_compiling()` and its relatives with True wherever they are
@@ -77,7 +81,7 @@ def answer_as_eager(rules: Callable[[], AbstractContextManager[Any]] = nullconte
 
     Args:
         rules: a context in which operators are traced as our backends trace them, for those that
-            Dynamo fails on. The first that is given counts.
+            Dynamo fails on. The last that was given counts.
     """
     from torch._dynamo import utils
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
@@ -85,6 +89,8 @@ def answer_as_eager(rules: Callable[[], AbstractContextManager[Any]] = nullconte
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    if rules is not None:
+        _rules[:] = [rules]
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for name in (
         *("torch._utils.is_compiling", "torch._dynamo.external_utils.is_compiling"),
@@ -101,7 +107,7 @@ def answer_as_eager(rules: Callable[[], AbstractContextManager[Any]] = nullconte
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
         VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
-        utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl, rules)
+        utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -163,9 +169,7 @@ def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-def _by_rules(
-    fake_value: Callable[..., Any], rules: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
+def _by_rules(fake_value: Callable[..., Any]) -> Callable[..., Any]:
     """What an operator makes of fake tensors: as Dynamo finds it or, if it fails, by our rules."""
 
     def answer(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +180,7 @@ def _by_rules(
         except Unsupported:
             if not _traces_as_eager(tx.output.compiler_fn):
                 raise
-            with rules():
+            with _rules[-1]():
                 return fake_value(node, tx, *args, **kwargs)
 
     return answer

@@ -450,3 +450,106 @@ def test_setting_of_autocasts_cache_is_kept_while_a_joint_graph_is_traced():
             torch_compat.compile_joint(Product(), [x], partition=partition, compile_graph=None)
         found.append(settings[-1])  # the first time is for what it returns
     assert found == [True, False]
+
+
+def test_a_change_in_place_between_gaps_is_known_in_the_joint_graph():
+    from functorch.compile import default_partition
+
+    class Changing(nn.Module):
+        def forward(self, x):
+            columns = (x * 2).unsafe_chunk(2, 1)[0]
+            return (columns.sigmoid_(), (x * 3).sigmoid_())
+
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs, **options):
+        seen.extend(node.meta.get(torch_compat.IN_PLACE) for node in joint.graph.nodes)
+        return default_partition(joint, inputs, **options)
+
+    torch_compat.compile_joint(
+        fx.symbolic_trace(Changing()),
+        [torch.ones(3, 4, requires_grad=True)],
+        partition=partition,
+        compile_graph=lambda graph, _: graph,
+    )
+    assert [found for found in seen if found] == [(torch.ops.aten.sigmoid_.default, (4, 1))]
+
+
+def test_an_operator_is_traced_as_we_say():
+    from functorch.compile import default_partition
+
+    class Whole:
+        original = torch.ops.aten.sin.default
+
+        @staticmethod
+        def call(x):
+            return x.cos()
+
+    class Sine(nn.Module):
+        def forward(self, x):
+            return (x.sin(),)
+
+    x = torch.rand(3, requires_grad=True)
+    run = torch_compat.compile_joint(
+        fx.symbolic_trace(Sine()),
+        [x],
+        partition=default_partition,
+        compile_graph=lambda graph, _: graph,
+        whole=[Whole],
+    )
+    assert run(x)[0].equal(x.cos())
+    assert torch.ops.aten.sin.default(x).equal(x.sin())
+
+
+def test_a_call_without_rules_is_that_of_plain_training():
+    x = torch.rand(3, 4, requires_grad=True)
+    linear, sine = torch.ops.aten.linear.default, torch.ops.aten.sin.default
+    assert torch_compat.call_without_rules(linear, x, x).equal(x @ x.t())
+    assert torch_compat.call_without_rules(sine, x).grad_fn is not None
+    assert torch_compat.arguments_in_words(torch.ops.aten.clamp.default) == (
+        "Tensor self, Scalar? min=None, Scalar? max=None"
+    )
+
+
+def test_autograd_records_again_above_what_excludes_it():
+    x = torch.rand(3, requires_grad=True)
+    with torch_compat.below_autograd():
+        assert x.sin().grad_fn is None
+        with torch_compat.above_autograd():
+            assert x.sin().grad_fn is not None
+        assert x.sin().grad_fn is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.ones(3, 4).t(), True),
+        (torch.ones(3, 4)[:, :2], False),
+        (torch.ones(3, 1).expand(3, 4), False),
+        (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.ones(()), True),
+    ],
+)
+def test_gaps_between_elements(tensor, expected):
+    assert torch_compat.is_dense(tensor) is expected
+
+
+def test_recurrent_layers_are_traced_for_our_backends_only():
+    from torch._dynamo.exc import Unsupported
+
+    from bayplan import torch_answers
+
+    def backend(module, inputs):
+        return module
+
+    torch_answers.answer_as_eager()
+    layer, x = nn.LSTM(4, 4), torch.rand(2, 3, 4)
+
+    def call(x):
+        return layer(x)[0]
+
+    with pytest.raises(Unsupported, match="LSTM"):
+        torch.compile(call, backend=backend, fullgraph=True)(x)
+    backend.traces_as_eager = True
+    torch.compiler.reset()
+    assert torch.compile(call, backend=backend, fullgraph=True)(x).equal(call(x))

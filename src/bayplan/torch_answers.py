@@ -20,7 +20,7 @@ import dis
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -32,6 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = ["answer_as_eager", "unnoticed_fakes"]
 
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
+
+
+Rules = Callable[[], AbstractContextManager[Any]]
+_rules: list[Rules] = [nullcontext]  # for the process, as Dynamo's answers are
 
 
 class _NoTensorIsFake:
@@ -66,7 +70,7 @@ def unnoticed_fakes() -> Iterator[None]:
         home.FakeTensor = FakeTensor
 
 
-def answer_as_eager() -> None:
+def answer_as_eager(rules: Rules | None = None) -> None:
     """Let code that our backends trace hear that nothing is compiled, as in plain training.
 
     Dynamo answers `torch.compiler.is_compiling()` and its relatives with True wherever they are
@@ -75,12 +79,19 @@ def answer_as_eager() -> None:
     to know, the answer stays. For the process, once: Dynamo has one table of answers.
 
     What a stream captures is asked along with it; Dynamo fails on that where there is no GPU.
+
+    Args:
+        rules: a context in which operators are traced as our backends trace them, for those that
+            Dynamo fails on. The last that was given counts.
     """
+    from torch._dynamo import utils
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    if rules is not None:
+        _rules[:] = [rules]
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for name in (
         *("torch._utils.is_compiling", "torch._dynamo.external_utils.is_compiling"),
@@ -97,6 +108,7 @@ def answer_as_eager() -> None:
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
         VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
+        utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -156,6 +168,23 @@ def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
             return wrap_module(self, value)
 
     return wrap
+
+
+def _by_rules(fake_value: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operator makes of fake tensors: as Dynamo finds it or, if it fails, by our rules."""
+
+    def answer(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import Unsupported
+
+        try:
+            return fake_value(node, tx, *args, **kwargs)
+        except Unsupported:
+            if not _traces_as_eager(tx.output.compiler_fn):
+                raise
+            with _rules[-1]():
+                return fake_value(node, tx, *args, **kwargs)
+
+    return answer
 
 
 def _told_truth(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ __all__ = [
     "current_backward_sequence",
     "default_store",
     "dispatch_modes",
+    "eager_kernels",
     "fake_mode_of",
     "global_hooks",
     "guard_global_hooks",
@@ -265,9 +266,12 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def outside_tracing() -> AbstractContextManager[Any]:
+@contextmanager
+def outside_tracing() -> Iterator[None]:
     """Real tensors again, inside a callback that torch makes while it traces."""
-    return _disable_current_modes()
+    # The second are rules in Python, of which ours would call themselves.
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 def replayed_views() -> AbstractContextManager[Any]:
@@ -375,7 +379,7 @@ def _told_tangents(
 @contextmanager
 def _as_in_eager(whole: Iterable[Any]) -> Iterator[None]:
     """Trace what plain training runs, where tracing would otherwise compute something else."""
-    with _eager_kernels(whole), _layouts_of_changes():
+    with eager_kernels(whole), _layouts_of_changes():
         yield
 
 
@@ -453,8 +457,8 @@ _TRACED_BY_PYTHON = {
 
 
 @contextmanager
-def _eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
-    """Trace operators as the dispatcher runs them in plain training.
+def eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace operators as the dispatcher runs them in plain training; those of `whole` as they say.
 
     torch has second implementations of some operators in Python, made of others, that only tracing
     uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.

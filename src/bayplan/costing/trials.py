@@ -19,7 +19,7 @@ __all__ = ["may_crash", "survives"]
 
 aten = torch.ops.aten
 
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 10.0
 # Kernels that take indices, for which 0 is one always: to be tried by nobody.
 _INDEXED = {
     aten.embedding,

@@ -26,6 +26,7 @@ __all__ = [
     "SHAPE_ONLY",
     "Price",
     "call_alone",
+    "changed_copy",
     "convolution_input_gradient",
     "free_rewrites",
     "gradient_by_sample",
@@ -54,6 +55,24 @@ def _into_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def changed_copy(
+    function: Callable[..., Any],
+    stride: tuple[int, ...],
+    first: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """What an operator in place makes of a tensor with these strides, in a copy of it."""
+    copy = first.new_empty_strided(first.shape, stride)
+    return function(copy.copy_(first), *args, **options)
+
+
+def _changed(
+    function: Callable[..., Any], _: Any, first: torch.Tensor, *args: Any, **options: Any
+) -> torch.Tensor:
+    return function(first, *args, **options)
+
+
 # For each operator, by position of the argument that is overwritten, its in-place form.
 _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.relu.default: {0: aten.relu_.default},
@@ -69,6 +88,7 @@ _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.gelu_backward.default: {0: _into_gradient(aten.gelu_backward.grad_input)},
     aten.silu_backward.default: {0: _into_gradient(aten.silu_backward.grad_input)},
     aten.tanh_backward.default: {0: _into_gradient(aten.tanh_backward.grad_input)},
+    changed_copy: {2: _changed},
     packed.threshold_backward_from_bits: {0: _into_gradient(packed.threshold_backward_from_bits)},
 }
 
@@ -77,7 +97,7 @@ def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
     """The argument positions that a node's operator could overwrite with its result."""
     # `add(a, b, alpha=2)` is not commutative, so only its plain form may swap operands.
     may_swap = len(node.args) == 2 and not node.kwargs
-    return tuple(place for place in _FORMS.get(node.target, ()) if place == 0 or may_swap)
+    return tuple(place for place in _FORMS.get(node.target, ()) if place != 1 or may_swap)
 
 
 def in_place_form(target: Any, position: int) -> Callable[..., Any]:

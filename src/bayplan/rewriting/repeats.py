@@ -28,7 +28,7 @@ tensors, once for every kind of input, and if a bit differs the whole operator i
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,7 +37,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.rewriting.free import call_alone
+from bayplan.rewriting.free import call_alone, changed_copy
 from bayplan.rewriting.synchronised_norm import (
     normalise,
     synchronised_norm,
@@ -52,7 +52,6 @@ __all__ = [
     "as_drawn",
     "as_eager",
     "batch_norm_again",
-    "changed_copy",
     "draw",
     "draw_again",
     "dropout",
@@ -94,10 +93,28 @@ def _restore_layouts(graph: fx.Graph) -> None:
     changed = [node for node in graph.nodes if torch_compat.IN_PLACE in node.meta]
     for node in changed:
         function, stride = node.meta.pop(torch_compat.IN_PLACE)
-        node.args = (function, stride, *node.args)
+        shape = node.args[0].meta["val"].shape
+        node.args = (function, _close_gaps(shape, stride), *node.args)
         node.target = changed_copy
     if changed:
         _trace_again(graph)
+
+
+def _close_gaps(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides with a gap wherever there was one, but of one element.
+
+    Kernels only ask which dimensions follow each other without a gap.
+
+    Example:
+        >>> _close_gaps((4, 5, 8), (120, 24, 1)), _close_gaps((4, 5), (30, 3))
+        ((45, 9, 1), (10, 2))
+    """
+    closed, end, closed_end = [1] * len(shape), 1, 1
+    for axis in sorted(range(len(shape)), key=lambda axis: stride[axis]):
+        if shape[axis] > 1:
+            closed[axis] = closed_end + (stride[axis] != end)
+            end, closed_end = stride[axis] * shape[axis], closed[axis] * shape[axis]
+    return tuple(closed)
 
 
 def _trace_again(graph: fx.Graph) -> None:
@@ -108,18 +125,6 @@ def _trace_again(graph: fx.Graph) -> None:
             if node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = node.meta["val"] = node.target(*args, **kwargs)
-
-
-def changed_copy(
-    function: Callable[..., Any],
-    stride: tuple[int, ...],
-    first: torch.Tensor,
-    *args: Any,
-    **kw: Any,
-) -> torch.Tensor:
-    """What an operator in place makes of a tensor with these strides, in a copy of it."""
-    copy = first.new_empty_strided(first.shape, stride)
-    return function(copy.copy_(first), *args, **kw)
 
 
 def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -196,7 +196,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "bayplan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    torch_answers.answer_as_eager()
+    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
     torch_compat.watch_hooks()
     return _bayplan
 

@@ -25,6 +25,7 @@ __all__ = [
 # What torch says of an operator made by torch.library.custom_op, in a plain RuntimeError.
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
 _NUMPY = ".numpy() is not supported"
+_NO_DATA = "its data is not allocated yet"  # where C++ reads a tensor, as lengths of sequences
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # raises plain RuntimeErrors
 # As torch's CPU allocator ("4000 bytes"), its CUDA one and numpy ("20.00 MiB") write it.
 _ASKED = re.compile(r"(?:tried|unable) to allocate (?:(\d+) bytes|([\d.]+ \w+))", re.IGNORECASE)
@@ -44,11 +45,11 @@ def explained() -> Iterator[None]:
 def _explanation(fault: Exception) -> BayplanError:
     place, text = _users_place(fault), str(fault)
     custom = _NO_FAKE.search(text)
-    if isinstance(fault, torch_compat.VALUE_DEPENDENT_ERRORS) or _NUMPY in text:
+    if isinstance(fault, torch_compat.VALUE_DEPENDENT_ERRORS) or _NUMPY in text or _NO_DATA in text:
         return CaptureError(
             f"{place} needs a tensor's value, which is not known before the step runs. Keep the"
             " decision out of the step: pass it in as a Python number, or compute both sides and"
-            " choose with torch.where."
+            " choose with torch.where. (Packed sequences decide by their lengths; use padded ones.)"
         )
     if isinstance(fault, torch_compat.UnsupportedOperatorException) or custom is not None:
         operator = text if custom is None else custom[1]

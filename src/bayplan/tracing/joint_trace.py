@@ -112,7 +112,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
     torch_compat.watch_hooks()
-    torch_answers.answer_as_eager()
+    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
     compiled, patched = torch.compile(_forward_of(model), **options), vars(model).get("forward")
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ operator, so the forward's place is remembered by number.
 
 On fake tensors this gives the same operators and lifetimes as on real ones, and allocates nothing.
 Fake and real kernels agree almost everywhere (8,750 calls of torch's own sample inputs compared on
-the CPU); `fake_norms.py`, `fake_lstm.py` and `true_output` correct the fake outputs that do not.
+the CPU); `fake_norms.py`, `fake_lstm.py` and `true_output` correct the few outputs that differ.
 """
 
 import sys

@@ -1,0 +1,96 @@
+"""What tracing would compute otherwise than plain training, in models as people write them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bayplan
+from bayplan.planning.memory.orders import by_strategy
+
+pytestmark = pytest.mark.usefixtures("own_planner_cache")
+
+
+class Upsampling(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.before, self.after, self.mode = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), mode
+
+    def forward(self, x):
+        return self.after(F.interpolate(self.before(x).relu(), scale_factor=1.7, mode=self.mode))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+def test_upsampling(assert_same, repeat_everything, mode):
+    def build():
+        return Upsampling(mode), torch.randn(2, 3, 9, 9), lambda y: y.square().mean()
+
+    assert_same(build, by_strategy("all", repeat_everything))
+
+
+class SlicesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 22)
+
+    def forward(self, x):
+        rows, columns, chunks = (self.layer(x) * scale for scale in (1, 2, 3))
+        rows[:, :9].sigmoid_()
+        columns[:, ::2].tanh_()
+        first, second = chunks.unsafe_chunk(2, 1)
+        return (first.exp_() * second).sum() + (rows * columns).square().mean()
+
+
+def test_slices_changed_in_place(assert_same, repeat_everything):
+    def build():
+        return SlicesInPlace(), torch.randn(5, 7), lambda y: y
+
+    assert_same(build, by_strategy("all", repeat_everything))
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 9)
+
+    def forward(self, x, targets, lengths, target_lengths):
+        scores = self.layer(x).log_softmax(-1)
+        smallest = scores.amin(-1).min() + scores.exp().prod(-1).sum() + scores.median()
+        return F.ctc_loss(scores, targets, lengths, target_lengths) + smallest
+
+
+def test_losses_and_gradients_that_look_at_values(digests):
+    def build():
+        targets, lengths = torch.randint(1, 9, (3, 4)), torch.tensor([12, 9, 10])
+        return Speech(), (torch.randn(12, 3, 6), targets, lengths, torch.tensor([4, 2, 3])), None
+
+    def fit(step):
+        bayplan.fit(step.model, step.batch, memory="1GiB", time_limit_seconds=0.5)
+
+    assert digests(build, prepare=fit) == digests(build)
+
+
+class Permuting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(37, 53)
+
+    def forward(self, x):
+        return self.layer(x).permute(2, 0, 1)
+
+
+def test_gradients_that_arrive_in_another_layout_than_the_output(digests):
+    """They were copied into the output's layout, and the bias had another gradient."""
+
+    def build():
+        weights = torch.arange(95.0).view(1, 5, 19)
+
+        def loss_fn(y):
+            return (y * weights).square().mean() + y.contiguous().exp().mean()
+
+        return Permuting(), torch.randn(5, 19, 37), loss_fn
+
+    def fit(step):
+        bayplan.fit(step.model, step.batch, step.loss_fn, memory="1GiB", time_limit_seconds=0.5)
+
+    assert digests(build, prepare=fit) == digests(build)

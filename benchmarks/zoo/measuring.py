@@ -1,8 +1,8 @@
 """One model, in a process of its own: plain training against plans at 70 %, 50 % and the floor.
 
-Every training starts from the same seeds. After each step losses, gradients, parameters, buffers and
-the random state are compared bit by bit. Peaks are those of a recording: of this model's tensors and
-all that its step allocates. Then steps take turns, one thread, by processor time.
+Every training starts from the same seeds. After each step losses, gradients, parameters, buffers
+and the random state are compared bit by bit. Peaks are those of a recording, of this model's
+tensors and all that its step allocates. Then steps take turns, one thread, by processor time.
 """
 
 import argparse

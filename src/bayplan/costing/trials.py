@@ -4,6 +4,7 @@ A kernel that takes indices, lengths or bytes of its own making may read memory 
 looking, and made-up ones could end the process. So such a call is made once in a forked child.
 """
 
+import faulthandler
 import os
 import signal
 import time
@@ -65,6 +66,7 @@ def survives(call: Callable[[], Any]) -> bool:
         child = os.fork()
     if child == 0:
         try:
+            faulthandler.disable()  # nobody wants to read how it died
             torch.set_num_threads(1)  # the threads of our parent are not with us
             call()
         except BaseException:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.costing.pricing import free_prices
@@ -113,7 +113,15 @@ def _compiled(step: _Step, backend: PlannedBackend, case: Case) -> Callable[...,
         compile_whole(step, backend)
         return step
     with torch.random.fork_rng(devices=[]):
-        return backend(step, _fresh(case.tensors))  # pyrefly: ignore[bad-argument-type]
+        return backend(_graph_of(step, len(case.tensors)), _fresh(case.tensors))
+
+
+def _graph_of(step: _Step, num_inputs: int) -> fx.GraphModule:
+    """A graph that calls a step: what Dynamo would make of it, without its time."""
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(f"input_{index}") for index in range(num_inputs))
+    graph.output(graph.call_module("step", inputs))
+    return fx.GraphModule({"step": step}, graph)
 
 
 def _run(

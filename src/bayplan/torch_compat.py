@@ -222,7 +222,10 @@ def guard_global_hooks() -> None:
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
+    try:
+        home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
+    except AttributeError:  # nothing is being compiled: the graph is somebody's own
+        return
     for name in ("forward_pre", "forward", "backward_pre", "backward"):
         table = AttrSource(home, f"_global_{name}_hooks")
         install_guard(table.make_guard(GuardBuilder.SEQUENCE_LENGTH))

@@ -107,7 +107,7 @@ def _close_gaps(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
     Example:
         >>> _close_gaps((4, 5, 8), (120, 24, 1)), _close_gaps((4, 5), (30, 3))
-        ((45, 9, 1), (10, 2))
+        ((45, 9, 1), (11, 2))
     """
     closed, end, closed_end = [1] * len(shape), 1, 1
     for axis in sorted(range(len(shape)), key=lambda axis: stride[axis]):

@@ -126,6 +126,8 @@ def _matched(
     or by their numbers of dimensions where the batch has another size; and those that look alike by
     their order, which matters only if their gradients differ.
     """
+    if not gradients:
+        return {}
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "Dynamo's graphs return a tuple"
     shapes = {

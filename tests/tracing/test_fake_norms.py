@@ -111,3 +111,38 @@ def test_other_devices_keep_torchs_own_rules():
         _, mean, *_ = norm(image, *[weight] * 4, True, 0.1, 1e-5)
     assert mean.device.type == "cuda"
     assert mean.dtype == torch.float32
+
+
+aten = torch.ops.aten
+# Arguments after a gradient of one number, and two tensors.
+LOSSES: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    aten.mse_loss_backward.default: lambda g, x, y: (g, x, y, 1),
+    aten.smooth_l1_loss_backward.default: lambda g, x, y: (g, x, y, 1, 1.0),
+    aten.huber_loss_backward.default: lambda g, x, y: (g, x, y, 1, 1.0),
+    aten.binary_cross_entropy.default: lambda g, x, y: (x, y, None, 0),
+    aten._log_softmax_backward_data.default: lambda g, x, y: (x, y, 1, torch.float32),
+    aten.log_sigmoid_forward.default: lambda g, x, y: (x,),
+    aten.elu_backward.default: lambda g, x, y: (x, 1.0, 1.0, 1.0, False, y),
+    aten.hardsigmoid_backward.default: lambda g, x, y: (x, y),
+    aten.hardswish_backward.default: lambda g, x, y: (x, y),
+    aten.hardtanh_backward.default: lambda g, x, y: (x, y, 0.0, 1.0),
+    aten.logit_backward.default: lambda g, x, y: (x, y, None),
+    aten.softplus_backward.default: lambda g, x, y: (x, y, 1.0, 20.0),
+    aten.native_dropout_backward.default: lambda g, x, y: (x, y > 0.5, 2.0),
+}
+
+
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("operator", LOSSES, ids=str)
+def test_fake_losses_and_activations_are_laid_out_as_real_ones(operator, first, second):
+    correct_fake_norms()
+    shapes = [(2, 6, 8, 4) if each == "transposed" else (2, 6, 4, 8) for each in (first, second)]
+    x, y = (
+        LAYOUTS[each](torch.rand(shape))
+        for each, shape in zip((first, second), shapes, strict=True)
+    )
+    args = LOSSES[operator](torch.ones(()), x, y)
+    with torch_compat.FakeTensorMode() as mode:
+        fake = operator(*torch_compat.tree_map_only(torch.Tensor, mode.from_tensor, args))
+    assert described(fake) == described(operator(*args))

@@ -1,9 +1,10 @@
-"""What torch's CPU kernels of normalisations make, where its fake kernels say something else.
+"""What torch's CPU kernels of norms, losses and activations make, where fake kernels err.
 
 The kernels keep statistics in float32 when a half-precision tensor meets float32 parameters, which
 is what autocast gives them. torch's fake kernels say half precision, so a traced graph fails when
 it meets the real tensors. Layouts differ as well: a BatchNorm's results are laid out like its
-input, in one of torch's memory formats.
+input, in one of torch's memory formats. Losses return gradients without gaps in the order of their
+dimensions, whatever order the input has; some gradients of activations follow their first argument.
 
 The kernels of other devices have other rules, and torch's own fake kernels are kept for them.
 """
@@ -134,7 +135,37 @@ def _layer_norm_backward(
     return None if of_image is None else of_image.contiguous(), *of_parameters
 
 
+def _contiguous(otherwise: _Rule, *args: Any, **kwargs: Any) -> Any:
+    """The results of a kernel that returns them in the order of their dimensions."""
+    made = otherwise(*args, **kwargs)
+    return torch_compat.tree_map_only(torch.Tensor, lambda each: each.contiguous(), made)
+
+
+def _like_first(_: _Rule, first: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The result of a kernel over tensors of one shape, laid out as the first of them."""
+    others = [each for each in torch_compat.tensors_in((args, kwargs)) if each.shape == first.shape]
+    return torch.empty_like(first, dtype=torch.result_type(first, others[0]) if others else None)
+
+
+def _cross_entropy(otherwise: _Rule, first: torch.Tensor, *args: Any) -> torch.Tensor:
+    made = otherwise(first, *args)
+    return _like_first(otherwise, first, *args) if made.shape == first.shape else made
+
+
 _RULES: dict[Any, _Rule] = {
+    aten.mse_loss_backward.default: _contiguous,
+    aten.smooth_l1_loss_backward.default: _contiguous,
+    aten.huber_loss_backward.default: _contiguous,
+    aten._log_softmax_backward_data.default: _contiguous,
+    aten.log_sigmoid_forward.default: _contiguous,
+    aten.elu_backward.default: _like_first,
+    aten.hardsigmoid_backward.default: _like_first,
+    aten.hardswish_backward.default: _like_first,
+    aten.hardtanh_backward.default: _like_first,
+    aten.logit_backward.default: _like_first,
+    aten.softplus_backward.default: _like_first,
+    aten.native_dropout_backward.default: _like_first,
+    aten.binary_cross_entropy.default: _cross_entropy,
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from bayplan import torch_answers, torch_compat
@@ -165,6 +166,14 @@ def _bayplan(
         raise UsageError(
             "backend 'bayplan' takes options={'memory': '8GiB'}, in bytes or as a share like '40%';"
             f" got {sorted(given) or 'none'}"
+        )
+    place = torch_answers.break_after(module) or torch_answers.resumed_line()
+    if place and torch.is_grad_enabled():
+        raise UsageError(
+            f"the forward is not one graph: torch cannot trace it at {place}. The backend plans one"
+            " graph, and each piece would take the whole limit. Use bayplan.fit(model, batch,"
+            " loss_fn, memory=...), which plans all pieces within one limit; torch.compile(...,"
+            " fullgraph=True) says what torch cannot trace"
         )
     cache = cache_directory()
     tensors = (value for value in inputs if hasattr(value, "device"))

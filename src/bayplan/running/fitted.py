@@ -1,5 +1,6 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,20 +12,21 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import CaptureError
-from bayplan.data.units import Limit
+from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.call_faults import explained_call, unchanged
+from bayplan.running.pieces import PiecewiseCall
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
-from bayplan.tracing.fake import OptimizerSource
-from bayplan.tracing.joint_trace import compile_whole
+from bayplan.tracing.fake import OptimizerSource, optimizer_source
+from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.traced_step import Decide, MemoryContext
 
-__all__ = ["bind", "fit"]
+__all__ = ["bind", "bind_pieces", "fit"]
 
 
 def fit(
@@ -38,6 +40,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
+    fullgraph: bool = False,
     time_limit_seconds: float = 10.0,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> nn.Module:
@@ -59,6 +62,9 @@ def fit(
             so that gradients are never all there at once. Needs the optimizer itself, whose
             `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
             gradients: an applied `.grad` refuses to be computed with.
+        fullgraph: whether to refuse a forward that torch cannot trace as one graph. Otherwise it is
+            planned as its pieces together, within one limit, without swaps; a warning says where
+            the graph breaks.
         time_limit_seconds: for the search.
         on_progress: hears the share of the search that is done.
 
@@ -90,7 +96,16 @@ def fit(
     # Every batch size that comes is priced by running its own operators, not scaled from others.
     prices = partial(measured_prices, cache=cache_directory())
     context = replace(prepared.context, prices=prices, updates=updates)
-    bind(prepared.step, decide, context, space=space)
+    try:
+        bind(prepared.step, decide, context, space=space)
+    except CaptureError as fault:
+        # Others of its kind are errors of the model itself.
+        if fullgraph or updates is not None or type(fault) is not CaptureError:
+            raise
+        limit = Limit(size_bytes=decide.limit.of(prepared.plain_peak_bytes))
+        bind_pieces(
+            prepared.step, optimizer_source(optimizer), replace(decide, limit=limit), context
+        )
     return model
 
 
@@ -122,6 +137,30 @@ def bind(
         torch_compat.set_compiled_call(model, before)
         raise
     return backend
+
+
+def bind_pieces(
+    step: TrainingStep, optimizer: OptimizerSource, decide: FastestWithin, context: MemoryContext
+) -> PiecewiseCall:
+    """Let a model whose forward is not one graph run as its pieces are planned together."""
+    model, call = step.model, PiecewiseCall(step, optimizer, decide, context)
+    before = torch_compat.compiled_call(model)
+    try:
+        call.add(step)
+        torch_compat.set_compiled_call(model, explained_call(model, call))
+        _call_once(step)
+    except BaseException:
+        uncompile(model, before)
+        raise
+    plan = call.plans[0]
+    warnings.warn(
+        f"the forward of {type(model).__name__} is not one graph. Its {sum(plan.num_runs.values())}"
+        f" pieces are planned together, within {format_bytes(plan.peak_bytes)}; what lies between"
+        " them runs as it is written, and nothing is recomputed across a break. The graph breaks"
+        f" at: {'; '.join(plan.breaks) or 'a loop, whose frame torch does not compile'}",
+        stacklevel=3,
+    )
+    return call
 
 
 def _call_once(step: TrainingStep) -> None:

@@ -19,7 +19,7 @@ from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
-__all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
+__all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "uncompile", "untraceable"]
 
 _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
@@ -85,22 +85,53 @@ def joint_of(model: nn.Module, inputs: Any) -> Joint:
     return stop.joint
 
 
-def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
+def compile_whole(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True) -> None:
     """Let a module's calls be compiled as one graph each, anew for every batch size and mode.
 
-    Memory is exact or nothing, so neither a break in the graph nor an unknown size is allowed.
+    Memory is exact or nothing, so no unknown size is allowed, and no break in the graph where the
+    backend plans for the graph alone.
     """
-    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
+    # Sizes between pieces may hang on values; a backend takes those of its pieces as they are.
+    options["dynamic"] = False if fullgraph else None
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
     torch_answers.answer_as_eager()
-    if type(model).forward.__module__.startswith("torch."):
-        # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
-        call = torch.compile(MethodType(_call, model), **options)
-        torch_compat.set_compiled_call(model, call)
-    else:
-        model.compile(**options)
+    for module in [model] if fullgraph else [*_torchs_own(model), model]:
+        if _is_torchs(module):
+            # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
+            call = torch.compile(MethodType(_call, module), **options)
+            torch_compat.set_compiled_call(module, call)
+        else:
+            module.compile(**options)
+
+
+def uncompile(model: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    """Take back what `compile_whole` did; a module's own compiled call may be put back."""
+    for module in _torchs_own(model):
+        torch_compat.set_compiled_call(module, None)
+    torch_compat.set_compiled_call(model, call)
+
+
+def _torchs_own(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of torch that hold others, below a model.
+
+    In frames that torch does not compile, for a break in a loop, each of them is a piece.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        if _is_torchs(child) and next(child.children(), None) is not None:
+            found.append(child)
+        else:
+            found += _torchs_own(child)
+    return found
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    # Lists and dicts of modules have no forward of their own, and are called by nobody.
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and type(module).forward.__module__.startswith("torch.")
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.errors import CaptureError
+from bayplan.data.errors import CaptureError, DoesNotFit
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
@@ -102,10 +102,19 @@ def fit(
         # Others of its kind are errors of the model itself.
         if fullgraph or updates is not None or type(fault) is not CaptureError:
             raise
-        limit = Limit(size_bytes=decide.limit.of(prepared.plain_peak_bytes))
-        bind_pieces(
-            prepared.step, optimizer_source(optimizer), replace(decide, limit=limit), context
-        )
+        limit_bytes = decide.limit.of(prepared.plain_peak_bytes)
+        decide = replace(decide, limit=Limit(size_bytes=limit_bytes))
+        try:
+            bind_pieces(prepared.step, optimizer_source(optimizer), decide, context)
+        except DoesNotFit as refusal:
+            # Compiled pieces may keep more than what is run as it is written.
+            if prepared.plain_peak_bytes > limit_bytes:
+                raise
+            warnings.warn(
+                f"{type(model).__name__} is left as it is, which fits: its step takes"
+                f" {format_bytes(prepared.plain_peak_bytes)}. {refusal}",
+                stacklevel=2,
+            )
     return model
 
 

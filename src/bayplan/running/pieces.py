@@ -389,8 +389,9 @@ def plan_pieces(
                 break
         raise DoesNotFit(
             f"the pieces of a forward that is not one graph do not fit {format_bytes(limit_bytes)}"
-            f" together: {str(refusal).partition(' Fits with')[0]} All of them fit with {smallest_bytes} bytes ({format_bytes(smallest_bytes)}). The graph"
-            f" breaks at {'; '.join(_breaks(plain)) or _IN_A_LOOP}",
+            f" together: {str(refusal).partition(' Fits with')[0]} All of them fit with"
+            f" {smallest_bytes} bytes ({format_bytes(smallest_bytes)}). The graph breaks at"
+            f" {'; '.join(_breaks(plain)) or _IN_A_LOOP}",
             smallest_bytes=smallest_bytes,
         ) from refusal
 

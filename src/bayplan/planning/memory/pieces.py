@@ -82,8 +82,9 @@ def surroundings_of(program: Program, runs: Iterable[PieceRun]) -> Surroundings:
     loss = program.ops[program.first_backward - 1]
     gradient_bytes = sum(program.buffers[buffer] for buffer in loss.writes)
     runs = list(runs)
-    added = (run.returning_bytes - run.before_bytes - kept - gradient_bytes for run in runs)
-    return Surroundings(max(run.before_bytes for run in runs), max(0, *added), kept)
+    before_bytes = max(run.before_bytes for run in runs)
+    returning_bytes = max(run.returning_bytes for run in runs) - kept - gradient_bytes
+    return Surroundings(before_bytes, max(0, returning_bytes - before_bytes), kept)
 
 
 # Searches for a piece's order: within so many bytes in all, of which it may keep at most the second

@@ -22,6 +22,7 @@ from bayplan.running.call_faults import explained_call, unchanged
 from bayplan.running.pieces import PiecewiseCall
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
+from bayplan.tracing.capture import same_generators
 from bayplan.tracing.fake import OptimizerSource, optimizer_source
 from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.traced_step import Decide, MemoryContext
@@ -173,5 +174,5 @@ def bind_pieces(
 
 
 def _call_once(step: TrainingStep) -> None:
-    with unchanged(step.model), step.precision():
+    with same_generators(), unchanged(step.model), step.precision():
         call_model(step.model, split_batch(step.batch, step.loss_fn)[0])

@@ -46,7 +46,7 @@ from bayplan.running.backend import halves_by
 from bayplan.running.call_faults import explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
 from bayplan.step import TrainingStep, split_batch
-from bayplan.tracing.capture import NodeWatch, record_step, same_generators
+from bayplan.tracing.capture import GeneratorStates, NodeWatch, record_step, same_generators
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.fake_norms import correct_fake_norms
@@ -55,6 +55,7 @@ from bayplan.tracing.joint import LossMemory, MemoryContext
 from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.traced_step import Decide, TracedStep
 from bayplan.tracing.tracer import StepTracer
+from bayplan.tracing.values import KnownValues
 
 __all__ = ["PieceBackend", "PiecePlan", "PiecewiseCall", "Unplanned", "plan_pieces"]
 
@@ -259,18 +260,25 @@ def simulate(
         return tracers[-1]
 
     with same_generators(), explained():
+        states = GeneratorStates()
+
+        def begin(mode: KnownValues) -> None:
+            """Let every run draw the same random numbers, so that all go one way."""
+            mode.draw_again()
+            states.put_back()
+
         with without_memory(knows_all=True) as mode:
             fake = fake_step(step, optimizer)
-            mode.draw_again()
+            begin(mode)
             fake()
         compile_whole(fake.model, backend, fullgraph=False)
         with mode:
-            mode.draw_again()
+            begin(mode)
             fake()
-            mode.draw_again()
+            begin(mode)
             graph = record_step(fake, name=type(step.model).__name__, tracer_of=tracer_of)
             backend.on_run = lambda *_: None
-            mode.draw_again()
+            begin(mode)
             workspaces = _workspaces(fake, graph, context)
     (tracer,) = tracers
     return Simulated(
@@ -576,11 +584,11 @@ class _State:
     """What a forward that is begun twice must find as it was: random numbers and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._random = torch.get_rng_state()
+        self._generators = GeneratorStates()
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back(self) -> None:
-        torch.set_rng_state(self._random)
+        self._generators.put_back()
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)

@@ -22,6 +22,7 @@ from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 
 __all__ = [
+    "GeneratorStates",
     "NodeWatch",
     "capture_step",
     "convert",
@@ -208,16 +209,26 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
                 tracer.declare(tensor, StorageKind.OPTIMIZER_STATE, name)
 
 
+class GeneratorStates:
+    """The states of the random generators of torch's CPU, Python and numpy, to be put back."""
+
+    def __init__(self) -> None:
+        self._states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._states[0])
+        random.setstate(self._states[1])
+        numpy.random.set_state(self._states[2])
+
+
 @contextmanager
 def same_generators() -> Iterator[None]:
     """Put the states of the user's random generators back in the end."""
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    states = GeneratorStates()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
+        states.put_back()
 
 
 @contextmanager

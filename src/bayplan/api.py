@@ -262,6 +262,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
+    fullgraph: bool = False,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     progress: bool | None = None,
@@ -289,6 +290,9 @@ def fit(
             so that gradients are never all there at once. Needs the optimizer itself, whose
             `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
             gradients: an applied `.grad` refuses to be computed with.
+        fullgraph: whether to refuse a forward that torch cannot trace as one graph. Otherwise it is
+            planned as its pieces together, within one limit, without swaps; a warning says where
+            the graph breaks.
         time_limit_seconds: for the search.
         again: measures and plans anew, and replaces what the cache has of this step.
         progress: whether to say anything: a bar where stderr is a terminal, and the line at the
@@ -323,11 +327,12 @@ def fit(
             swap=swap,
             pack=pack,
             update_in_backward=update_in_backward,
+            fullgraph=fullgraph,
             time_limit_seconds=time_limit_seconds,
             again=again,
             on_progress=tell,
         )
-    if speaks:
+    if speaks and fitting.pieces is None and fitting.plans:  # else a warning has said it
         seconds = time.perf_counter() - started
         plan = plan_of(model)
         say(fit_line(plan, seconds=seconds, is_kept=fitting.decide.took_kept))

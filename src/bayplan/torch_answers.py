@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["answer_as_eager", "unnoticed_fakes"]
+__all__ = ["KNOWN", "answer_as_eager", "break_after", "resumed_line", "unnoticed_fakes"]
 
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
 
@@ -61,11 +61,17 @@ def unnoticed_fakes() -> Iterator[None]:
         is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH_FILES)
         return FakeTensor if is_torchs else _NoTensorIsFake
 
+    def written(tensor: torch.Tensor, form: str) -> str:
+        """A single number in an f-string, as plain tensors are written."""
+        return format(tensor.item() if tensor.dim() == 0 else repr(tensor), form)
+
     del home.FakeTensor
     home.__getattr__ = found  # pyrefly: ignore[missing-attribute] - Python asks it for what is gone
+    FakeTensor.__format__ = written  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
+        del FakeTensor.__format__
         del home.__getattr__  # pyrefly: ignore[missing-attribute]
         home.FakeTensor = FakeTensor
 
@@ -114,6 +120,31 @@ def answer_as_eager(rules: Rules | None = None) -> None:
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
                     jump = translator.dispatch_table[code]
                     translator.dispatch_table[code] = _jumping_by_values(jump)
+
+
+def break_after(module: fx.GraphModule) -> str:
+    """Where Dynamo ended a graph that it could not go on with, and why; empty where it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    text = str(reason.reason).strip().split("\n", 1)[0]
+    if not reason.user_stack:
+        return text
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno} (`{frame.line}`): {text}"
+
+
+def resumed_line() -> str:
+    """The line after a break where the graph that Dynamo compiles now begins; empty if none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        translator = getattr(frame.f_locals.get("self"), "root_tx", None)
+        if translator is not None:
+            code: CodeType = translator.f_code
+            is_resumed = code.co_name.startswith("torch_dynamo_resume_in")
+            return f"{code.co_filename}:{code.co_name.rpartition('_')[2]}" if is_resumed else ""
+        frame = frame.f_back
+    return ""
 
 
 def _not_capturing() -> bool:
@@ -294,7 +325,9 @@ def _is_of_batch(node: fx.Node) -> bool:
     if argument is None or not argument.is_tensor or argument.source is None:
         return False
     is_models = isinstance(argument.example, nn.Parameter) or "L['self']" in argument.source.name
-    return isinstance(argument.example, torch.Tensor) and not is_models
+    # After a break in the graph, what was computed before it comes as an input, too.
+    is_computed = isinstance(argument.example, torch.Tensor) and argument.example.requires_grad
+    return isinstance(argument.example, torch.Tensor) and not is_models and not is_computed
 
 
 def _writes(node: fx.Node) -> bool:
@@ -331,11 +364,20 @@ class _Pure(TorchDispatchMode):
 
 
 def _evaluate(check: fx.GraphModule, values: Sequence[Any]) -> bool | None:
+    values = [_value_of(value) for value in values]
     try:
         with torch.no_grad(), _Pure():
             return bool(check(*values))
     except Exception:  # whatever it is, plain training meets it where it belongs
         return None
+
+
+KNOWN = "bayplan_known"  # the attribute of a fake tensor that has its values, as `value`
+
+
+def _value_of(tensor: Any) -> Any:
+    known = getattr(tensor, KNOWN, None)
+    return tensor if known is None else known.value
 
 
 def _guard(sources: Sequence[Any], check: fx.GraphModule, truth: bool) -> None:

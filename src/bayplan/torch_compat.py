@@ -59,6 +59,7 @@ __all__ = [
     "compile_joint",
     "compiled_call",
     "current_backward_sequence",
+    "current_fake_mode",
     "default_store",
     "dispatch_modes",
     "eager_kernels",
@@ -76,6 +77,7 @@ __all__ = [
     "is_dense",
     "is_faking",
     "is_graph_kept",
+    "is_of_size",
     "is_tangent",
     "is_view",
     "mutated_arguments",
@@ -165,6 +167,11 @@ def fake_mode_of(values: list[Any]) -> FakeTensorMode:
     mode = detect_fake_mode(values)
     assert mode is not None, "a traced graph carries fake tensors"
     return mode
+
+
+def current_fake_mode() -> FakeTensorMode | None:
+    """The mode that fakes tensors here, if one does."""
+    return detect_fake_mode()
 
 
 def is_faking() -> bool:
@@ -305,6 +312,12 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
     meta_table.setdefault(operator, otherwise)
     op_implementations_dict[operator] = run
     FakeTensorMode.cache_clear()
+
+
+def is_of_size(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph computes with sizes or numbers, and no tensor."""
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:

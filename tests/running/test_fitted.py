@@ -292,7 +292,7 @@ class Breaking(nn.Module):
 def test_graph_break_is_named_with_its_line():
     model = Breaking()
     with pytest.raises(CaptureError, match="as one graph") as fault:
-        bayplan.fit(model, inputs(), total, memory="100%")
+        bayplan.fit(model, inputs(), total, memory="100%", fullgraph=True)
     assert "test_fitted.py" in str(fault.value)
     assert "graph_break()" in str(fault.value)
     assert model._compiled_call_impl is None

@@ -36,8 +36,10 @@ class Model(nn.Module):
 
 
 def error_of(forward) -> str:
+    """Of a model that has no values: one that has them is captured with all of its forward's."""
+    model = build_without_memory(partial(Model, forward))
     with pytest.raises(CaptureError) as caught:
-        bayplan.capture(Model(forward), X, total)
+        bayplan.capture(model, X, total)
     return str(caught.value)
 
 
@@ -170,8 +172,8 @@ def test_failure_inside_a_library_names_the_users_line_or_else_the_librarys(inst
         return library.decide(linear, x)
 
     assert place(error_of(ask_library)) == "return library.decide(linear, x)"
-    model = nn.Linear(4, 4)
-    model.forward = partial(library.decide, nn.Linear(4, 4))
+    model, inner = (build_without_memory(partial(nn.Linear, 4, 4)) for _ in range(2))
+    model.forward = partial(library.decide, inner)
     with pytest.raises(CaptureError, match=r"^site-packages/library.py:2 \(`return linear"):
         bayplan.capture(model, X, total)
 
@@ -269,7 +271,7 @@ def test_model_in_a_file_elsewhere_is_named_by_its_last_folder(tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with pytest.raises(CaptureError, match=r"^project/net.py:4 \(`return super"):
-        bayplan.capture(module.Net(4, 4), X, total)
+        bayplan.capture(build_without_memory(partial(module.Net, 4, 4)), X, total)
 
 
 # Memory.

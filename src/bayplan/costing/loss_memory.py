@@ -23,9 +23,7 @@ from bayplan.data.graph import Phase, StepGraph, Storage, StorageKind
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.units import round_up
 from bayplan.step import TrainingStep, call_model, loss_of, split_batch
-from bayplan.tracing.capture import capture_step
-from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import fake_step, without_memory
+from bayplan.tracing.capture import capture_step, warm_fake
 from bayplan.tracing.joint import LossMemory
 from bayplan.tracing.tangents import output_gradients
 
@@ -43,8 +41,7 @@ def loss_memory(
         granularity_bytes: the allocator's rounding.
         cache: for the compiled counter of scratch memory; None leaves scratch memory out.
     """
-    with explained(), without_memory():
-        fake = fake_step(step, None)
+    with warm_fake(step, None) as fake:
         inputs, targets = split_batch(fake.batch, fake.loss_fn)
         with _Reads() as model_reads, fake.precision():
             output = call_model(fake.model, inputs)

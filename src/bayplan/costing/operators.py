@@ -40,6 +40,7 @@ from bayplan.step import TrainingStep
 from bayplan.tracing.capture import follow_step
 from bayplan.tracing.explain import is_out_of_memory
 from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.values import value_of
 
 __all__ = [
     "OperatorCosts",
@@ -184,7 +185,15 @@ def _described(thing: Any) -> str:
 
 
 def made_up(fake: torch.Tensor) -> torch.Tensor:
-    """A real tensor of the same geometry: ordinary numbers, and indices that are always valid."""
+    """A real tensor of the same geometry: ordinary numbers, and indices that are always valid.
+
+    Indices, masks and lengths that are known are themselves: kernels may read no others.
+    """
+    known = None if fake.is_floating_point() or fake.is_complex() else value_of(fake)
+    if known is not None:
+        return torch.empty_strided(
+            fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+        ).copy_(known)
     numel = fake.untyped_storage().nbytes() // fake.element_size()
     flat = torch.zeros(numel, dtype=fake.dtype, device=fake.device)
     if flat.is_floating_point() and numel:

@@ -57,6 +57,10 @@ class CaptureError(BayplanError):
     """A model whose step cannot be captured, or that fails in its own code."""
 
 
+class NotOneGraph(CaptureError):
+    """A forward that torch cannot trace as one graph, though nothing is wrong with it."""
+
+
 class DoesNotFit(BayplanError):
     """A step whose peak is above the limit; may know the smallest limit that works.
 

@@ -236,6 +236,8 @@ def draw_again(
     operator: Callable[..., Any], state: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
     """Run a random operator as it ran before; the generator goes on as if it had not."""
+    if torch_compat.is_faking():  # where states have no values
+        return operator(*args, **options)
     device = next(part for part in (*args, state) if isinstance(part, torch.Tensor)).device
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if is_cuda else []):

@@ -221,6 +221,14 @@ def _bayplan(
             "backend 'bayplan' takes options={'memory': '8GiB'}, in bytes or as a share like '40%';"
             f" got {sorted(given) or 'none'}"
         )
+    place = torch_answers.break_after(module) or torch_answers.resumed_line()
+    if place and torch.is_grad_enabled():
+        raise UsageError(
+            f"the forward is not one graph: torch cannot trace it at {place}. The backend plans one"
+            " graph, and each piece would take the whole limit. Use bayplan.fit(model, batch,"
+            " loss_fn, memory=...), which plans all pieces within one limit; torch.compile(...,"
+            " fullgraph=True) says what torch cannot trace"
+        )
     cache = cache_directory()
     tensors = (value for value in inputs if hasattr(value, "device"))
     device_type = next((tensor.device.type for tensor in tensors), "cpu")

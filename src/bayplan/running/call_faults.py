@@ -145,7 +145,8 @@ def once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
     def watched(*args: Any) -> Any:
         outputs = run(*args)
         for output in torch_compat.tensors_in(outputs):
-            if output.grad_fn is not None:
+            # Outputs that are views of others have nodes of torch's own before the graph's.
+            if isinstance(output.grad_fn, torch.autograd.function.BackwardCFunction):
                 output.grad_fn.register_prehook(partial(_before_backward, ref(output.grad_fn)))
                 break  # one node of autograd makes them all
         return outputs

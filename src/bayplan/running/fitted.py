@@ -1,5 +1,6 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,9 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.errors import CaptureError, UsageError
+from bayplan.data.errors import CaptureError, DoesNotFit, NotOneGraph, UsageError
 from bayplan.data.plan import DevicePlan, StepOrder
-from bayplan.data.units import Limit, Progress, no_progress
+from bayplan.data.units import Limit, Progress, format_bytes, no_progress
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.planning.memory.planner import device_plan
@@ -22,14 +23,16 @@ from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.call_faults import Planned, explained_call, unchanged
+from bayplan.running.pieces import PiecewiseCall
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
-from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.capture import same_generators
+from bayplan.tracing.fake import OptimizerSource, optimizer_source
 from bayplan.tracing.hooks import on_copies
-from bayplan.tracing.joint_trace import compile_whole
+from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.traced_step import Decide, MemoryContext, Price, TracedStep
 
-__all__ = ["Fitting", "bind", "fit", "plans_of"]
+__all__ = ["Fitting", "bind", "bind_pieces", "fit", "plans_of"]
 
 _FITTING = "bayplan_fitting"  # what the compiled call of a fitted model is marked with
 
@@ -43,12 +46,14 @@ class Fitting:
             those that came later.
         known: fields of every plan: the model, the device, the limit.
         graph_fingerprint: of the batch that the model was fitted to.
+        pieces: what runs instead where the forward is not one graph; `plans` is empty then.
     """
 
     decide: FastestWithin
     graph_fingerprint: str
     known: dict[str, Any]
     plans: dict[str, DevicePlan] = field(default_factory=dict)
+    pieces: PiecewiseCall | None = None
 
     def __call__(self, traced: TracedStep) -> StepOrder:
         program = traced.with_packs().program.fingerprint
@@ -72,6 +77,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
+    fullgraph: bool = False,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     on_progress: Progress = no_progress,
@@ -122,7 +128,27 @@ def fit(
     # Every batch size that comes is priced by running its own operators, not scaled from others.
     fresh: Prices = {}
     context = replace(prepared.context, prices=prices, updates=updates)
-    bind(prepared.step, fitting, context, space=space)
+    try:
+        bind(prepared.step, fitting, context, space=space)
+    except NotOneGraph:
+        if fullgraph or updates is not None:
+            raise
+        limit_bytes = limit.of(prepared.plain_peak_bytes)
+        decide = replace(decide, limit=Limit(size_bytes=limit_bytes))
+        try:
+            fitting.pieces = bind_pieces(
+                prepared.step, optimizer_source(optimizer), decide, context
+            )
+        except DoesNotFit as refusal:
+            # Compiled pieces may keep more than what is run as it is written.
+            if prepared.plain_peak_bytes > limit_bytes:
+                raise
+            warnings.warn(
+                f"{type(model).__name__} is left as it is, which fits: its step takes"
+                f" {format_bytes(prepared.plain_peak_bytes)}. {refusal}",
+                stacklevel=3,
+            )
+            return fitting
     setattr(torch_compat.compiled_call(model), _FITTING, fitting)
     return fitting
 
@@ -138,6 +164,11 @@ def plans_of(model: nn.Module) -> list[DevicePlan]:
         raise UsageError(
             f"{type(model).__name__} was not fitted, or was compiled or copied since, so it has no"
             " plan; call bayplan.fit(model, batch, loss_fn, memory=…) first"
+        )
+    if fitting.pieces is not None:
+        raise UsageError(
+            f"the forward of {type(model).__name__} is not one graph: it is planned in pieces,"
+            " which have no plan to explain. `fullgraph=True` says what torch cannot trace"
         )
     return list(fitting.plans.values())
 
@@ -175,10 +206,35 @@ def bind(
     return backend
 
 
+def bind_pieces(
+    step: TrainingStep, optimizer: OptimizerSource, decide: FastestWithin, context: MemoryContext
+) -> PiecewiseCall:
+    """Let a model whose forward is not one graph run as its pieces are planned together."""
+    model, call = step.model, PiecewiseCall(step, optimizer, decide, context)
+    before = torch_compat.compiled_call(model)
+    try:
+        call.add(step)
+        torch_compat.set_compiled_call(model, explained_call(model, call))
+        _plan_by_a_call(step)
+    except BaseException:
+        uncompile(model, before)
+        raise
+    plan = call.plans[0]
+    warnings.warn(
+        f"the forward of {type(model).__name__} is not one graph. Its {sum(plan.num_runs.values())}"
+        f" pieces are planned together, within {format_bytes(plan.peak_bytes)}; what lies between"
+        " them runs as it is written, and nothing is recomputed across a break. The graph breaks"
+        f" at: {'; '.join(plan.breaks) or 'a loop, whose frame torch does not compile'}",
+        stacklevel=3,
+    )
+    return call
+
+
 def _plan_by_a_call(step: TrainingStep) -> None:
     """Call a model whose backend only plans, and leave no trace of that."""
     with (
         suppress(Planned),
+        same_generators(),
         unchanged(step.model),
         on_copies(step.model),
         step.precision(),

@@ -6,7 +6,7 @@ meets all of the model's own errors; the second is the steady state, and is the 
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy
@@ -14,13 +14,23 @@ import torch
 from msgspec.structs import replace
 
 from bayplan import torch_compat
+from bayplan.data.errors import BayplanError
 from bayplan.data.graph import StepGraph, Storage, StorageKind, Value
 from bayplan.step import TrainingStep
-from bayplan.tracing.explain import explained
+from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 
-__all__ = ["capture_step", "convert", "follow_step", "record_step"]
+__all__ = [
+    "GeneratorStates",
+    "NodeWatch",
+    "capture_step",
+    "convert",
+    "follow_step",
+    "record_step",
+    "same_generators",
+    "warm_fake",
+]
 
 
 def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int]) -> StepGraph:
@@ -119,14 +129,14 @@ def capture_step(
         optimizer: one to copy, a function from parameters to one, or None for no update.
         name: what the graph calls the model; its class by default.
     """
-    with _warm_fake(step, optimizer) as fake:
+    with warm_fake(step, optimizer) as fake:
         return record_step(fake, name=name or type(fake.model).__name__)
 
 
 LookAt = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
 
 
-class _NodeWatch(torch_compat.OperatorWatch):
+class NodeWatch(torch_compat.OperatorWatch):
     """Counts operators as a captured graph does."""
 
     def __init__(self, nodes: Collection[int], look_at: LookAt) -> None:
@@ -149,19 +159,28 @@ def follow_step(
         nodes: indices of the nodes to look at.
         look_at: hears each node's index, operator, arguments and options before it runs.
     """
-    with _warm_fake(step, optimizer) as fake:
+    with warm_fake(step, optimizer) as fake:
         _clear_gradients(fake)
-        with torch_compat.replayed_views(), _NodeWatch(nodes, look_at):
+        with torch_compat.replayed_views(), NodeWatch(nodes, look_at):
             fake()
 
 
-def record_step(step: TrainingStep, *, name: str) -> StepGraph:
-    """Run a warmed-up step under the tracer, on whatever tensors it has."""
+def record_step(
+    step: TrainingStep,
+    *,
+    name: str,
+    tracer_of: Callable[[Locator], StepTracer] = StepTracer,
+    sees_modules: bool = True,
+) -> StepGraph:
+    """Run a warmed-up step under the tracer, on whatever tensors it has.
+
+    Modules are seen by hooks, for which compiled ones would be compiled anew.
+    """
     locator = Locator(step.model)
-    tracer = StepTracer(locator)
+    tracer = tracer_of(locator)
     _clear_gradients(step)
     _declare(step, tracer)
-    with torch_compat.replayed_views(), locator.watching(), tracer:
+    with torch_compat.replayed_views(), locator.watching(by_hooks=sees_modules), tracer:
         step(tracer.enter_phase, tracer.watch_formulas)
     gradients = [
         tracer.watch(parameter.grad, born=None).index
@@ -197,16 +216,57 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
                 tracer.declare(tensor, StorageKind.OPTIMIZER_STATE, name)
 
 
+class GeneratorStates:
+    """The states of the random generators of torch's CPU, Python and numpy, to be put back."""
+
+    def __init__(self) -> None:
+        self._states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._states[0])
+        random.setstate(self._states[1])
+        numpy.random.set_state(self._states[2])
+
+
 @contextmanager
-def _warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[TrainingStep]:
-    """A copy of a step on fake tensors that ran once; the user's generators stay as they were."""
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+def same_generators() -> Iterator[None]:
+    """Put the states of the user's random generators back in the end."""
+    states = GeneratorStates()
     try:
-        with explained(), without_memory():
-            fake = fake_step(step, optimizer)
-            fake()
-            yield fake
+        yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
+        states.put_back()
+
+
+@contextmanager
+def warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[TrainingStep]:
+    """A copy of a step on fake tensors that ran once; the user's generators stay as they were.
+
+    Where the step asks for values that are not known, all of its forward's are computed.
+    """
+    with same_generators(), explained(), ExitStack() as stack:
+        fake = None
+        try:
+            fake = _warmed(step, optimizer, stack, knows_all=False)
+        except BayplanError:
+            raise
+        except Exception as fault:
+            has_values = not any(
+                isinstance(each, torch_compat.FakeTensor) or each.is_meta
+                for each in step.model.parameters()
+            )
+            if not has_values or out_of_memory(fault) is not None:
+                raise
+        if fake is None:
+            stack.close()
+            fake = _warmed(step, optimizer, stack, knows_all=True)
+        yield fake
+
+
+def _warmed(
+    step: TrainingStep, optimizer: OptimizerSource, stack: ExitStack, *, knows_all: bool
+) -> TrainingStep:
+    stack.enter_context(without_memory(knows_all=knows_all))
+    fake = fake_step(step, optimizer)
+    fake()
+    return fake

@@ -56,10 +56,11 @@ def optimizer_source(optimizer: Any) -> OptimizerSource:
 
 
 @contextmanager
-def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
+def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
     """Let tensors take no memory; constants made elsewhere are faked where they are used.
 
-    Small ones know their values, and nobody but torch notices that they are fake.
+    Small ones know their values, or all of the forward's, for steps that decide by these. Nobody
+    but torch notices that they are fake.
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
     correct_fake_norms()
@@ -73,7 +74,7 @@ def without_memory() -> Iterator[torch_compat.FakeTensorMode]:
             torch_compat.running_eagerly(),
             torch_answers.unnoticed_fakes(),
             on_copies(),
-            KnownValues() as mode,
+            KnownValues(knows_all=knows_all) as mode,
         ):
             yield mode
     finally:
@@ -99,7 +100,8 @@ def build_without_memory(build: Callable[[], _Thing]) -> _Thing:
 def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     """Copy a step onto fake tensors; to be called inside `without_memory`."""
     _check_can_be_captured(step.model)
-    copier = _Copier()
+    mode = torch_compat.current_fake_mode()
+    copier = _Copier(knows_all=isinstance(mode, KnownValues) and mode.knows_all)
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
         state = torch_compat.tensors_in(list(optimizer.state.values()))
@@ -167,7 +169,8 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
 class _Copier:
     """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_all: bool) -> None:
+        self._knows_all = knows_all
         self.memo: dict[int, Any] = {}
         self._base_of_storage: dict[int, torch.Tensor] = {}
         self._keep: list[torch.Tensor] = []  # ids stay unique only while their owners live
@@ -224,7 +227,7 @@ class _Copier:
         if key not in self._base_of_storage:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             base = torch.empty(numel, dtype=tensor.dtype, device=device)
-            _learn_storage(base, tensor)
+            _learn_storage(base, tensor, knows_all=self._knows_all)
             self._base_of_storage[key] = base
         base = self._base_of_storage[key]
         flat = base if base.dtype == tensor.dtype else base.view(tensor.dtype)
@@ -235,16 +238,20 @@ class _Copier:
         return twin.detach().requires_grad_(tensor.requires_grad)
 
 
-def _learn_storage(base: torch.Tensor, tensor: torch.Tensor) -> None:
+def _learn_storage(base: torch.Tensor, tensor: torch.Tensor, *, knows_all: bool) -> None:
     """Let the flat twin of a tensor's storage know its values, where they are known and few."""
     with torch_compat.outside_tracing():
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        value = value_of(tensor) if is_small(base) and not is_trained else None
+        if knows_all:
+            is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.is_cpu
+            value = tensor.detach() if is_real else value_of(tensor)
+        else:
+            value = value_of(tensor) if is_small(base) and not is_trained else None
         if value is None:
             forget(base)  # what lies in memory that nobody has written to
         else:
             flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-            learn(base, flat.clone())
+            learn(base, flat.clone(), of_any_size=knows_all)
 
 
 class _TwinsForCopies(TorchFunctionMode):

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from bayplan import torch_answers, torch_compat
-from bayplan.data.errors import BayplanError, CaptureError
+from bayplan.data.errors import BayplanError, CaptureError, NotOneGraph
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.step import TrainingStep, call_model, split_batch
 from bayplan.tracing.checkpoints import with_checkpoints_checked
@@ -24,7 +24,7 @@ from bayplan.tracing.shared_casts import sharing_casts
 from bayplan.tracing.tangents import OutputGradient, compile_with_tangents
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
-__all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "untraceable"]
+__all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "uncompile", "untraceable"]
 
 _MOST_GRAPHS = 256  # of one model; torch allows no more over all copies of a function
 
@@ -102,17 +102,26 @@ def joint_of(model: nn.Module, inputs: Any, gradients: Sequence[OutputGradient] 
     return stop.joint
 
 
-def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
+def compile_whole(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True) -> None:
     """Let a module's calls be compiled as one graph each, anew for every batch size and mode.
 
-    Memory is exact or nothing, so neither a break in the graph nor an unknown size is allowed.
+    Memory is exact or nothing, so no unknown size is allowed, and no break in the graph where the
+    backend plans for the graph alone.
     """
-    options: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": False}
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
+    # Sizes between pieces may hang on values; a backend takes those of its pieces as they are.
+    options["dynamic"] = False if fullgraph else None
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
     torch_compat.watch_hooks()
     torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
+    for module in [model] if fullgraph else [*_torchs_own(model), model]:
+        _compile_calls(module, options)
+
+
+def _compile_calls(model: nn.Module, options: dict[str, Any]) -> None:
+    """Let a module's calls run its compiled forward, between its hooks."""
     compiled, patched = torch.compile(_forward_of(model), **options), vars(model).get("forward")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -125,6 +134,30 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any]) -> None:
         return torch_compat.call_with_forward(model, compiled, *args, **kwargs)
 
     torch_compat.set_compiled_call(model, call)
+
+
+def uncompile(model: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    """Take back what `compile_whole` did; a module's own compiled call may be put back."""
+    for module in _torchs_own(model):
+        torch_compat.set_compiled_call(module, None)
+    torch_compat.set_compiled_call(model, call)
+
+
+def _torchs_own(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of torch that hold others, below a model.
+
+    In frames that torch does not compile, for a break in a loop, each of them is a piece.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        # Lists and dicts of modules have no forward of their own, and are called by nobody.
+        is_called = type(child).forward is not nn.Module.forward
+        has_parts = next(child.children(), None) is not None
+        if is_called and has_parts and type(child).forward.__module__.startswith("torch."):
+            found.append(child)
+        else:
+            found += _torchs_own(child)
+    return found
 
 
 def _forward_of(model: nn.Module) -> Callable[..., Any]:
@@ -156,7 +189,9 @@ def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanErro
             " list, a counter or an attribute: a hook on a tensor (`register_hook`), which may only"
             f" compute with its gradient, or a checkpointed function. {inner}"
         )
-    return told or CaptureError(
-        f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
-        + ("" if model is None else hooked_text(model))
-    )
+    if told is not None:
+        return told
+    # What hooks of submodules do between pieces would be theirs alone to know.
+    hooked = "" if model is None else hooked_text(model)
+    text = f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
+    return CaptureError(text + hooked) if hooked else NotOneGraph(text)

@@ -55,7 +55,7 @@ class Locator:
         self._next_sequence = 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *, by_hooks: bool = True) -> Iterator[None]:
         def enter(module: nn.Module, _: Any) -> None:
             self._running.append(self._path_of.get(module, self._running[-1]))
 
@@ -63,10 +63,15 @@ class Locator:
             self._running.pop()
 
         # Global hooks see modules without touching any; they are gone when the step is over.
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        ]
+        home = nn.modules.module
+        handles = (
+            [
+                home.register_module_forward_pre_hook(enter),
+                home.register_module_forward_hook(leave, always_call=True),
+            ]
+            if by_hooks
+            else []
+        )
         self._next_sequence = torch_compat.next_forward_sequence()
         try:
             yield

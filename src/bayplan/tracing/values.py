@@ -12,6 +12,8 @@ that reads only such tensors is computed for real beside its fake run, so whoeve
 2. A known tensor's views share memory with it, so changes in place reach all of them. Where a known
    tensor is written from an unknown one, it and all of its views are unknown from then on.
 3. Random numbers come from a generator of our own, so the user's goes on as if nothing had run.
+4. A step that decides by what parameters compute is captured with `knows_all`: then every tensor of
+   the forward is known, and the forward is computed for real beside its fake run.
 """
 
 from collections.abc import Iterable
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bayplan import torch_compat
+from bayplan import torch_answers, torch_compat
 from bayplan.devices.meters import leave_out
 
 __all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "forget", "is_small", "learn", "value_of"]
@@ -45,7 +47,7 @@ class _Known:
     memory: _Memory
 
 
-_MARK = "bayplan_known"  # the attribute of a fake tensor that holds its `_Known`
+_MARK = torch_answers.KNOWN  # the attribute of a fake tensor that holds its `_Known`
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -54,9 +56,10 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if known is None else known.value
 
 
-def learn(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def learn(tensor: torch.Tensor, value: torch.Tensor, *, of_any_size: bool = False) -> None:
     """Let a fake tensor know its values, which from now on belong to it."""
-    if tensor.shape == value.shape and tensor.dtype == value.dtype and is_small(tensor):
+    is_alike = tensor.shape == value.shape and tensor.dtype == value.dtype
+    if is_alike and (of_any_size or is_small(tensor)):
         setattr(tensor, _MARK, _Known(leave_out(value), _Memory()))
 
 
@@ -72,7 +75,7 @@ def is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MOST_FLOATS if is_float else MOST_NUMBERS)
 
 
-def _known(tensor: torch.Tensor) -> _Known | None:
+def _known(tensor: torch.Tensor, *, of_any_size: bool = False) -> _Known | None:
     if isinstance(tensor, torch_compat.FakeTensor):
         known = getattr(tensor, _MARK, None)
         # `tensor.data = …` leaves the mark of what was there before.
@@ -80,13 +83,15 @@ def _known(tensor: torch.Tensor) -> _Known | None:
             return None
         return known
     is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    if not is_plain or not is_small(tensor) or _storage_numbers(tensor) > MOST_NUMBERS:
+    if not is_plain or not (of_any_size or _is_cheap(tensor)):
         return None
     return _Known(tensor.detach(), _Memory())
 
 
-def _storage_numbers(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
+def _is_cheap(tensor: torch.Tensor) -> bool:
+    """Whether a real tensor is small, and so is the storage that it is a part of."""
+    num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return is_small(tensor) and num_stored <= MOST_NUMBERS
 
 
 class _Copies:
@@ -95,9 +100,9 @@ class _Copies:
     def __init__(self) -> None:
         self._of_storage: dict[int, tuple[torch.UntypedStorage, torch.Tensor, _Memory]] = {}
 
-    def known(self, tensor: torch.Tensor) -> _Known | None:
+    def known(self, tensor: torch.Tensor, *, of_any_size: bool) -> _Known | None:
         """What is known of a tensor, by the copy of a real one."""
-        known = _known(tensor)
+        known = _known(tensor, of_any_size=of_any_size)
         if known is None or isinstance(tensor, torch_compat.FakeTensor):
             return known
         storage = tensor.untyped_storage()
@@ -115,11 +120,19 @@ class _Copies:
 class KnownValues(torch_compat.FakeTensorMode):
     """Fakes tensors, and computes what is known of them on the side."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_all: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.knows_all = knows_all
         self._is_inside = False  # an operator that is faked by way of others
         self._copies = _Copies()
-        self._random_state = torch.Generator().manual_seed(_SEED).get_state()
+        own = torch.Generator().manual_seed(_SEED).get_state()
+        # What hangs on random numbers is to go the way of the step that is about to run.
+        self._first_state = torch.get_rng_state() if knows_all else own
+        self.draw_again()
+
+    def draw_again(self) -> None:
+        """Let the next random numbers be those that came first."""
+        self._random_state = self._first_state
 
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] - as all modes of ours
         self,
@@ -139,7 +152,11 @@ class KnownValues(torch_compat.FakeTensorMode):
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taken = torch_compat.tensors_in((args, kwargs))
-        known_of = {id(tensor): self._copies.known(tensor) for tensor in taken}
+        # What backward computes decides nothing, so only the small is known there.
+        takes_all = self.knows_all and torch_compat.current_backward_sequence() is None
+        known_of = {
+            id(tensor): self._copies.known(tensor, of_any_size=takes_all) for tensor in taken
+        }
         knows_all = None not in known_of.values()
         try:
             output = super().__torch_dispatch__(func, types, args, kwargs)
@@ -153,12 +170,14 @@ class KnownValues(torch_compat.FakeTensorMode):
         if not knows_all:
             for tensor in torch_compat.tensors_in(changed):
                 known = known_of[id(tensor)]
-                if known is not None:
+                # An update of parameters is not known: they decide as they did before it.
+                if known is not None and not self.knows_all:
                     known.memory.is_known = False
             return output
         made = torch_compat.tensors_in(output)
         is_dense = all(tensor.layout is torch.strided for tensor in made)
-        if made and is_dense and (changed or func.is_view or all(map(is_small, made))):
+        is_cheap = changed or func.is_view or all(map(is_small, made))
+        if made and is_dense and (is_cheap or takes_all):
             self._remember(made, func, args, kwargs, known_of)
         return output
 
@@ -230,7 +249,7 @@ class KnownValues(torch_compat.FakeTensorMode):
         def fake(value: torch.Tensor) -> torch.Tensor:
             with self:
                 tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            learn(tensor, value)
+            learn(tensor, value, of_any_size=self.knows_all)
             return tensor
 
         return torch_compat.tree_map_only(torch.Tensor, fake, answer)
@@ -243,7 +262,7 @@ class KnownValues(torch_compat.FakeTensorMode):
             with self:
                 tensor, choice = tensor.expand(shape), choice.expand(shape)
             if value is not None:
-                learn(choice, value.expand(shape))
+                learn(choice, value.expand(shape), of_any_size=self.knows_all)
         choices = [choice] if isinstance(choice, torch.Tensor) else choice
         indices: list[torch.Tensor | None] = []
         for part in choices:

@@ -63,8 +63,15 @@ def main() -> None:
         given.scale, given.rounds, given.seconds, given.precision = 0.5, 1, 0.2, ["float32"]
     if given.models:
         given.scale = 1.0
+    rows = []
     with ThreadPoolExecutor(given.jobs) as pool:
-        rows = list(pool.map(lambda job: _row(given, *job), _jobs(given)))
+        waiting = [pool.submit(_row, given, *job) for job in _jobs(given)]
+        try:
+            for row in waiting:
+                rows.append(row.result())
+        except KeyboardInterrupt:
+            say("interrupted: what is measured so far is kept")
+            pool.shutdown(cancel_futures=True)
     finish(__file__, {"rows": rows, **_summary(rows)}, columns=COLUMNS, arguments=given)
 
 

@@ -28,6 +28,7 @@ import bayplan
 from bayplan.data.errors import BayplanError, DoesNotFit
 from bayplan.devices.meters import resident_tensor_bytes
 from bayplan.prepared_step import PreparedStep, prepare
+from bayplan.running.fitted import fitting_of
 from bayplan.step import AUTOCASTS, TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -216,10 +217,11 @@ def _planned(make: Callable[[], TrainingStep], memory: str | int, seconds: float
         time_limit_seconds=seconds,
         progress=False,
     )
-    trained, plan = _trained(step, others_bytes), bayplan.plan_of(step.model)
-    assert plan.limit_bytes is not None, "fitted within one"
-    trained.predicted_bytes, trained.limit_bytes = plan.order.peak_bytes, plan.limit_bytes
-    trained.predicted_seconds = plan.order.seconds, plan.order.plain_seconds
+    trained, fitting = _trained(step, others_bytes), fitting_of(step.model)
+    # In pieces, the latest plan is the one that ran.
+    plan = fitting.pieces.plans[0] if fitting.pieces else next(iter(fitting.plans.values())).order
+    trained.predicted_bytes, trained.limit_bytes = plan.peak_bytes, fitting.known["limit_bytes"]
+    trained.predicted_seconds = plan.seconds, plan.plain_seconds
     return trained
 
 

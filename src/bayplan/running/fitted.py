@@ -32,7 +32,7 @@ from bayplan.tracing.hooks import on_copies
 from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.traced_step import Decide, MemoryContext, Price, TracedStep
 
-__all__ = ["Fitting", "bind", "bind_pieces", "fit", "plans_of"]
+__all__ = ["Fitting", "bind", "bind_pieces", "fit", "fitting_of", "plans_of"]
 
 _FITTING = "bayplan_fitting"  # what the compiled call of a fitted model is marked with
 
@@ -153,8 +153,8 @@ def fit(
     return fitting
 
 
-def plans_of(model: nn.Module) -> list[DevicePlan]:
-    """The plans that a fitted model runs, one for each graph.
+def fitting_of(model: nn.Module) -> Fitting:
+    """What was decided for a fitted model.
 
     Raises:
         UsageError: it was not fitted.
@@ -165,6 +165,16 @@ def plans_of(model: nn.Module) -> list[DevicePlan]:
             f"{type(model).__name__} was not fitted, or was compiled or copied since, so it has no"
             " plan; call bayplan.fit(model, batch, loss_fn, memory=…) first"
         )
+    return fitting
+
+
+def plans_of(model: nn.Module) -> list[DevicePlan]:
+    """The plans that a fitted model runs, one for each graph.
+
+    Raises:
+        UsageError: it was not fitted, or is planned in pieces.
+    """
+    fitting = fitting_of(model)
     if fitting.pieces is not None:
         raise UsageError(
             f"the forward of {type(model).__name__} is not one graph: it is planned in pieces,"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 
 # Fake tensors.
 
@@ -375,7 +375,7 @@ def test_draws_that_nobody_reads_stay_in_a_joint_graph():
             return x * self.weight
 
     def backend(module, inputs):
-        return torch_compat.compile_joint(module, inputs, partition=partition, compile_graph=None)
+        return torch_joint.compile_joint(module, inputs, partition=partition, compile_graph=None)
 
     with pytest.raises(Exception, match="NotImplementedError"):
         torch.compile(Draws(), backend=backend)(torch.ones(2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 
 
 def test_joint_graph_is_cut_by_our_partition_and_wrapped_again():
@@ -22,7 +22,7 @@ def test_joint_graph_is_cut_by_our_partition_and_wrapped_again():
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
     def backend(module: fx.GraphModule, inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, inputs, partition=partition, compile_graph=lambda graph, _: graph
         )
 
@@ -60,7 +60,7 @@ def test_inputs_that_forward_changes_are_known_in_the_joint_graph():
         return default_partition(joint, inputs, **options)
 
     def backend(module: fx.GraphModule, inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, inputs, partition=partition, compile_graph=lambda graph, _: graph
         )
 
@@ -93,7 +93,7 @@ def test_inputs_are_given_in_a_list_that_may_be_emptied():
     def backend(module: fx.GraphModule, inputs):
         from functorch.compile import default_partition
 
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, inputs, partition=default_partition, compile_graph=boxed
         )
 
@@ -195,7 +195,7 @@ def test_backward_is_traced_without_the_forwards_autocast():
         return default_partition(joint, inputs, **options)
 
     def backend(module: fx.GraphModule, inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, inputs, partition=partition, compile_graph=lambda graph, _: graph
         )
 
@@ -231,7 +231,7 @@ def test_backward_may_keep_its_graph_after_one_that_did_not():
         return torch_compat.boxed(run)
 
     def backend(module: fx.GraphModule, inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, inputs, partition=default_partition, compile_graph=compile_graph
         )
 
@@ -286,7 +286,7 @@ def test_operators_are_traced_as_the_dispatcher_runs_them_and_not_by_rules_for_t
         seen.extend(node.target for node in joint.graph.nodes if node.op == "call_function")
         return default_partition(joint, inputs, **options)
 
-    run = torch_compat.compile_joint(
+    run = torch_joint.compile_joint(
         fx.symbolic_trace(_Upsampled()),
         [torch.ones(1, 1, 4, 4, requires_grad=True)],
         partition=partition,
@@ -394,7 +394,7 @@ def test_checkpoints_and_what_is_in_them_are_known():
             assert not any("cos" in each.name for each in inside)
             raise ValueError("seen")
 
-        return torch_compat.compile_joint(module, inputs, partition=partition, compile_graph=None)
+        return torch_joint.compile_joint(module, inputs, partition=partition, compile_graph=None)
 
     with pytest.raises(Exception, match="seen"):
         torch.compile(Inner(), backend=backend, fullgraph=True)(torch.randn(4, 2))
@@ -415,7 +415,7 @@ def test_gradients_are_traced_in_the_strides_that_were_told():
             return (x.sin(),)
 
     for tangents in ((), [((3, 4), (1, 3))]):
-        torch_compat.compile_joint(
+        torch_joint.compile_joint(
             fx.symbolic_trace(Sine()),
             [torch.ones(3, 4, requires_grad=True)],
             partition=partition,
@@ -447,7 +447,7 @@ def test_setting_of_autocasts_cache_is_kept_while_a_joint_graph_is_traced():
             pytest.raises(ValueError, match="traced"),
             torch.autocast("cpu", torch.bfloat16, cache_enabled=is_enabled),
         ):
-            torch_compat.compile_joint(Product(), [x], partition=partition, compile_graph=None)
+            torch_joint.compile_joint(Product(), [x], partition=partition, compile_graph=None)
         found.append(settings[-1])  # the first time is for what it returns
     assert found == [True, False]
 
@@ -463,10 +463,10 @@ def test_a_change_in_place_between_gaps_is_known_in_the_joint_graph():
     seen = []
 
     def partition(joint: fx.GraphModule, inputs, **options):
-        seen.extend(node.meta.get(torch_compat.IN_PLACE) for node in joint.graph.nodes)
+        seen.extend(node.meta.get(torch_joint.IN_PLACE) for node in joint.graph.nodes)
         return default_partition(joint, inputs, **options)
 
-    torch_compat.compile_joint(
+    torch_joint.compile_joint(
         fx.symbolic_trace(Changing()),
         [torch.ones(3, 4, requires_grad=True)],
         partition=partition,
@@ -490,7 +490,7 @@ def test_an_operator_is_traced_as_we_say():
             return (x.sin(),)
 
     x = torch.rand(3, requires_grad=True)
-    run = torch_compat.compile_joint(
+    run = torch_joint.compile_joint(
         fx.symbolic_trace(Sine()),
         [x],
         partition=default_partition,
@@ -504,8 +504,8 @@ def test_an_operator_is_traced_as_we_say():
 def test_a_call_without_rules_is_that_of_plain_training():
     x = torch.rand(3, 4, requires_grad=True)
     linear, sine = torch.ops.aten.linear.default, torch.ops.aten.sin.default
-    assert torch_compat.call_without_rules(linear, x, x).equal(x @ x.t())
-    assert torch_compat.call_without_rules(sine, x).grad_fn is not None
+    assert torch_joint.call_without_rules(linear, x, x).equal(x @ x.t())
+    assert torch_joint.call_without_rules(sine, x).grad_fn is not None
     assert torch_compat.arguments_in_words(torch.ops.aten.clamp.default) == (
         "Tensor self, Scalar? min=None, Scalar? max=None"
     )

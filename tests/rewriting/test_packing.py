@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bayplan import torch_compat
+from bayplan import torch_joint
 from bayplan.devices.meters import open_meter
 from bayplan.rewriting import free as operators
 from bayplan.rewriting import packed
@@ -38,7 +38,7 @@ class PackingBackend:
         self.packs: list[Pack] = []
 
     def __call__(self, module: fx.GraphModule, inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module,
             inputs,
             partition=self._partition,

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 from bayplan.rewriting import free as rewrites
 from bayplan.running.executor import compile_graph
 from bayplan.running.partition import Step, cut
@@ -66,7 +66,7 @@ def assert_same_step(model: nn.Module, inputs: torch.Tensor, rewrite) -> fx.Grap
         return cut(step, steps, num_forward=step.program.first_backward, owner=joint)
 
     def backend(module, example_inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module,
             example_inputs,
             partition=partition,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from bayplan import torch_compat
+from bayplan import torch_joint
 from bayplan.data.errors import CaptureError
 from bayplan.data.program import Op, Program
 from bayplan.rewriting.updates import (
@@ -37,7 +37,7 @@ def joint_of(model: nn.Module, inputs: torch.Tensor) -> tuple[fx.GraphModule, in
             taken.extend((joint, num_fwd_outputs, examples))
             raise Taken
 
-        return torch_compat.compile_joint(module, examples, partition=take, compile_graph=None)
+        return torch_joint.compile_joint(module, examples, partition=take, compile_graph=None)
 
     with pytest.raises(Exception, match="Taken"):
         torch.compile(model, backend=backend, fullgraph=True)(inputs)

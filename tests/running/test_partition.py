@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from bayplan import torch_compat as torch_compat
+from bayplan import torch_joint
 from bayplan.rewriting.free import free_rewrites
 from bayplan.rewriting.repeats import make_repeatable
 from bayplan.running.executor import compile_graph
@@ -55,7 +56,7 @@ def run_with(
         return forward, backward
 
     def backend(module, example_inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module,
             example_inputs,
             partition=partition,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 from bayplan.data.program import Op
 from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import make_repeatable
@@ -27,7 +27,7 @@ def joint_of(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[fx.Gr
         raise Stopped
 
     def backend(module, example_inputs):
-        return torch_compat.compile_joint(
+        return torch_joint.compile_joint(
             module, example_inputs, partition=partition, compile_graph=None
         )
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 from bayplan.rewriting.free import call_alone, changed_copy
 from bayplan.rewriting.synchronised_norm import (
     normalise,
@@ -90,9 +90,9 @@ def as_eager(graph: fx.Graph) -> None:
 
 def _restore_layouts(graph: fx.Graph) -> None:
     """Compute in place where plain training does so in a tensor with gaps: see `IN_PLACE`."""
-    changed = [node for node in graph.nodes if torch_compat.IN_PLACE in node.meta]
+    changed = [node for node in graph.nodes if torch_joint.IN_PLACE in node.meta]
     for node in changed:
-        function, stride = node.meta.pop(torch_compat.IN_PLACE)
+        function, stride = node.meta.pop(torch_joint.IN_PLACE)
         shape = node.args[0].meta["val"].shape
         node.args = (function, _close_gaps(shape, stride), *node.args)
         node.target = changed_copy

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 
 __all__ = ["WholeOperator", "whole_operators"]
 
@@ -61,7 +61,7 @@ class WholeOperator:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not self.applies(*args, **kwargs):
-            return torch_compat.call_without_rules(self.original, *args, **kwargs)
+            return torch_joint.call_without_rules(self.original, *args, **kwargs)
         return _Whole.apply(self, tuple(kwargs), *args, *kwargs.values())
 
 

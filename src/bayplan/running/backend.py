@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from bayplan import torch_answers, torch_compat
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
@@ -196,7 +196,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "bayplan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
+    torch_answers.answer_as_eager(lambda: torch_joint.eager_kernels(whole_operators()))
     torch_compat.watch_hooks()
     return _bayplan
 

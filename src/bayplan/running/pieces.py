@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from bayplan import torch_answers, torch_compat
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import OperatorCosts
 from bayplan.data.errors import CaptureError, DoesNotFit
@@ -150,7 +150,7 @@ class PieceBackend:
             return self._told(run, *waiting.pop(0))
 
         with sharing_casts(module, inputs):
-            run = torch_compat.compile_joint(
+            run = torch_joint.compile_joint(
                 module,
                 inputs,
                 partition=with_checkpoints_checked(module, partition),

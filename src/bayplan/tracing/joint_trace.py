@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bayplan import torch_answers, torch_compat
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.data.errors import BayplanError, CaptureError, NotOneGraph
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.step import TrainingStep, call_model, split_batch
@@ -115,7 +115,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any], *, fullgraph: b
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
     torch_compat.watch_hooks()
-    torch_answers.answer_as_eager(lambda: torch_compat.eager_kernels(whole_operators()))
+    torch_answers.answer_as_eager(lambda: torch_joint.eager_kernels(whole_operators()))
     for module in [model] if fullgraph else [*_torchs_own(model), model]:
         _compile_calls(module, options)
 

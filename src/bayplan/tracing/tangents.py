@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bayplan import torch_compat
+from bayplan import torch_compat, torch_joint
 from bayplan.data.errors import UsageError
 
 __all__ = ["OutputGradient", "compile_with_tangents", "output_gradients"]
@@ -89,13 +89,13 @@ def compile_with_tangents(
     gradients: Sequence[OutputGradient],
     **options: Any,
 ) -> Callable[..., Any]:
-    """`torch_compat.compile_joint` of a graph whose outputs get these gradients.
+    """`torch_joint.compile_joint` of a graph whose outputs get these gradients.
 
     Where the graph's outputs are not those that the loss was asked about, torch guesses.
     """
     gradient_of = _matched(module, gradients)
     if not gradient_of:
-        return torch_compat.compile_joint(module, inputs, **options)
+        return torch_joint.compile_joint(module, inputs, **options)
     graph = fx.Graph()
     outputs: Any = list(graph.graph_copy(module.graph, {}))  # pyrefly: ignore[bad-argument-type]
     strides: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
@@ -113,7 +113,7 @@ def compile_with_tangents(
     graph.output(tuple(outputs))
     told = fx.GraphModule(module, graph)
     told.meta.update(module.meta)
-    run = torch_compat.compile_joint(told, inputs, tangents=strides, **options)
+    run = torch_joint.compile_joint(told, inputs, tangents=strides, **options)
     return _refusing(run, unused) if unused else run
 
 

@@ -1,0 +1,255 @@
+"""Having torch trace the joint graph of forward and backward that plain training would run.
+
+Left to itself torch traces something else here and there: rules of its own for some operators,
+functions without changes in place, gradients laid out as it guesses. Each context manager undoes
+one of these while `compile_joint` traces. Private names of torch, as in `torch_compat.py`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+
+from bayplan import torch_compat
+
+__all__ = ["IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels"]
+
+
+def compile_joint(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    compile_graph: Any,
+    whole: Iterable[Any] = (),
+    tangents: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]] = (),
+) -> Callable[..., Any]:
+    """Have torch trace forward and backward together, cut them by `partition`, and wrap the result.
+
+    `partition` gets the joint graph and `num_fwd_outputs`; its inputs are named `primals_*` and
+    `tangents_*`. What forward returns beyond its outputs comes to backward as its first inputs.
+    Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
+    loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
+    are traced as their `call` says, all others as the dispatcher runs them in plain training.
+    Random numbers that nobody reads are drawn all the same: later ones hang on that. `tangents` are
+    shapes and strides of the gradients that will come; without strides, and where there are none,
+    torch guesses.
+    """
+    # Here: it takes a second to import, and most commands never trace.
+    from torch._functorch import config
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor import config as inductor_config
+
+    with (
+        config.patch(backward_pass_autocast="off"),
+        inductor_config.patch(fallback_random=True),
+        _nothing_donated(),
+        _cached_casts(),
+        _as_in_eager(whole),
+        _told_tangents(tangents),
+    ):
+        return aot_module_simplified(
+            module,
+            [_with_known_sizes(value) for value in inputs],
+            fw_compiler=compile_graph,
+            bw_compiler=compile_graph,
+            partition_fn=partition,
+        )
+
+
+@contextmanager
+def _told_tangents(
+    tangents: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]],
+) -> Iterator[None]:
+    """Let torch trace with gradients of these strides, instead of those of the outputs."""
+    from torch._functorch._aot_autograd import collect_metadata_analysis
+
+    guess = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
+    waiting = cycle(tangents)
+
+    def told(x: torch.Tensor) -> Any:
+        shape, stride = next(waiting, ((), None))
+        if stride is not None and isinstance(x, torch.Tensor) and x.shape == shape:
+            x = x.new_empty_strided(shape, stride)
+        return guess(x)
+
+    collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = told
+    try:
+        yield
+    finally:
+        collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = guess
+
+
+@contextmanager
+def _as_in_eager(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace what plain training runs, where tracing would otherwise compute something else."""
+    with eager_kernels(whole), _layouts_of_changes():
+        yield
+
+
+IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, and in which strides
+
+
+@contextmanager
+def _layouts_of_changes() -> Iterator[None]:
+    """Note where a tensor with gaps between its elements is changed in place.
+
+    A traced graph changes nothing in place: it has the operator that returns its result instead,
+    without gaps. Kernels round differently there: they take whole vectors across what were gaps.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    dispatch = FunctionalTensorMode.__torch_dispatch__
+
+    def noting(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        if (
+            mode is None
+            or not isinstance(first, FunctionalTensor)
+            or torch.Tag.pointwise not in func.tags
+            or not func._schema.is_mutable
+            or torch_compat.is_dense(first)
+        ):
+            return dispatch(self, func, types, args, kwargs)
+        graph = mode.tracer.graph
+        last = next(iter(reversed(graph.nodes)))
+        result = dispatch(self, func, types, args, kwargs)
+        out_of_place = func.overloadpacket.__name__.removesuffix("_")
+        node = last.next
+        while node.op != "root":
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet is not None and packet.__name__ == out_of_place:
+                node.meta[IN_PLACE] = func, tuple(first.stride())
+            node = node.next
+        return result
+
+    FunctionalTensorMode.__torch_dispatch__ = noting
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = dispatch
+
+
+# Where torch's own C++ reads values to decide, so that tracing needs the Python rule; and the two
+# that our rewrites start from (`as_eager`, `repeat_form`), which know how to have eager's bits.
+_TRACED_BY_PYTHON = {
+    "aten::dropout",
+    "aten::istft",
+    "aten::native_batch_norm",
+    "aten::one_hot",
+    "aten::tensor_split.tensor_indices_or_sections",
+}
+
+
+@contextmanager
+def eager_kernels(whole: Iterable[Any]) -> Iterator[None]:
+    """Trace operators as the dispatcher runs them in plain training; those of `whole` as they say.
+
+    torch has second implementations of some operators in Python, made of others, that only tracing
+    uses: of upsampling, recurrent layers and some losses. Their bits are not those of the kernels.
+    """
+    own = {each.original: each.call for each in whole}
+    before = []
+    for operator in {*_overloads(torch.ops.aten), *own}:
+        kernels = dict(operator.py_kernels)
+        if operator.name() not in _TRACED_BY_PYTHON:
+            kernels = {key: rule for key, rule in kernels.items() if key not in _TRACING_KEYS}
+        if operator in own:
+            kernels[_key_of_rules(operator)] = own[operator]
+        if kernels != operator.py_kernels:
+            before.append((operator, operator.py_kernels))
+            operator.py_kernels = kernels
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels = kernels
+            operator._dispatch_cache.clear()
+
+
+_TRACING_KEYS = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
+
+
+def _key_of_rules(operator: OpOverload) -> DispatchKey:
+    """Where the dispatcher looks first for what autograd sees of an operator."""
+    key = DispatchKey.CompositeImplicitAutograd
+    is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return key if is_made_of_others else DispatchKey.Autograd
+
+
+def _overloads(namespace: Any) -> Iterator[OpOverload]:
+    """The operators of a namespace that somebody has asked for; others have nothing in Python."""
+    for packet in list(vars(namespace).values()):
+        if isinstance(packet, OpOverloadPacket):
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, OpOverload):
+                    yield overload
+
+
+@contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let torch know that backward overwrites nothing of what forward saved for it.
+
+    Else it refuses `retain_graph=True` in every backward after one without it.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    def nothing(*_: Any, **__: Any) -> list[int]:
+        return []
+
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = nothing
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+@contextmanager
+def _cached_casts() -> Iterator[None]:
+    """Leave the setting of autocast's cache of casts as it is, for `tracing/shared_casts.py`.
+
+    torch switches it off where it traces, because it could hold tensors from outside.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    names: Any = proxy_tensor
+    disable, names.disable_autocast_cache = names.disable_autocast_cache, nullcontext
+    try:
+        yield
+    finally:
+        names.disable_autocast_cache = disable
+
+
+def _with_known_sizes(value: Any) -> Any:
+    """An example of a graph's input in which sizes that torch left open have their present values.
+
+    To ask an open size for its value is to promise that it stays: another one is compiled anew.
+    """
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if not isinstance(value, FakeTensor) or not value._has_symbolic_sizes_strides:
+        return value
+    shape, stride = ([int(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    with value.fake_mode:
+        example = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return example.requires_grad_(value.requires_grad)
+
+
+def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as torch's C++ has it, where a rule in Python stands before it."""
+    key = _key_of_rules(operator)
+    if key is DispatchKey.Autograd:  # which stands for one of each device
+        device = next(leaf.device.type for leaf in torch_compat.tensors_in((args, kwargs)))
+        key = getattr(DispatchKey, f"Autograd{device.upper()}")
+    return operator._op_dk(key, *args, **kwargs)

@@ -78,12 +78,14 @@ def _tokens(batch: int, length: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def _language(model: str, config: str, **settings: Any) -> Callable[[int], Built]:
+def _language(
+    model: str, config: str, *, length: int = TOKENS, **settings: Any
+) -> Callable[[int], Built]:
     """Predicts every token: decoders and masked encoders."""
 
     def build(batch_size: int = BATCH) -> Built:
         network = _named(model, config, **{**SMALL, **settings})
-        batch = _tokens(batch_size)
+        batch = _tokens(batch_size, length)
         return network, {**batch, "labels": batch["input_ids"].clone()}, None
 
     return build
@@ -216,6 +218,7 @@ def _video(batch_size: int = 2) -> Built:
     return network, {"pixel_values": frames, "labels": torch.randint(5, (batch_size,))}, None
 
 
+# Without kernels of their own these go through a sentence token by token.
 _MAMBA = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 8}
 
 # By family, then by model.
@@ -373,7 +376,7 @@ TRANSFORMERS: dict[str, dict[str, Callable[..., Built]]] = {
         "spectrogram": _spectrogram,
     },
     "state-space": {
-        "mamba": _language("MambaForCausalLM", "MambaConfig", **_MAMBA),
+        "mamba": _language("MambaForCausalLM", "MambaConfig", length=24, **_MAMBA),
         "mamba2": _language(
             "Mamba2ForCausalLM",
             "Mamba2Config",
@@ -383,7 +386,9 @@ TRANSFORMERS: dict[str, dict[str, Callable[..., Built]]] = {
             n_groups=2,
             chunk_size=32,
         ),
-        "falcon-mamba": _language("FalconMambaForCausalLM", "FalconMambaConfig", **_MAMBA),
+        "falcon-mamba": _language(
+            "FalconMambaForCausalLM", "FalconMambaConfig", length=24, **_MAMBA
+        ),
         "recurrent-gemma": _language(
             "RecurrentGemmaForCausalLM",
             "RecurrentGemmaConfig",

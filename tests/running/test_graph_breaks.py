@@ -229,7 +229,7 @@ def test_step_that_runs_more_pieces_is_planned_anew(planner_cache):
     model, batch = Dropping(), torch.rand(SAMPLES, WIDTH, requires_grad=True)
     plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
     with pytest.warns(UserWarning, match="is not one graph"):
-        bayplan.fit(model, batch, mean, memory="4MiB", time_limit_seconds=0.5)
+        bayplan.fit(model, batch, mean, memory="8MiB", time_limit_seconds=0.5)
     expected, results = plain.trained(6), fitted.trained(6)
     assert all(map(torch.equal, expected, results))
 

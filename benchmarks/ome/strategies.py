@@ -6,7 +6,7 @@ from pathlib import Path
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit
-from bayplan.planning.memory.orders import FastestWithin, by_strategy
+from bayplan.planning.memory.orders import FastestWithin, by_strategy, limit_for
 from bayplan.planning.memory.strategies import Strategy, checkpoint, keep, ome, swap
 from bayplan.simulating.swaps import Tier
 from bayplan.tracing.traced_step import TracedStep
@@ -55,5 +55,6 @@ def orders_of(
 def _within(
     limit_bytes: int, cache: Path, seconds: float, *, may_pack: bool = False
 ) -> FastestWithin:
-    limit = Limit(size_bytes=limit_bytes)
+    # Peaks of plans are compared here, so none of the limit is left free.
+    limit = Limit(size_bytes=limit_for(limit_bytes))
     return FastestWithin(limit, cache=cache, time_limit_seconds=seconds, may_pack=may_pack)

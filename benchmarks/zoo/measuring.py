@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import random
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -227,7 +229,8 @@ def _planned(make: Callable[[], TrainingStep], memory: str | int, seconds: float
 
 def _trained(step: TrainingStep, others_bytes: int = 0) -> Trained:
     """Train from one seed, then record two steps, less what other models of the process take."""
-    torch.manual_seed(1)
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(1)
     digests = []
     for number in range(_STEPS):
         loss = step()

@@ -35,9 +35,7 @@ from bayplan.running.swaps.tier import SwapStore
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, apply_order
 from bayplan.tracing.checkpoints import with_checkpoints_checked
-from bayplan.tracing.fake_lstm import correct_fake_lstm
-from bayplan.tracing.fake_norms import correct_fake_norms
-from bayplan.tracing.fake_products import correct_fake_products
+from bayplan.tracing.fake import correct_fakes
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.shared_casts import OnePerAutocast, SharedCasts, sharing_casts
 from bayplan.tracing.tangents import compile_with_tangents
@@ -71,10 +69,8 @@ class PlannedBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._warn_of_repeats(inputs)
-        correct_fake_norms()
-        correct_fake_lstm()
+        correct_fakes()
         torch_compat.guard_global_hooks()
-        correct_fake_products()
         with sharing_casts(module, inputs) as casts:
             run = compile_with_tangents(
                 module,

@@ -50,10 +50,7 @@ from bayplan.step import TrainingStep, split_batch
 from bayplan.tracing.capture import GeneratorStates, NodeWatch, record_step, same_generators
 from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
-from bayplan.tracing.fake_lstm import correct_fake_lstm
-from bayplan.tracing.fake_norms import correct_fake_norms
-from bayplan.tracing.fake_products import correct_fake_products
+from bayplan.tracing.fake import OptimizerSource, correct_fakes, fake_step, without_memory
 from bayplan.tracing.joint import LossMemory, MemoryContext
 from bayplan.tracing.joint_trace import compile_whole, uncompile
 from bayplan.tracing.shared_casts import sharing_casts
@@ -116,9 +113,7 @@ class PieceBackend:
     on_run: Callable[[int, bool, bool], None] = field(default=lambda *_: None)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        correct_fake_norms()
-        correct_fake_lstm()
-        correct_fake_products()
+        correct_fakes()
         torch_compat.guard_global_hooks()
         if not any(tensor.requires_grad for tensor in torch_compat.tensors_in(inputs)):
             return module.forward  # keeps nothing for a backward, so it may be of any size

@@ -29,6 +29,7 @@ from bayplan.tracing.values import KnownValues, forget, is_small, learn, value_o
 __all__ = [
     "OptimizerSource",
     "build_without_memory",
+    "correct_fakes",
     "fake_step",
     "optimizer_source",
     "without_memory",
@@ -55,6 +56,13 @@ def optimizer_source(optimizer: Any) -> OptimizerSource:
     return optimizer
 
 
+def correct_fakes() -> None:
+    """Let fake kernels that are known to err make what the real ones make, in this process."""
+    correct_fake_norms()
+    correct_fake_lstm()
+    correct_fake_products()
+
+
 @contextmanager
 def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
     """Let tensors take no memory; constants made elsewhere are faked where they are used.
@@ -63,9 +71,7 @@ def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
     but torch notices that they are fake.
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
-    correct_fake_norms()
-    correct_fake_lstm()
-    correct_fake_products()
+    correct_fakes()
     logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
     was_disabled, logger.disabled = logger.disabled, True
     try:

@@ -184,33 +184,33 @@ def _described(thing: Any) -> str:
     return str(thing)
 
 
-def made_up(fake: torch.Tensor) -> torch.Tensor:
+def made_up(fake: torch.Tensor, whole: int = 0) -> torch.Tensor:
     """A real tensor of the same geometry: ordinary numbers, and indices that are always valid.
 
-    Indices, masks and lengths that are known are themselves: kernels may read no others.
+    Indices, masks and lengths that are known are themselves: kernels may read no others. Others
+    that are whole numbers are `whole`.
     """
-    known = None if fake.is_floating_point() or fake.is_complex() else value_of(fake)
+    is_counted = fake.is_floating_point() or fake.is_complex()
+    known = None if is_counted else value_of(fake)
+    # All through flat tensors: an expanded one cannot be written to.
     if known is not None:
-        return torch.empty_strided(
-            fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-        ).copy_(known)
+        flat = torch.empty(0, dtype=known.dtype).set_(known.untyped_storage()).clone()
+        return flat.as_strided(known.shape, known.stride(), known.storage_offset()).to(fake.device)
     numel = fake.untyped_storage().nbytes() // fake.element_size()
-    flat = torch.zeros(numel, dtype=fake.dtype, device=fake.device)
+    filling = 0 if is_counted else whole
+    flat = torch.full((numel,), filling, dtype=fake.dtype, device=fake.device)
     if flat.is_floating_point() and numel:
         # Some losses take 0 to 1 only; a root of negative numbers takes many times as long.
         flat.uniform_()
-    # Through the flat tensor: an expanded one cannot be written to.
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
 
 
 def _made_up_regular(fake: torch.Tensor) -> torch.Tensor:
     """The same with identity matrices, which every factorisation takes, and indices of 1."""
-    tensor = made_up(fake)
+    tensor = made_up(fake, whole=1)
     is_square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
     if is_square and torch_compat.is_dense(tensor):
         tensor.copy_(torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device))
-    elif not tensor.is_floating_point() and not tensor.is_complex():
-        tensor.copy_(torch.ones((), dtype=tensor.dtype))
     return tensor
 
 

@@ -235,7 +235,7 @@ def bind_pieces(
         f" pieces are planned together, within {format_bytes(plan.peak_bytes)}; what lies between"
         " them runs as it is written, and nothing is recomputed across a break. The graph breaks"
         f" at: {'; '.join(plan.breaks) or 'a loop, whose frame torch does not compile'}",
-        stacklevel=3,
+        stacklevel=4,
     )
     return call
 

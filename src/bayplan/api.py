@@ -262,7 +262,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
-    fullgraph: bool = False,
+    fullgraph: bool = True,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     progress: bool | None = None,
@@ -290,9 +290,9 @@ def fit(
             so that gradients are never all there at once. Needs the optimizer itself, whose
             `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
             gradients: an applied `.grad` refuses to be computed with.
-        fullgraph: whether to refuse a forward that torch cannot trace as one graph. Otherwise it is
-            planned as its pieces together, within one limit, without swaps; a warning says where
-            the graph breaks.
+        fullgraph: whether to refuse a forward that torch cannot trace as one graph. With False it
+            is planned as its pieces together, within one limit, without swaps. That is new: the
+            last bits of gradients, and what is drawn at random outside torch, may differ.
         time_limit_seconds: for the search.
         again: measures and plans anew, and replaces what the cache has of this step.
         progress: whether to say anything: a bar where stderr is a terminal, and the line at the

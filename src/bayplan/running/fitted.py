@@ -77,7 +77,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
-    fullgraph: bool = False,
+    fullgraph: bool = True,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     on_progress: Progress = no_progress,

@@ -194,4 +194,8 @@ def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanErro
     # What hooks of submodules do between pieces would be theirs alone to know.
     hooked = "" if model is None else hooked_text(model)
     text = f"torch cannot trace the model's forward as one graph, which planning needs: {inner}"
-    return CaptureError(text + hooked) if hooked else NotOneGraph(text)
+    if hooked:
+        return CaptureError(text + hooked)
+    return NotOneGraph(
+        f"{text}\nbayplan.fit(..., fullgraph=False) plans the pieces between together"
+    )

@@ -26,6 +26,12 @@ def test_numbers_from_factory_functions_and_constants_are_known():
     assert known(lambda: torch.full((2,), 7, dtype=torch.long)[1:]) == [7]
 
 
+def test_memory_that_nobody_has_written_to_holds_zeros():
+    """Targets of a batch that is only resized were whatever lay there, and no classes."""
+    assert known(lambda: torch.empty(3, dtype=torch.long)) == [0, 0, 0]
+    assert known(lambda: torch.arange(3).new_empty(2).fill_(4)) == [4, 4]
+
+
 def test_large_floats_are_not_known():
     assert known(lambda: torch.zeros(MOST_FLOATS + 1)) is None
     assert known(lambda: torch.zeros(MOST_FLOATS)) is not None

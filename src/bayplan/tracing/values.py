@@ -229,7 +229,11 @@ class KnownValues(torch_compat.FakeTensorMode):
         args, kwargs = torch_compat.tree_map_only(torch.device, here, (args, kwargs))
         kwargs = {name: given for name, given in kwargs.items() if name != "pin_memory"}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if "empty" in func.overloadpacket.__name__:  # what lay in memory is nobody's value
+                for tensor in torch_compat.tensors_in(made):
+                    tensor.zero_()
+            return made
         generator = torch.Generator()
         generator.set_state(self._random_state)
         before = torch.get_rng_state()

@@ -1,0 +1,11 @@
+"""Tests of this folder run where the test accelerator is registered; `own_process.py` says how."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "accelerator"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from own_process import children, device_library, pytest_configure, pytest_pyfunc_call
+
+__all__ = ["children", "device_library", "pytest_configure", "pytest_pyfunc_call"]

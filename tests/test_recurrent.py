@@ -83,3 +83,24 @@ def test_recurrent_models_are_checked_profiled_and_fitted(digests):
         return build_recurrent("lstm")
 
     assert digests(build, prepare=fit) == digests(build)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "cells"])
+def test_weights_under_autocast_are_cast_once_for_all_steps_of_a_sequence(name):
+    """As plain training casts them: their gradients are then summed in bfloat16."""
+    found = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        if name == "cells":
+            model, x, loss_fn = _Cells(), torch.randn(12, 4, 6), lambda y: y.mean()
+        else:
+            model, _, loss_fn = build_recurrent(name)
+            x = torch.randn(12, 4, 6)
+        if is_planned:
+            bayplan.fit(model, x, loss_fn, memory="100%", autocast="bf16", progress=False)
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(model(x))
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))

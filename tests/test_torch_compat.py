@@ -190,10 +190,17 @@ def test_forward_operators_are_numbered_and_their_formulas_carry_the_number():
     first = torch_compat.next_forward_sequence()
     y = weight.tanh()
     assert torch_compat.next_forward_sequence() == first + 1
-    assert y.grad_fn._sequence_nr() == first
+    assert torch_compat.forward_sequence(y.grad_fn) == first
     with torch.no_grad():
         weight.tanh()
     assert torch_compat.next_forward_sequence() == first + 1
+
+
+def test_changes_in_place_are_counted_for_all_views():
+    tensor = torch.ones(2)
+    before = torch_compat.num_changes(tensor)
+    tensor[:1].add_(1)
+    assert torch_compat.num_changes(tensor) == before + 1
 
 
 def test_number_is_known_in_formulas_and_sums_and_nowhere_else():
@@ -308,6 +315,23 @@ def test_below_autograd_nothing_is_recorded_but_changes_are_counted():
         y.add_(1)
     assert y._version == version + 1  # autograd checks what it saved by these
     assert (x * 2).requires_grad
+
+
+def test_kernels_alone_note_neither_views_nor_changes_until_told_to():
+    x, y = torch.ones(2, 3, requires_grad=True), torch.ones(2)
+    version = y._version
+    with torch_compat.kernels_alone():
+        assert not (x * 2).requires_grad
+        assert not x.t()._is_view()
+        y.add_(1)
+        assert y._version == version
+        with torch_compat.noting_changes():
+            y.add_(1)
+            assert not (x * 2).requires_grad
+        with torch_compat.above_autograd():
+            assert x.t()._is_view()
+            assert (x * 2).requires_grad
+    assert y._version == version + 1
 
 
 # Fake kernels.

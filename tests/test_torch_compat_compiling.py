@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import fx, nn
@@ -69,6 +70,32 @@ def test_inputs_that_forward_changes_are_known_in_the_joint_graph():
     assert seen[0] == [(3,)]
     assert len(seen[1]) == 1
     assert model.count.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_forward_that_is_cut_changes_its_inputs_itself():
+    from functorch.compile import default_partition
+
+    graphs = []
+
+    def compile_graph(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_joint.compile_joint(
+            module, inputs, partition=default_partition, compile_graph=compile_graph
+        )
+
+    model = _Counting()
+    run = torch.compile(model, backend=backend)
+    version = model.count._version
+    for _ in range(2):
+        run(torch.ones(2, 3)).sum().backward()
+    forward = graphs[0].graph
+    (copy,) = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    assert copy.args[0].op == "placeholder"
+    assert model.count.tolist() == [2.0, 2.0, 2.0]
+    assert model.count._version > version  # so that autograd notices
 
 
 def test_graph_that_changes_nothing_has_no_changed_inputs():
@@ -178,6 +205,7 @@ def test_forward_that_logs_is_compiled_as_one_graph():
 
     def forward(x):
         logger.warning("once more")
+        torch._dynamo.mark_static_address(x)  # transformers does so where nothing is compiled
         return x.sin()
 
     compiled = torch.compile(forward, backend="eager", fullgraph=True)
@@ -241,6 +269,69 @@ def test_backward_may_keep_its_graph_after_one_that_did_not():
         loss.backward(retain_graph=retain)
     loss.backward()
     assert kept == [False, False, False, True, False]  # forward, backward, and so on
+
+
+def test_sums_of_autograd_in_a_joint_graph_are_told_from_those_of_formulas():
+    from functorch.compile import default_partition
+
+    parts = []
+
+    def partition(joint: fx.GraphModule, inputs, *, num_fwd_outputs, **options):
+        results = list(joint.graph.output_node().args[0])
+        parts.append(torch_joint.gradient_parts(results[num_fwd_outputs]))
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def backend(module: fx.GraphModule, inputs):
+        return torch_joint.compile_joint(
+            module, inputs, partition=partition, compile_graph=lambda graph, _: graph
+        )
+
+    x = torch.ones(3, requires_grad=True)
+
+    def three_times(x):
+        return x.tanh() * x.exp() + x.sin()
+
+    torch.compile(three_times, backend=backend)(x).sum().backward()
+    (three,) = parts
+    assert len(three) == 3
+    # From the last use to the first, as autograd goes.
+    assert "sin" in str(three[0].all_input_nodes) or "cos" in str(three[0].all_input_nodes)
+
+
+def test_numpy_is_traced_for_others_only():
+    from bayplan import torch_answers
+
+    torch_answers.answer_as_eager()
+
+    class Backend:
+        def __init__(self, is_ours):
+            self.traces_as_eager = is_ours
+            self.num_graphs = 0
+
+        def __call__(self, module, inputs):
+            self.num_graphs += 1
+            return module.forward
+
+    def draw(x):
+        return (x + 1) * torch.from_numpy(numpy.random.rand(3)) * float(numpy.sqrt(16)) + 1
+
+    numbers = []
+    for is_ours in (True, False):
+        torch.compiler.reset()
+        backend = Backend(is_ours)
+        numpy.random.seed(0)
+        numbers.append(torch.compile(draw, backend=backend)(torch.ones(3)))
+        assert (backend.num_graphs > 1) == is_ours
+    numpy.random.seed(0)
+    assert torch.equal(draw(torch.ones(3)), numbers[0])
+
+
+def test_fake_tensor_whose_values_are_known_has_an_array():
+    from bayplan import torch_answers
+    from bayplan.tracing.values import KnownValues
+
+    with KnownValues(), torch_answers.known_arrays():
+        assert torch.arange(3).numpy().tolist() == [0, 1, 2]
 
 
 def test_faults_of_the_compiler_are_told_from_those_of_what_it_compiled():
@@ -553,3 +644,30 @@ def test_recurrent_layers_are_traced_for_our_backends_only():
     backend.traces_as_eager = True
     torch.compiler.reset()
     assert torch.compile(call, backend=backend, fullgraph=True)(x).equal(call(x))
+
+
+def test_what_a_forward_leaves_in_older_objects_is_told_from_what_it_returns():
+    from bayplan import torch_answers
+
+    class Keeping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.seen = None, []
+
+        def forward(self, x):
+            self.kept = x * 2
+            self.seen.append(x * 3)
+            return {"loss": x * 4, "new": [x * 5]}
+
+    told = []
+
+    def backend(module, _):
+        outputs = module.graph.output_node().args[0]
+        left = torch_answers.left_outside()
+        factors = {str(node): node.args[1] for node in outputs}
+        told.append(({factors[name] for name in left}, set(factors.values())))
+        return module.forward
+
+    torch.compile(Keeping(), backend=backend, fullgraph=True)(torch.ones(2))
+    assert told == [({2, 3}, {2, 3, 4, 5})]
+    assert torch_answers.left_outside() == set()

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from bayplan.costing.catalogue import load_device, read_cluster
 from bayplan.costing.measure import profile_step
 from bayplan.costing.operators import scale_workspaces
+from bayplan.costing.pricing import measured_prices
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import scale_profile
 from bayplan.data import files
@@ -27,7 +29,7 @@ from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
-from bayplan.data.verdict import Verdict
+from bayplan.data.verdict import InPieces, Verdict
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
@@ -39,13 +41,14 @@ from bayplan.prepared_stages import PreparedStages
 from bayplan.prepared_step import PreparedStep, prepare, replay, step_of_plan
 from bayplan.reporting.differences import compare
 from bayplan.reporting.log import say, speaks_by_default
-from bayplan.reporting.plans import busy_text, explanation_text, fit_line
+from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text
 from bayplan.reporting.progress import ProgressBar
 from bayplan.reporting.ranks import whole_pipeline_text
 from bayplan.reporting.text import comparison_text, record_text
 from bayplan.reporting.trace import trace_of
 from bayplan.running.fitted import fit as fit_model
 from bayplan.running.fitted import plans_of
+from bayplan.running.pieces import summarise_pieces
 from bayplan.running.ranks.link_speeds import local_link_speeds
 from bayplan.running.ranks.local_run import check_room, run_on_ranks
 from bayplan.running.recorder import Recorder
@@ -135,12 +138,24 @@ def check(
     if memory is not None:
         limit = Limit.parse(memory)
         memory_bytes = limit.size_bytes or limit.of(planner.step.plain_peak_bytes)
-    assert isinstance(planner.step, PreparedStep), "made above"
+    step = planner.step
+    assert isinstance(step, PreparedStep), "made above"
+
+    def in_pieces(limit_bytes: int) -> InPieces:
+        prices = partial(measured_prices, cache=cache_directory())
+        return summarise_pieces(
+            step.step,
+            step.optimizer_source(),
+            planner.within(Limit(size_bytes=limit_bytes)),
+            replace(step.context, prices=prices),
+        )
+
     return verdicts.check(
-        planner.step,
+        step,
         memory_bytes=memory_bytes,
         profile=profile,
         planner=planner if may_plan else None,
+        in_pieces=in_pieces if step.is_here and not step.update_in_backward else None,
         on_progress=on_progress,
     )
 
@@ -262,7 +277,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
-    fullgraph: bool = True,
+    fullgraph: bool = False,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     progress: bool | None = None,
@@ -290,9 +305,8 @@ def fit(
             so that gradients are never all there at once. Needs the optimizer itself, whose
             `step()` then only ends the step. Not for loops that clip, scale, accumulate or log
             gradients: an applied `.grad` refuses to be computed with.
-        fullgraph: whether to refuse a forward that torch cannot trace as one graph. With False it
-            is planned as its pieces together, within one limit, without swaps. That is new: the
-            last bits of gradients, and what is drawn at random outside torch, may differ.
+        fullgraph: whether to refuse a forward that torch cannot trace as one graph. Otherwise it
+            is planned as its pieces together, within one limit, without swaps; a warning says so.
         time_limit_seconds: for the search.
         again: measures and plans anew, and replaces what the cache has of this step.
         progress: whether to say anything: a bar where stderr is a terminal, and the line at the
@@ -337,6 +351,7 @@ def fit(
         plan = plan_of(model)
         say(fit_line(plan, seconds=seconds, is_kept=fitting.decide.took_kept))
         say(busy_text(plan.order.price_spread, "again=True"), is_warning=True)
+        say(short_text(plan.order.plain_seconds))
     return model
 
 

@@ -606,11 +606,14 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
     """A plain step replayed on a device: a described one, or that of the profile."""
     is_cpu = kind is None and profile.device == "cpu"
     here = granularity_of("cpu" if is_cpu else "cuda")
+    granularity_bytes = here if kind is None else kind.allocation_granularity_bytes
     missed = ("scratch memory of kernels",) if profile.method == "storages" else ()
     return simulate_step(
         graph,
         profile,
-        granularity_bytes=here if kind is None else kind.allocation_granularity_bytes,
-        record_bytes=object_bytes_of("cpu").record if is_cpu else 0,
+        granularity_bytes=granularity_bytes,
+        record_bytes=object_bytes_of("cpu").record if is_cpu else None,
         not_counted=missed + (_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA),
+        reserves=granularity_bytes == granularity_of("cuda"),
+        context_bytes=None if kind is None else int(kind.context_bytes.value),
     )

@@ -11,9 +11,11 @@ all ones. Told the truth about tracing, it would take another branch than plain 
 
 4. A branch on a random number of `torch.rand` that every such number decides alike goes that way.
 5. `nn.LSTM`, `nn.GRU` and `nn.RNN` are traced, where Dynamo refuses them for others.
+6. numpy's random numbers, and what it computes from tensors, are not traced. Dynamo would draw from
+   torch's generator, and compute by torch's kernels.
 
 All other branches on values stay Dynamo's business, also those on random numbers. Rules 1 and 3 to
-5 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
+6 hold for backends that carry the mark `traces_as_eager`, and nobody else's.
 """
 
 import dis
@@ -29,7 +31,15 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["KNOWN", "answer_as_eager", "break_after", "resumed_line", "unnoticed_fakes"]
+__all__ = [
+    "KNOWN",
+    "answer_as_eager",
+    "break_after",
+    "known_arrays",
+    "left_outside",
+    "resumed_line",
+    "unnoticed_fakes",
+]
 
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
 
@@ -76,6 +86,25 @@ def unnoticed_fakes() -> Iterator[None]:
         home.FakeTensor = FakeTensor
 
 
+@contextmanager
+def known_arrays() -> Iterator[None]:
+    """Let `numpy()` of a fake tensor return the values that are known of it."""
+
+    def array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        known = None if tensor.requires_grad else getattr(tensor, KNOWN, None)
+        with _disable_current_modes():
+            return torch.Tensor.numpy(tensor if known is None else known.value, *args, **kwargs)
+
+    before = vars(FakeTensor).get("numpy")
+    FakeTensor.numpy = array
+    try:
+        yield
+    finally:
+        del FakeTensor.numpy
+        if before is not None:
+            FakeTensor.numpy = before
+
+
 def answer_as_eager(rules: Rules | None = None) -> None:
     """Let code that our backends trace hear that nothing is compiled, as in plain training.
 
@@ -92,7 +121,7 @@ def answer_as_eager(rules: Rules | None = None) -> None:
     """
     from torch._dynamo import utils
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
-    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables import NumpyNdarrayVariable, NumpyVariable, TensorVariable
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -113,6 +142,9 @@ def answer_as_eager(rules: Rules | None = None) -> None:
         torch.compiler.substitute_in_graph(torch.xpu.is_current_stream_capturing)(_not_capturing)
         TensorVariable.bool_impl = _told_truth(TensorVariable.bool_impl)
         TensorVariable.method_item = _told_truth(TensorVariable.method_item)
+        TensorVariable.method_numpy = _by_numpy(TensorVariable.method_numpy, "numpy")
+        NumpyNdarrayVariable.call_method = _by_numpy(NumpyNdarrayVariable.call_method, "method")
+        NumpyVariable.call_function = _by_numpy(NumpyVariable.call_function, "function")
         VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
         utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl)
         for translator in (InstructionTranslator, InliningInstructionTranslator):
@@ -136,15 +168,47 @@ def break_after(module: fx.GraphModule) -> str:
 
 def resumed_line() -> str:
     """The line after a break where the graph that Dynamo compiles now begins; empty if none."""
+    translator = _translator()
+    if translator is None:
+        return ""
+    code: CodeType = translator.f_code
+    is_resumed = code.co_name.startswith("torch_dynamo_resume_in")
+    return f"{code.co_filename}:{code.co_name.rpartition('_')[2]}" if is_resumed else ""
+
+
+def left_outside() -> set[str]:
+    """Nodes of the graph that Dynamo compiles now whose values a forward leaves in older objects.
+
+    Such as an attribute of a module, or a list that it holds. They are outputs of the graph beside
+    what the forward returns.
+    """
+    from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    translator = _translator()
+    if translator is None:
+        return set()
+    effects, left, seen = translator.output.side_effects, [], []
+    for variable in effects.id_to_variable.values():
+        if variable.source is not None and effects.is_modified(variable):
+            left.append(effects.store_attr_mutations.get(variable, {}))
+            if isinstance(variable.mutation_type, ValueMutationExisting):  # a list or a dict
+                left.append(variable)
+    VariableTracker.visit(seen.append, left)
+    # By the type: to ask `isinstance` makes Dynamo look into what it has left alone, and then such
+    # a tensor is one more input of the graph.
+    return {each.proxy.node.name for each in seen if issubclass(type(each), TensorVariable)}
+
+
+def _translator() -> Any:
+    """Dynamo's own of the frame that it compiles now, of which a backend hears nothing."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         translator = getattr(frame.f_locals.get("self"), "root_tx", None)
         if translator is not None:
-            code: CodeType = translator.f_code
-            is_resumed = code.co_name.startswith("torch_dynamo_resume_in")
-            return f"{code.co_filename}:{code.co_name.rpartition('_')[2]}" if is_resumed else ""
+            return translator
         frame = frame.f_back
-    return ""
+    return None
 
 
 def _not_capturing() -> bool:
@@ -199,6 +263,33 @@ def _with_recurrence(wrap_module: Callable[..., Any]) -> Callable[..., Any]:
             return wrap_module(self, value)
 
     return wrap
+
+
+def _by_numpy(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`tensor.numpy()`, or a function or a method of numpy's, which Dynamo would trace as torch's.
+
+    What numpy makes of constants alone is the same number, and is traced.
+    """
+
+    def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config
+        from torch._dynamo.exc import unimplemented
+        from torch._dynamo.variables import NumpyNdarrayVariable
+
+        if _traces_as_eager(tx.output.compiler_fn):
+            given = [*args[0], *args[1].values()] if name == "function" else []
+            if name != "function" or any(isinstance(each, NumpyNdarrayVariable) for each in given):
+                unimplemented(
+                    gb_type="a call of numpy",
+                    context=f"{self} {args} {kwargs}",
+                    explanation="Its numbers are numpy's own, so it runs between graphs.",
+                    hints=[],
+                )
+            with config.patch(use_numpy_random_stream=True):
+                return method(self, tx, *args, **kwargs)
+        return method(self, tx, *args, **kwargs)
+
+    return answer
 
 
 def _by_rules(fake_value: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "GROUPED_PRODUCT",
@@ -59,6 +59,7 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "fake_mode_of",
+    "forward_sequence",
     "global_hooks",
     "guard_global_hooks",
     "has_backward_hooks",
@@ -75,8 +76,11 @@ __all__ = [
     "is_of_size",
     "is_tangent",
     "is_view",
+    "kernels_alone",
     "mutated_arguments",
     "next_forward_sequence",
+    "noting_changes",
+    "num_changes",
     "outside_tracing",
     "replayed_views",
     "running_eagerly",
@@ -86,6 +90,7 @@ __all__ = [
     "suggested_format",
     "tensors_in",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
     "uncompiled",
     "watch_hooks",
@@ -108,6 +113,16 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def next_forward_sequence() -> int:
     """The number that the next operator recorded by autograd in this thread will carry."""
     return torch.autograd._get_sequence_nr()
+
+
+def forward_sequence(node: Any) -> int:
+    """The number of the forward operator that a node of autograd was recorded for."""
+    return node._sequence_nr()
+
+
+def num_changes(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to in place."""
+    return tensor._version
 
 
 def current_backward_sequence() -> int | None:
@@ -236,7 +251,7 @@ def guard_global_hooks() -> None:
 def changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a joint graph whose tensors forward changes: buffers, mostly.
 
-    The graph itself changes nothing; torch writes the new values back when forward is done.
+    The graph itself changes nothing; a forward that is cut out of it does.
     """
     described = graph.output_node().meta.get("desc", ())
     changed = [output.mutated_input for output in described if hasattr(output, "mutated_input")]
@@ -347,15 +362,22 @@ def is_graph_kept() -> bool:
 def ignore_logging() -> None:
     """Let models that log in their forward be compiled as one graph, which then logs nothing.
 
-    For the process: torch has no setting for one model.
+    Advice to compilers that stands in a forward (`mark_static_address`) is passed over as well. For
+    the process: torch has no setting for one model.
     """
-    from torch._dynamo import config
+    from torch._dynamo import config, decorators
 
     words = ("critical", "debug", "error", "exception", "info", "log", "warn", "warning")
     methods = (
         method for name, method in vars(logging.Logger).items() if name.startswith(words)
     )  # transformers adds `warning_once`
-    config.ignore_logging_functions = {*config.ignore_logging_functions, *methods}
+    advice = [each for name, each in vars(decorators).items() if name.startswith(_ADVICE)]
+    for each in advice:
+        each._dynamo_forbidden = False
+    config.ignore_logging_functions = {*config.ignore_logging_functions, *methods, *advice}
+
+
+_ADVICE = ("mark_dynamic", "mark_static", "mark_unbacked", "maybe_mark_dynamic")
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -410,11 +432,33 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def kernels_alone() -> AbstractContextManager[Any]:
+    """As `below_autograd`, and changes and views are not noted; to be entered at once.
+
+    A view is then 220 bytes instead of 510, and does not hold the tensor that it was made from.
+    """
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 def above_autograd() -> AbstractContextManager[Any]:
-    """Let autograd record again, inside of `below_autograd`; to be entered at once."""
+    """Let autograd record again, inside of the two before; to be entered at once."""
+    return _not_excluding(
+        DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.ADInplaceOrView
+    )
+
+
+def noting_changes() -> AbstractContextManager[Any]:
+    """Count changes of tensors again, inside of `kernels_alone`; to be entered at once.
+
+    Autograd refuses a backward that would read a changed tensor by this count.
+    """
+    return _not_excluding(DispatchKey.ADInplaceOrView)
+
+
+def _not_excluding(*keys: DispatchKey) -> AbstractContextManager[Any]:
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA):
+    for key in keys:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
@@ -444,9 +488,11 @@ def compile_fault(fault: BaseException) -> BaseException:
 def is_compile_fault(fault: BaseException) -> bool:
     """Whether an error was raised while torch compiled, and not by what it compiled."""
     from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    # The second is a plain RuntimeError, where torch did not even begin.
-    return isinstance(fault, TorchDynamoException) or "found no compiled frames" in str(fault)
+    # The last is a plain RuntimeError, where torch did not even begin.
+    kinds = (TorchDynamoException, GuardOnDataDependentSymNode)
+    return isinstance(fault, kinds) or "found no compiled frames" in str(fault)
 
 
 def dispatch_modes() -> list[str]:

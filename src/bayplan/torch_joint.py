@@ -7,6 +7,7 @@ one of these while `compile_joint` traces. Private names of torch, as in `torch_
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch import fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 from bayplan import torch_compat
 
-__all__ = ["IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels"]
+__all__ = ["IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels", "gradient_parts"]
+
+_COPY = torch.ops.aten.copy_.default
 
 
 def compile_joint(
@@ -59,8 +63,66 @@ def compile_joint(
             [_with_known_sizes(value) for value in inputs],
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
-            partition_fn=partition,
+            partition_fn=partial(_cut, partition),
+            keep_inference_input_mutations=True,
         )
+
+
+def _cut(
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    joint: fx.GraphModule,
+    inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph that changes nothing, and let the forward change inputs when it is cut.
+
+    Torch ends a joint graph by copying the new values of buffers into them. Until it is cut these
+    values are outputs, in front of all others.
+    """
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    end = joint.graph.output_node()
+    places = list(joint.graph.find_nodes(op="placeholder"))
+    changes: dict[int, Any] = {}  # by position of the input, its new value
+    for node in joint.graph.find_nodes(op="call_function", target=_COPY):
+        if node.meta.get("partitioner_tag") == "must_be_in_forward":
+            changes[places.index(node.args[0])] = node.args[1]
+            joint.graph.erase_node(node)
+    described = (InputMutationAOTOutput(places[index].meta["desc"]) for index in changes)
+    end.args = ((*changes.values(), *_outputs(joint)),)
+    end.meta["desc"] = (*described, *end.meta["desc"])
+    num_outputs = num_fwd_outputs + len(changes)
+    forward, backward = partition(joint, inputs, num_fwd_outputs=num_outputs, **options)
+    end, outputs = forward.graph.output_node(), _outputs(forward)
+    places = list(forward.graph.find_nodes(op="placeholder"))
+    with forward.graph.inserting_before(end):
+        for index, value in zip(changes, outputs, strict=False):
+            forward.graph.call_function(_COPY, (places[index], value))
+    end.args = (tuple(outputs[len(changes) :]),)
+    forward.recompile()
+    return forward, backward
+
+
+def _outputs(module: fx.GraphModule) -> Any:
+    return module.graph.output_node().args[0]
+
+
+def gradient_parts(gradient: Any) -> list[Any]:
+    """What autograd adds up to a gradient of a joint graph, in the order in which it does.
+
+    torch marks the sums that are autograd's own, and not a formula's.
+    """
+    parts: list[Any] = []
+    while (
+        isinstance(gradient, fx.Node)
+        and gradient.target is torch.ops.aten.add.Tensor
+        and GRADIENT_ACC_SPECIAL_STACK in (gradient.stack_trace or "")
+    ):
+        gradient, newest = gradient.args
+        parts.insert(0, newest)
+    return [gradient, *parts]
 
 
 @contextmanager
@@ -98,10 +160,11 @@ IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, an
 
 @contextmanager
 def _layouts_of_changes() -> Iterator[None]:
-    """Note where a tensor with gaps between its elements is changed in place.
+    """Note where a tensor with gaps between its elements, or a complex one, is changed in place.
 
     A traced graph changes nothing in place: it has the operator that returns its result instead,
-    without gaps. Kernels round differently there: they take whole vectors across what were gaps.
+    without gaps. Kernels round differently there: they take whole vectors across what were gaps,
+    and those of complex numbers take none where they read what they write.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
@@ -117,7 +180,7 @@ def _layouts_of_changes() -> Iterator[None]:
             or not isinstance(first, FunctionalTensor)
             or torch.Tag.pointwise not in func.tags
             or not func._schema.is_mutable
-            or torch_compat.is_dense(first)
+            or (torch_compat.is_dense(first) and not first.is_complex())
         ):
             return dispatch(self, func, types, args, kwargs)
         graph = mode.tracer.graph
@@ -248,8 +311,6 @@ def _with_known_sizes(value: Any) -> Any:
 
 def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as torch's C++ has it, where a rule in Python stands before it."""
-    key = _key_of_rules(operator)
-    if key is DispatchKey.Autograd:  # which stands for one of each device
-        device = next(leaf.device.type for leaf in torch_compat.tensors_in((args, kwargs)))
-        key = getattr(DispatchKey, f"Autograd{device.upper()}")
-    return operator._op_dk(key, *args, **kwargs)
+    # By the alias that it is registered under: by a device's own key, torch finds a kernel that has
+    # no gradient.
+    return operator._op_dk(_key_of_rules(operator), *args, **kwargs)

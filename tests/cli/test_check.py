@@ -47,6 +47,29 @@ def test_reference_model_on_a_device_that_is_not_here_does_not_fit(bayplan):
     assert "fragmentation" in outcome.out.splitlines()[-1]
 
 
+def test_reserved_memory_of_a_cuda_device_is_told_beside_the_peak(bayplan):
+    options = ("check", "resnet18", "--batch", 8, "--device", "titan-v", "--no-plan")
+    outcome = bayplan(*options, "--memory", "1GiB")
+    assert re.search(
+        r"^torch reserves .* for plain steps, .* lost to fragmentation; nvidia-smi shows .*GiB$",
+        outcome.out,
+        re.MULTILINE,
+    )
+    verdict = verdict_of(bayplan(*options, "--memory", "1GiB", "--json"))
+    assert verdict.plain_peak_bytes <= verdict.allocator.allocated_bytes
+    assert verdict.allocator.allocated_bytes < verdict.allocator.reserved_bytes
+    assert verdict.allocator.reserved_bytes < verdict.total_bytes
+    assert verdict.runs_out == ""
+    tight = bayplan(*options, "--memory", verdict.plain_peak_bytes)
+    assert tight.code == 0  # a limit is for live bytes
+    assert "but the device is out of memory: " in tight.out
+
+
+def test_no_memory_is_reserved_on_a_cpu(bayplan, project):
+    verdict = verdict_of(bayplan("check", "train:build", "--memory", "1GiB", "--json"))
+    assert (verdict.allocator, verdict.total_bytes, verdict.runs_out) == (None, None, "")
+
+
 def test_unit_is_said_once_when_it_is_the_same(bayplan, project):
     outcome = bayplan("check", "train:build", "--device", "h100", "--memory", "100MiB")
     assert re.match(r"fits: plain peak \d\.\d of 100\.0 MiB, ", outcome.out)

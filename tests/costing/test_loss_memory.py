@@ -37,7 +37,9 @@ def test_loss_of_the_models_own_is_part_of_its_graph():
         def forward(self, x):
             return self.layer(x).sum()
 
-    assert replace(of(None, torch.ones(2, 4), Own()), gradients=()) == LossMemory()
+    alone = of(None, torch.ones(2, 4), Own())
+    assert alone.trained == {"layer.weight", "layer.bias"}
+    assert replace(alone, gradients=(), trained=None) == LossMemory()
 
 
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, F.smooth_l1_loss, nn.BCELoss()])

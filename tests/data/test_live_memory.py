@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind
-from bayplan.data.live_memory import OBJECTS, WORKSPACE, replay_memory
+from bayplan.data.live_memory import OBJECTS, WORKSPACE, RecordBytes, replay_memory
 
 
 def graph_of(num_nodes: int, storages: list[Storage]) -> StepGraph:
@@ -146,12 +146,13 @@ def test_step_without_nodes_has_no_peak():
         replay_memory(graph_of(0, []), [])
 
 
-def test_records_grow_in_forward_and_go_in_backward():
+def test_record_grows_in_forward_and_goes_in_part_in_backward():
     phases = [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4 + [Phase.UPDATE]
     nodes = tuple(Node(op="aten.mul.Tensor", phase=phase) for phase in phases)
-    graph = StepGraph(model="drawn", nodes=nodes, values=(), storages=())
-    live = replay_memory(graph, [0] * 9, record_bytes=10)
-    around = live.by_kind[OBJECTS][0]
-    grown = [size - around for size in live.by_kind[OBJECTS]]
-    assert grown == [0, 10, 20, 30, 40, 30, 20, 10, -around]
+    graph = StepGraph(
+        model="drawn", nodes=nodes, values=(), storages=(), num_formulas=2, num_edges=3
+    )
+    each = RecordBytes(made=(4, 6, 4), kept=(0, 2, 0), engine=(0, 0, 1))
+    live = replay_memory(graph, [0] * 9, record_bytes=each)
+    assert live.by_kind[OBJECTS] == (10, 20, 30, 40, 34, 25, 16, 7, 4)
     assert OBJECTS not in replay_memory(graph, [0] * 9).by_kind

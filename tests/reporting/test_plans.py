@@ -9,6 +9,7 @@ from bayplan.reporting.plans import (
     curve_text,
     explanation_text,
     plan_line,
+    short_text,
     table_text,
 )
 
@@ -121,3 +122,10 @@ def test_busy_machine_is_told_with_the_way_out():
         " so times may be off; measure again with --again"
     )
     assert busy_text(0.237, "again=True").endswith("again=True")
+
+
+def test_short_step_is_told_because_its_prediction_leaves_out_guards_and_calls():
+    assert short_text(0.8e-3).startswith(
+        "the operators of a plain step take 800 us: in a step that"
+    )
+    assert short_text(2e-3) == short_text(0.0) == ""  # long enough; nothing was priced

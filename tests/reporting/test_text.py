@@ -5,7 +5,7 @@ import pytest
 
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
 from bayplan.data.profile import Clock, Origin, Profile
-from bayplan.data.record import DeviceRecord, LiveStorage, RunRecord, Source
+from bayplan.data.record import AllocatorPeaks, DeviceRecord, LiveStorage, RunRecord, Source
 from bayplan.data.verdict import Finding, Verdict
 from bayplan.reporting.text import (
     comparison_text,
@@ -163,6 +163,18 @@ def test_verdict_that_fits(verdict, snapshot):
 
 def test_verdict_that_does_not_fit(refusal, snapshot):
     assert verdict_text(refusal) == snapshot
+
+
+def test_verdict_tells_what_is_reserved_and_whether_that_is_too_much(verdict):
+    peaks = AllocatorPeaks(allocated_bytes=6 * GIB, reserved_bytes=7 * GIB)
+    told = msgspec.structs.replace(verdict, allocator=peaks, runs_out="there is no room")
+    reserved, warned = verdict_text(told).splitlines()[4:6]
+    assert reserved == (
+        "torch reserves 7.0 GiB for plain steps, 1.0 GiB of it lost to fragmentation"
+    )
+    assert warned == "but there is no room"
+    total = msgspec.structs.replace(told, total_bytes=8 * GIB)
+    assert "fragmentation; nvidia-smi shows 8.0 GiB" in verdict_text(total)
 
 
 def test_verdict_of_a_target_without_a_batch(verdict, snapshot):

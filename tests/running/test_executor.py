@@ -217,3 +217,52 @@ def test_a_run_leaves_nothing_for_the_next():
     assert reference() is None
     assert torch.equal(run([torch.zeros(2)])[0], torch.zeros(2))
     assert torch.equal(outputs[0], torch.ones(2))
+
+
+def _counter(readers: int) -> fx.Graph:
+    """An input is counted up by a copy at the end; so many others read its old value."""
+    graph = fx.Graph()
+    count = graph.placeholder("count")
+    count.meta["val"] = torch.zeros(3)
+    more = graph.call_function(aten.add.Tensor, (count, 1))
+    more.meta["val"] = torch.zeros(3)
+    others = [graph.call_function(aten.neg.default, (count,)) for _ in range(readers)]
+    graph.call_function(aten.copy_.default, (count, more))
+    graph.output(tuple(others))
+    return graph
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_inputs_are_changed_in_place_where_nobody_reads_their_old_values(readers):
+    graph = _counter(readers)
+    run = compile_graph(module_of(graph))
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    assert len(copies) == readers
+    count = torch.arange(3.0)
+    others = run([count])
+    assert count.tolist() == [1.0, 2.0, 3.0]
+    assert [other.tolist() for other in others] == readers * [[-0.0, -1.0, -2.0]]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_running_statistics_are_changed_in_place_where_nobody_reads_their_new_values(is_read):
+    graph = fx.Graph()
+    x, mean, variance = (graph.placeholder(name) for name in ("x", "mean", "variance"))
+    arguments = (x, None, None, mean, variance, True, 0.1, 1e-5)
+    functional = aten._native_batch_norm_legit_functional.default
+    norm = graph.call_function(functional, arguments)
+    y, *new = (graph.call_function(operator.getitem, (norm, place)) for place in (0, 3, 4))
+    for node in (mean, variance, *new):
+        node.meta["val"] = torch.zeros(2)
+    read = [graph.call_function(aten.neg.default, (new[0],))] if is_read else []
+    for old, changed in zip((mean, variance), new, strict=True):
+        graph.call_function(aten.copy_.default, (old, changed))
+    graph.output((y, *read))
+    run = compile_graph(module_of(graph))
+    assert (norm.target is functional) == is_read
+
+    images, module = torch.randn(4, 2, 3, 3), torch.nn.BatchNorm2d(2, affine=False)
+    statistics = torch.zeros(2), torch.ones(2)
+    assert torch.equal(run([images, *statistics])[0], module(images))
+    assert torch.equal(statistics[0], module.running_mean)
+    assert torch.equal(statistics[1], module.running_var)

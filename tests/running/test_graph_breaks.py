@@ -144,7 +144,6 @@ def assert_as_planned(
             memory=limit_bytes,
             optimizer=fitted.optimizer,
             time_limit_seconds=1,
-            fullgraph=False,
         )
     expected, results = plain.trained(), fitted.trained()
     assert len(expected) == len(results)
@@ -230,7 +229,7 @@ def test_step_that_runs_more_pieces_is_planned_anew(planner_cache):
     model, batch = Dropping(), torch.rand(SAMPLES, WIDTH, requires_grad=True)
     plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
     with pytest.warns(UserWarning, match="is not one graph"):
-        bayplan.fit(model, batch, mean, memory="8MiB", time_limit_seconds=0.5, fullgraph=False)
+        bayplan.fit(model, batch, mean, memory="8MiB", time_limit_seconds=0.5)
     expected, results = plain.trained(6), fitted.trained(6)
     assert all(map(torch.equal, expected, results))
 
@@ -238,7 +237,7 @@ def test_step_that_runs_more_pieces_is_planned_anew(planner_cache):
 def test_errors_of_the_model_stay_its_own(planner_cache):
     model, batch = Broken(1, check), torch.rand(SAMPLES, WIDTH)
     with pytest.warns(UserWarning, match="test_graph_breaks.py"):
-        bayplan.fit(model, batch, mean, memory="100%", time_limit_seconds=0.5, fullgraph=False)
+        bayplan.fit(model, batch, mean, memory="100%", time_limit_seconds=0.5)
     with pytest.raises(ValueError, match="not finite") as raised:
         model(batch * float("nan"))
     assert isinstance(raised.value, BayplanError)
@@ -248,7 +247,7 @@ def test_errors_of_the_model_stay_its_own(planner_cache):
 def test_limit_below_what_pieces_need_is_refused(planner_cache):
     model, batch = Broken(1, say), torch.rand(SAMPLES, WIDTH)
     with pytest.raises(DoesNotFit) as refused:
-        bayplan.fit(model, batch, mean, memory="20%", time_limit_seconds=0.5, fullgraph=False)
+        bayplan.fit(model, batch, mean, memory="20%", time_limit_seconds=0.5)
     assert refused.value.smallest_bytes
     with pytest.warns(UserWarning, match="is not one graph"):
         bayplan.fit(
@@ -257,5 +256,4 @@ def test_limit_below_what_pieces_need_is_refused(planner_cache):
             mean,
             memory=refused.value.smallest_bytes,
             time_limit_seconds=0.5,
-            fullgraph=False,
         )

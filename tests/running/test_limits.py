@@ -10,6 +10,7 @@ from torch import nn
 
 import bayplan
 from bayplan import torch_compat
+from bayplan.data.errors import DoesNotFit
 from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import prepare
 from bayplan.step import TrainingStep
@@ -109,3 +110,46 @@ def test_loss_outside_the_model_is_within_the_limit(planner_cache, name):
         model, batch, loss_fn, memory=limit_bytes, optimizer=optimizer, time_limit_seconds=0.5
     )
     assert 0.85 * limit_bytes < measured_peak(step, planner_cache) <= limit_bytes
+
+
+class Unrolled(nn.Module):
+    """Hundreds of small operators, so that torch's own objects are a part of what a step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(16, 48), nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = c = x.new_zeros(len(x), 48)
+        for moment in x.unbind(1):
+            h, c = self.cell(moment, (h, c))
+        return self.head(h)
+
+
+def test_unrolled_step_takes_what_is_predicted_down_to_its_smallest_plan(planner_cache):
+    def made() -> TrainingStep:
+        torch.manual_seed(0)
+        model, batch = Unrolled(), (torch.randn(160, 24, 16), torch.randint(4, (160,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        return TrainingStep(model=model, batch=batch, loss_fn=F.cross_entropy, optimizer=optimizer)
+
+    def fitted(memory: int) -> TrainingStep:
+        step = made()
+        bayplan.fit(
+            step.model,
+            step.batch,
+            step.loss_fn,
+            memory=memory,
+            optimizer=step.optimizer,
+            time_limit_seconds=0.5,
+        )
+        return step
+
+    step = made()
+    plain = prepare(step.model, step.batch, step.loss_fn, optimizer=step.optimizer)
+    assert measured_peak(step, planner_cache) == pytest.approx(plain.plain_peak_bytes, rel=0.005)
+    with pytest.raises(DoesNotFit) as refused:
+        fitted(1)
+    floor_bytes = refused.value.smallest_bytes
+    assert floor_bytes is not None
+    assert 0.99 * floor_bytes < measured_peak(fitted(floor_bytes), planner_cache) <= floor_bytes

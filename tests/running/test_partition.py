@@ -167,6 +167,21 @@ def test_views_are_made_anew_for_each_copy():
     assert [user.target for user in gelu.users] == [torch.ops.aten.view.default]
 
 
+def test_view_is_made_anew_where_its_next_reader_is_far_away():
+    # Each takes some hundred bytes, and a repeated unrolled model had dozens of them alive.
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        turned = w.t()
+        y = x @ turned
+        for _ in range(12):
+            y = y.sin()
+        return y @ turned + turned
+
+    _, forward, _ = assert_same(function, plain, weight(3, 3), weight(3, 3))
+    turns = forward.find_nodes(op="call_function", target=torch.ops.aten.t.default)
+    readers = [[str(user.target) for user in turn.users if user.op != "output"] for turn in turns]
+    assert readers == [["aten.mm.default"], ["aten.mm.default", "aten.add.Tensor"]]
+
+
 def test_outputs_are_first_copies():
     """A repeat makes the buffer again for its readers, not for the caller who holds it."""
     _, forward, backward = assert_same(

@@ -149,6 +149,21 @@ def test_what_only_the_first_call_makes_is_no_break(planner_cache):
     assert_same_when_fitted(Lazy(), torch.rand(128, 32), mean, "100%")
 
 
+class Swapping(Lazy):
+    """Replaces a module in its first call, as models do that choose an attention by length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.layers[1] = nn.Linear(32, 32)
+        return super().forward(x)
+
+
+def test_modules_that_the_first_call_makes_are_told(planner_cache):
+    """Their random numbers are drawn while planning, so those of the first step are others."""
+    with pytest.warns(UserWarning, match=r"first forward of Swapping makes modules \(layers\.1\)"):
+        bayplan.fit(Swapping(), torch.rand(128, 32), mean, memory="100%", progress=False)
+
+
 MIXTURE = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -54,6 +54,20 @@ def profile(graph: StepGraph) -> Profile:
     )
 
 
+def test_record_of_a_cuda_device_tells_what_is_reserved(graph, profile):
+    (here,) = simulate_step(graph, profile).devices
+    assert (here.allocator, here.total_bytes) == (None, None)
+    (device,) = simulate_step(graph, profile, reserves=True, context_bytes=1000).devices
+    # Blocks of 1, 2, 0.5 and 3 KiB and a workspace, and one of cuBLAS in each direction.
+    assert device.allocator.allocated_bytes == 2 * 8_519_680 + 7 * KIB
+    assert device.allocator.reserved_bytes == (2 + 20) * KIB * KIB
+    assert device.allocator.fragmented_bytes == 22 * KIB * KIB - 2 * 8_519_680 - 7 * KIB
+    assert device.total_bytes == device.allocator.reserved_bytes + 1000
+    (device,) = simulate_step(graph, profile, reserves=True).devices
+    assert device.allocator is not None
+    assert device.total_bytes is None
+
+
 def test_record_says_where_it_comes_from(graph, profile):
     record = simulate_step(graph, profile, not_counted=("the interpreter",))
     assert (record.source, record.method) == (Source.SIMULATED, "liveness")

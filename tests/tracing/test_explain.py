@@ -222,6 +222,7 @@ def test_error_in_the_loss_names_its_line():
 
     with pytest.raises(CaptureError) as caught:
         bayplan.capture(nn.Linear(4, 4), X, bad_loss)
+    assert str(caught.value).startswith("the loss fails in its own code at ")
     assert place(str(caught.value)) == "return output @ output"
 
 

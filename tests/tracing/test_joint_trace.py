@@ -7,6 +7,7 @@ from torch import nn
 from bayplan.costing.pricing import free_prices
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
 from bayplan.step import TrainingStep
+from bayplan.torch_compat import changes_of_inputs
 from bayplan.tracing.joint_trace import compile_whole, trace_step, untraceable
 from bayplan.tracing.traced_step import MemoryContext
 
@@ -37,6 +38,20 @@ def test_nothing_of_the_model_runs_or_changes(model_state):
     assert model_state(model) == before
     assert model._compiled_call_impl is None
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_new_statistics_of_a_norm_are_gone_after_forward():
+    """They are copied into the model's buffers then; only gradients and the output last."""
+    step = TrainingStep(model=Net(), batch=torch.randn(4, 8), loss_fn=lambda y: y.square().mean())
+    traced = trace_step(step, FREE)
+    variants = [traced.with_packs(), traced.with_packs([pack.name for pack in traced.packs[:1]])]
+    for variant in variants:
+        program = variant.program
+        changed = {variant.buffers_of[node][0] for node in changes_of_inputs(variant.graph)}
+        assert len(changed) == 3
+        assert not changed & program.outputs
+        (loss,) = (op for op in program.ops if op.name == "loss")
+        assert changed <= {*loss.reads}
 
 
 def test_step_too_large_for_any_machine_is_traced():

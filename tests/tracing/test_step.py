@@ -376,3 +376,10 @@ def test_optimizer_that_has_stepped_is_captured_as_a_fresh_one(make):
     optimizer.step()
     assert captured() == fresh
     assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_formulas_of_autograd_are_counted_with_their_edges():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    graph = bayplan.capture(model, torch.ones(2, 4), lambda y: y.sum())
+    # sum <- tanh <- addmm <- bias, and weight through its transpose; the batch needs no gradient.
+    assert (graph.num_formulas, graph.num_edges) == (6, 6)

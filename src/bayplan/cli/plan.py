@@ -120,7 +120,7 @@ def plan(
     if not pareto and memory is None and strategy == "auto":
         raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
     from bayplan.data.units import Limit
-    from bayplan.reporting.plans import busy_text, curve_text, plan_line
+    from bayplan.reporting.plans import busy_text, curve_text, plan_line, short_text
     from bayplan.reporting.progress import ProgressBar
 
     limit = None if memory is None else Limit.parse(memory)
@@ -152,6 +152,7 @@ def plan(
         made = planner.plan(order, limit=limit)
     if kind is None:
         options.complain(busy_text(order.price_spread))
+        options.complain(short_text(order.plain_seconds))
     options.show(made, f"{plan_line(made)} -> {output}", json=json, output=output)
 
 

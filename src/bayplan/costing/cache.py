@@ -75,7 +75,7 @@ class _Workspaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A file of the cache: scratch memory of some nodes of a graph."""
 
     schema: str = "bayplan/workspaces"
-    version: int = 1
+    version: int = 2
     workspace_bytes: dict[int, int]
 
 

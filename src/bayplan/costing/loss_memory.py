@@ -25,7 +25,7 @@ from bayplan.data.units import round_up
 from bayplan.step import TrainingStep, call_model, loss_of, split_batch
 from bayplan.tracing.capture import capture_step, warm_fake
 from bayplan.tracing.joint import LossMemory
-from bayplan.tracing.tangents import output_gradients
+from bayplan.tracing.tangents import map_tensors, output_gradients
 
 __all__ = ["loss_memory"]
 
@@ -42,6 +42,8 @@ def loss_memory(
         cache: for the compiled counter of scratch memory; None leaves scratch memory out.
     """
     with warm_fake(step, None) as fake:
+        parameters = fake.model.named_parameters()
+        trained = frozenset(name for name, each in parameters if each.grad is not None)
         inputs, targets = split_batch(fake.batch, fake.loss_fn)
         with _Reads() as model_reads, fake.precision():
             output = call_model(fake.model, inputs)
@@ -55,7 +57,7 @@ def loss_memory(
                 output, lambda output: loss_of(output, fake.loss_fn, targets)
             )
         if fake.loss_fn is None:  # the model computes it: it is part of the graph
-            return LossMemory(beside_bytes=beside_bytes, gradients=gradients)
+            return LossMemory(beside_bytes=beside_bytes, gradients=gradients, trained=trained)
         alone = TrainingStep(
             model=_Given(output),
             batch=((), *targets) if targets else (),
@@ -84,6 +86,7 @@ def loss_memory(
         kept_bytes=rounded(_own_storage(graph)) + rounded(own),
         beside_bytes=beside_bytes + rounded(unnamed),
         gradients=gradients,
+        trained=trained,
     )
 
 
@@ -133,7 +136,7 @@ class _Given(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.leaves = nn.ParameterList()
-        self.output = torch_compat.tree_map_only(torch.Tensor, self._given, output)
+        self.output = map_tensors(self._given, output)
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:

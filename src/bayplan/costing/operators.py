@@ -37,7 +37,7 @@ from bayplan.data.program import Cost
 from bayplan.devices.machine import cache_directory, device_name, granularity_of
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
-from bayplan.tracing.capture import follow_step
+from bayplan.tracing.capture import as_summed, follow_step
 from bayplan.tracing.explain import is_out_of_memory
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.values import value_of
@@ -263,7 +263,8 @@ def measured_workspaces(
     device = next(step.model.parameters()).device
     with open_meter(device, cache) as meter:
 
-        def look_at(index: int, *call: Any) -> None:
+        def look_at(index: int, operator: Any, *arguments: Any) -> None:
+            call = as_summed(operator, graph.nodes[index]), *arguments
             signature = signature_of_call(*call)
             if signature not in peak_bytes:
                 alone = _run_alone(*call, meter=meter, now=time.perf_counter, repeats=1)

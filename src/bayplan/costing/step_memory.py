@@ -18,7 +18,7 @@ from bayplan.costing.pricing import RankPrices, seconds_of_nodes
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
-from bayplan.data.live_memory import replay_memory
+from bayplan.data.live_memory import RecordBytes, replay_memory
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.fake import OptimizerSource, without_memory
@@ -64,7 +64,7 @@ def plain_peak_bytes(
     *,
     optimizer: OptimizerSource,
     granularity_bytes: int,
-    record_bytes: int = 0,
+    record_bytes: RecordBytes | None = None,
     cache: Path | None,
 ) -> int:
     """The peak of a step as it would run without a plan.

@@ -102,7 +102,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A whole step. `dict=True` only makes room for the cached properties."""
+    """A whole step. `dict=True` only makes room for the cached properties.
+
+    Attributes:
+        num_formulas: of gradients, that autograd has recorded when the forward ends; and
+            num_edges: from each to those that its gradients go to. 0 where nobody counted.
+    """
 
     schema: str = "bayplan/graph"
     version: int = 1
@@ -110,8 +115,11 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
     storages: tuple[Storage, ...]
+    num_formulas: int = 0
+    num_edges: int = 0
 
     def __post_init__(self) -> None:
+        check_not_negative(num_formulas=self.num_formulas, num_edges=self.num_edges)
         num_nodes, num_values, num_storages = map(len, (self.nodes, self.values, self.storages))
         for index, node in enumerate(self.nodes):
             for field, values in (("reads", node.reads), ("writes", node.writes)):

@@ -7,19 +7,34 @@ has its inputs, outputs and scratch memory at once:
     live               live + born at i + workspace of i               live + born - released at i
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.units import round_up
 
-__all__ = ["OBJECTS", "WORKSPACE", "LiveMemory", "replay_memory"]
+__all__ = ["OBJECTS", "WORKSPACE", "LiveMemory", "RecordBytes", "replay_memory"]
 
 # Beside the storage kinds: memory inside a running kernel, and of torch's own objects.
 WORKSPACE, OBJECTS = "workspace", "objects"
-_RECORDS_AROUND = 8
+
+
+class RecordBytes(NamedTuple):
+    """What autograd's record of a step takes, each by forward node, by formula and by edge.
+
+    Attributes:
+        made: when the forward ends, with the tensor objects that formulas save.
+        kept: of these, what stays to the step's end, because the loss holds all formulas.
+        engine: what the engine takes while backward runs.
+    """
+
+    made: tuple[int, int, int]
+    kept: tuple[int, int, int]
+    engine: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -51,13 +66,13 @@ def replay_memory(
     workspace_bytes: Sequence[int],
     *,
     granularity_bytes: int = 1,
-    record_bytes: int = 0,
+    record_bytes: RecordBytes | None = None,
 ) -> LiveMemory:
     """Walk the step and add up what is alive, each storage rounded up as its allocator does.
 
     Args:
         workspace_bytes: the scratch memory of each node.
-        record_bytes: what autograd's record of a forward node takes until its backward.
+        record_bytes: what autograd's own objects take.
     """
     num_nodes = len(graph.nodes)
     assert num_nodes, "an empty step has no peak"
@@ -69,29 +84,23 @@ def replay_memory(
             changes[storage.kind][max(storage.released, born) + 1] -= size_bytes
     by_kind = {str(kind): tuple(accumulate(column))[:-1] for kind, column in changes.items()}
     by_kind[WORKSPACE] = tuple(workspace_bytes)
-    if record_bytes:
-        by_kind[OBJECTS] = tuple(record_bytes * count for count in _records(graph))
+    if record_bytes is not None:
+        by_kind[OBJECTS] = tuple(_recorded(graph, record_bytes))
     totals = tuple(sum(column) for column in zip(*by_kind.values(), strict=True))
     return LiveMemory(totals, by_kind, peak_node=totals.index(max(totals)))
 
 
-def _records(graph: StepGraph) -> list[int]:
-    """How many records there are during each node; backward forgets them evenly.
-
-    One for each forward node, and as much as a few more take for the calls around them.
-    """
-    num_forward, num_backward = (
-        sum(node.phase is phase for node in graph.nodes)
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    counts, num_seen = [], 0
+def _recorded(graph: StepGraph, each: RecordBytes) -> Iterator[int]:
+    """The bytes of the record during each node; forward makes and backward frees them evenly."""
+    num_nodes, num_seen = Counter(node.phase for node in graph.nodes), Counter[Phase]()
+    counts = num_nodes[Phase.FORWARD], graph.num_formulas, graph.num_edges
+    made, kept, engine = (sum(map(mul, counts, sizes)) for sizes in each)
     for node in graph.nodes:
+        num_seen[node.phase] += 1
+        share = num_seen[node.phase] / num_nodes[node.phase]
         if node.phase is Phase.FORWARD:
-            counts.append(len(counts) + _RECORDS_AROUND)
+            yield int(share * made)
         elif node.phase is Phase.BACKWARD:
-            left = num_forward * (num_backward - num_seen) // num_backward
-            counts.append(left + _RECORDS_AROUND)
-            num_seen += 1
+            yield int(made + share * (kept - made)) + engine
         else:
-            counts.append(0)
-    return counts
+            yield kept

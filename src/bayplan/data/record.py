@@ -13,6 +13,7 @@ from bayplan.data.profile import Clock
 
 __all__ = [
     "MESSAGE",
+    "AllocatorPeaks",
     "DeviceDifference",
     "DeviceRecord",
     "Difference",
@@ -122,6 +123,23 @@ def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass
     )
 
 
+class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
+    """What torch's caching allocator takes for a loop of steps on a CUDA device.
+
+    Attributes:
+        allocated_bytes: most in blocks in use, as `torch.cuda.max_memory_allocated` tells.
+        reserved_bytes: most in segments, as `torch.cuda.max_memory_reserved` tells.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @property
+    def fragmented_bytes(self) -> int:
+        """Reserved and in no use, even when most is."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
 class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     """One device's memory and events over the recorded steps.
 
@@ -129,8 +147,9 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
         peak_bytes: most bytes alive at once, as the device's allocator rounds them; peak_by_kind
             splits them where known, with `workspace` for memory inside a running kernel.
         needed_bytes: the same without any rounding; None if unknown.
-        total_bytes: at least so much is taken of the device: its context and `peak_bytes`; what an
-            allocator keeps for later comes on top. None if unknown.
+        total_bytes: so much is taken of the device: its context, and what its allocator reserves;
+            where that is not known, at least its context and `peak_bytes`. None if unknown.
+        allocator: what its caching allocator takes; None where it has none or that is not known.
         peak_node: index of the graph node at the peak; None where no graph is known.
         stages: of the plan that it computes; empty where there is one device alone.
         events: what it did in the last step.
@@ -143,6 +162,7 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     needed_bytes: int | None = None
     total_bytes: int | None = None
     capacity_bytes: int | None = None
+    allocator: AllocatorPeaks | None = None
     peak_by_kind: dict[str, int] = {}
     peak_node: int | None = None
     step_peak_bytes: tuple[int, ...] = ()

@@ -3,9 +3,9 @@
 import msgspec
 
 from bayplan.data.profile import Origin
-from bayplan.data.record import LiveStorage
+from bayplan.data.record import AllocatorPeaks, LiveStorage
 
-__all__ = ["Finding", "PlanSummary", "Verdict"]
+__all__ = ["Finding", "InPieces", "PlanSummary", "Verdict"]
 
 
 class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +27,22 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     price_spread: float = 0.0
 
 
+class InPieces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of a forward that is not one graph, which `bayplan.fit` plans as its pieces.
+
+    Attributes:
+        breaks: the lines that torch cannot trace, with its reason.
+        num_pieces: that run in a step.
+        planned: within the limit; None if there is no such plan.
+        smallest_bytes: the smallest limit that a plan was found for, where it is not this one.
+    """
+
+    breaks: tuple[str, ...]
+    num_pieces: int
+    planned: PlanSummary | None = None
+    smallest_bytes: int | None = None
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether a step fits a limit, why, and what would make it fit.
 
@@ -41,7 +57,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             node that runs then, in words.
         would_fit: changes that would make it fit, the smallest first; empty where it does.
         planned: a plan with which it fits, where it does not without.
+        in_pieces: of a forward that is not one graph, where a plan was looked for; `planned` is
+            then its plan.
         price_spread: how far measured times may be off, as a share of them; 0 where nothing ran.
+        allocator: what the caching allocator takes for plain steps, on a CUDA device.
+        total_bytes: what `nvidia-smi` shows of them: what is reserved, and the context.
+        runs_out: the error of the allocator, if it cannot serve the step within the limit though
+            the peak is within it.
     """
 
     schema: str = "bayplan/verdict"
@@ -64,7 +86,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_counted: tuple[str, ...]
     would_fit: tuple[str, ...] = ()
     planned: PlanSummary | None = None
+    in_pieces: InPieces | None = None
     price_spread: float = 0.0
+    allocator: AllocatorPeaks | None = None
+    total_bytes: int | None = None
+    runs_out: str = ""
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

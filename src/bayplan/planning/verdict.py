@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, OutOfMemory
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, NotOneGraph, OutOfMemory
 from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, format_bytes, limit_text, no_progress
-from bayplan.data.verdict import PlanSummary, Verdict
+from bayplan.data.verdict import InPieces, PlanSummary, Verdict
 from bayplan.planning.memory.planner import PlannableStep, Planner
+from bayplan.simulating.reserving import reserve_step
 
 __all__ = ["CheckableStep", "check", "judge", "largest_batch"]
 
@@ -46,6 +47,7 @@ def check(
     memory_bytes: int | None = None,
     profile: Profile | None = None,
     planner: Planner | None = None,
+    in_pieces: Callable[[int], InPieces] | None = None,
     on_progress: Progress = no_progress,
 ) -> Verdict:
     """Say whether a step fits, and what would make it fit where it does not.
@@ -55,6 +57,7 @@ def check(
         memory_bytes: the limit; what the device has free by default.
         profile: measured before; the step's own by default.
         planner: of the same step; looks for a plan where the plain step does not fit.
+        in_pieces: plans a forward that is not one graph within so many bytes.
         on_progress: hears what is being done.
     """
     if profile is not None:
@@ -65,8 +68,15 @@ def check(
     changes: list[str] = []
     planned: PlanSummary | None = None
     smallest_bytes: int | None = None
+    pieces: InPieces | None = None
     if record.peak_bytes > limit_bytes and planner is not None:
-        planned, smallest_bytes = _planned(planner, limit_bytes, record.peak_bytes)
+        try:
+            planned, smallest_bytes = _planned(planner, limit_bytes, record.peak_bytes)
+        except NotOneGraph:
+            if in_pieces is None:
+                raise
+            pieces = in_pieces(limit_bytes)
+            planned, smallest_bytes = pieces.planned, pieces.smallest_bytes
     if record.peak_bytes > limit_bytes and planned is None:
         search = _Changes(step, costs, limit_bytes, on_progress)
         changes += search.of_the_step(record.peak_bytes)
@@ -74,7 +84,8 @@ def check(
             changes += search.of_the_device(record.peak_bytes)
         else:
             if smallest_bytes is not None:
-                changes.append(f"--memory {limit_text(smallest_bytes)} and a plan")
+                way = "a plan" if pieces is None else "bayplan.fit"
+                changes.append(f"--memory {limit_text(smallest_bytes)} and {way}")
             changes.append(f"--memory {limit_text(record.peak_bytes)}")
     spreads = [costs.spread_share, 0.0 if planned is None else planned.price_spread]
     return judge(
@@ -86,8 +97,22 @@ def check(
         time_origin=costs.origin,
         would_fit=tuple(changes),
         planned=planned,
+        in_pieces=pieces,
         price_spread=0.0 if costs.origin is Origin.DERIVED else max(spreads),
+        runs_out=_runs_out(record, step.graph, costs, limit_bytes),
     )
+
+
+def _runs_out(record: RunRecord, graph: StepGraph, costs: Profile, limit_bytes: int) -> str:
+    """Why the allocator cannot serve a step within a limit that its peak is within; or nothing."""
+    allocator = record.devices[0].allocator
+    is_near = allocator is not None and record.peak_bytes <= limit_bytes < allocator.reserved_bytes
+    if is_near:
+        try:
+            reserve_step(graph, costs.workspace_bytes, capacity_bytes=limit_bytes)
+        except DoesNotFit as fault:
+            return str(fault)
+    return ""
 
 
 def _planned(
@@ -105,7 +130,7 @@ def _planned(
     except DoesNotFit as refusal:
         return None, refusal.smallest_bytes
     except CaptureError as fault:  # captured, but not traceable as one graph
-        raise CaptureError(
+        raise type(fault)(
             f"the plain step's peak is {format_bytes(plain_peak_bytes)}, the limit"
             f" {format_bytes(limit_bytes)}, and no plan can be made: {fault} (--no-plan, in Python"
             " may_plan=False, asks about the plain step alone)"
@@ -204,7 +229,9 @@ def judge(
     time_origin: Origin,
     would_fit: tuple[str, ...] = (),
     planned: PlanSummary | None = None,
+    in_pieces: InPieces | None = None,
     price_spread: float = 0.0,
+    runs_out: str = "",
 ) -> Verdict:
     """Return whether the plain record's peak is within the limit, with all that explains it.
 
@@ -233,7 +260,11 @@ def judge(
         not_counted=record.not_counted,
         would_fit=would_fit,
         planned=planned,
+        in_pieces=in_pieces,
         price_spread=price_spread,
+        allocator=device.allocator,
+        total_bytes=device.total_bytes,
+        runs_out=runs_out,
     )
 
 

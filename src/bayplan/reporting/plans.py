@@ -30,6 +30,7 @@ __all__ = [
     "plan_line",
     "ratio_text",
     "share_text",
+    "short_text",
     "table_text",
 ]
 
@@ -100,6 +101,21 @@ def busy_text(spread: float, how: str = "--again") -> str:
     return (
         "prices were measured while the machine was busy: runs of the same operator differ by"
         f" {spread:.0%}, so times may be off; measure again with {how}"
+    )
+
+
+# Guards and calls were seen to take up to 0.15 of steps of 2 ms (`benchmarks/overhead`).
+_SHORT_SECONDS = 2e-3
+
+
+def short_text(plain_seconds: float) -> str:
+    """What to say of a step that is so short that its kernels are not most of it; else nothing."""
+    if not 0 < plain_seconds < _SHORT_SECONDS:
+        return ""
+    return (
+        f"the operators of a plain step take {format_seconds(plain_seconds)}: in a step that short,"
+        " guards and Python calls of a plan can take another 15 % and more, which the predicted"
+        " time leaves out"
     )
 
 

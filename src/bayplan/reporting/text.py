@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin, Profile
-from bayplan.data.record import LiveStorage, RunRecord, Source
+from bayplan.data.record import AllocatorPeaks, LiveStorage, RunRecord, Source
 from bayplan.data.units import format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
 from bayplan.reporting.plans import count_text, kind_lines, ratio_text, share_text
@@ -41,7 +41,8 @@ def verdict_line(verdict: Verdict) -> str:
         )
         done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
         return (
-            f"fits with a plan: planned peak {_of(planned.peak_bytes, limit_bytes)} at"
+            f"fits {'with a plan' if verdict.in_pieces is None else 'in pieces, with bayplan.fit'}:"
+            f" planned peak {_of(planned.peak_bytes, limit_bytes)} at"
             f" {ratio_text(planned.time_ratio, planned.time_ratio_spread)} x the plain step's time"
             f" ({done or 'rewritten at no cost'});"
             f" plain peak {plain}"
@@ -63,6 +64,8 @@ def verdict_text(verdict: Verdict) -> str:
         f" optimizer {verdict.optimizer}, on {verdict.device}",
         f"one plain step {format_seconds(verdict.plain_step_seconds)} ± {spread}"
         f" ({_ORIGIN_WORDS[verdict.time_origin]})",
+        *_allocator_lines(verdict.allocator, verdict.total_bytes),
+        *([f"but {verdict.runs_out}"] if verdict.runs_out else []),
         "",
         f"at the plain peak ({verdict.peak_place})",
         *kind_lines(verdict.peak_by_kind),
@@ -70,10 +73,29 @@ def verdict_text(verdict: Verdict) -> str:
         "largest values alive at the plain peak",
         *map(_storage_line, verdict.largest),
     ]
+    if verdict.in_pieces is not None:
+        pieces = verdict.in_pieces
+        lines += [
+            "",
+            f"the forward is not one graph: bayplan.fit plans its {pieces.num_pieces} pieces"
+            " together, and nothing is recomputed across a break. It breaks at",
+            *(f"  {line}" for line in pieces.breaks),
+        ]
     if verdict.would_fit:
         lines += ["", "what would make it fit", *(f"  {change}" for change in verdict.would_fit)]
     lines += ["", "not counted: " + "; ".join(verdict.not_counted)]
     return "\n".join(lines)
+
+
+def _allocator_lines(allocator: AllocatorPeaks | None, total_bytes: int | None) -> list[str]:
+    if allocator is None:
+        return []
+    reserved, lost = format_bytes(allocator.reserved_bytes), allocator.fragmented_bytes
+    shown = "" if total_bytes is None else f"; nvidia-smi shows {format_bytes(total_bytes)}"
+    return [
+        f"torch reserves {reserved} for plain steps, {format_bytes(lost)} of it lost to"
+        f" fragmentation{shown}"
+    ]
 
 
 def profile_text(graph: StepGraph, profile: Profile) -> str:
@@ -133,6 +155,7 @@ def record_text(record: RunRecord) -> str:
         return "\n".join([lines[0], ranks_text(record)])
     for device in record.devices:
         lines.append(f"  peak  {format_bytes(device.peak_bytes)} on {device.device}")
+        lines += (f"  {line}" for line in _allocator_lines(device.allocator, device.total_bytes))
         lines += kind_lines(device.peak_by_kind)
     if record.not_counted:
         lines.append("  not counted: " + "; ".join(record.not_counted))

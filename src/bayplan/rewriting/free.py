@@ -1,7 +1,8 @@
 """Rewrites of a joint graph that free memory at no cost and change no bit.
 
 - The gradient of a convolution is two kernels in one operator. Split, the weight's gradient runs
-  first and releases the saved input: the input's gradient only needs its shape.
+  first and releases the saved input: the input's gradient only needs its shape. Where no peak hangs
+  on that, the two are joined again when the graph is cut, because one call is quicker.
 - The gradients of pooling and padding only need the shape of the saved input.
 - The gradient of a BatchNorm in training names the running statistics but never reads them, so
   they are left out.
@@ -25,6 +26,8 @@ from bayplan.rewriting import packed
 __all__ = [
     "SHAPE_ONLY",
     "Price",
+    "are_gradients_of_one",
+    "both_gradients",
     "call_alone",
     "changed_copy",
     "convolution_input_gradient",
@@ -95,9 +98,16 @@ _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
 
 def positions_to_overwrite(node: fx.Node) -> tuple[int, ...]:
     """The argument positions that a node's operator could overwrite with its result."""
+    if node.target is not changed_copy and _is_complex(node):
+        return ()  # in place, complex kernels have other last bits
     # `add(a, b, alpha=2)` is not commutative, so only its plain form may swap operands.
     may_swap = len(node.args) == 2 and not node.kwargs
     return tuple(place for place in _FORMS.get(node.target, ()) if place != 1 or may_swap)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def in_place_form(target: Any, position: int) -> Callable[..., Any]:
@@ -273,6 +283,23 @@ def _split_convolution_gradients(graph: fx.Graph) -> None:
             else:
                 user.replace_input_with(node, weights)
         graph.erase_node(node)
+
+
+def are_gradients_of_one(weights: fx.Node | None, inputs: fx.Node | None) -> bool:
+    """Whether two nodes are the split gradients of one convolution."""
+    if weights is None or inputs is None or weights.target is not _BACKWARD:
+        return False
+    gradient, _, weight, *options = weights.args[:_MASK]
+    return inputs.target is convolution_input_gradient and (
+        (*inputs.args[:2], *inputs.args[4:]) == (gradient, weight, *options)
+    )
+
+
+def both_gradients(weights: fx.Node, inputs: fx.Node) -> None:
+    """Let the first of two split gradients compute the second as well, as its output 0."""
+    mask: Any = weights.args[_MASK]
+    weights.args = (*weights.args[:_MASK], [True, *mask[1:]])
+    weights.meta = {**weights.meta, "val": (inputs.meta["val"], *weights.meta["val"][1:])}
 
 
 def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

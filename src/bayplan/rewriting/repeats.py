@@ -89,7 +89,7 @@ def as_eager(graph: fx.Graph) -> None:
 
 
 def _restore_layouts(graph: fx.Graph) -> None:
-    """Compute in place where plain training does so in a tensor with gaps: see `IN_PLACE`."""
+    """Compute in place where plain training does so with other bits: see `IN_PLACE`."""
     changed = [node for node in graph.nodes if torch_joint.IN_PLACE in node.meta]
     for node in changed:
         function, stride = node.meta.pop(torch_joint.IN_PLACE)
@@ -211,7 +211,9 @@ def generator_state(device: str) -> torch.Tensor:
     if torch_compat.is_faking():
         size_bytes = _CPU_STATE_BYTES if device == "cpu" else _CUDA_STATE_BYTES
         return torch.empty(size_bytes, dtype=torch.uint8)
-    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+    if device == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
 
 
 @fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
@@ -239,12 +241,12 @@ def draw_again(
     if torch_compat.is_faking():  # where states have no values
         return operator(*args, **options)
     device = next(part for part in (*args, state) if isinstance(part, torch.Tensor)).device
-    is_cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if is_cuda else []):
-        if is_cuda:
-            torch.cuda.set_rng_state(state, device)
-        else:
+    if device.type == "cpu":
+        with torch.random.fork_rng([]):
             torch.set_rng_state(state)
+            return operator(*args, **options)
+    with torch.random.fork_rng([device], device_type=device.type):
+        torch.get_device_module(device).set_rng_state(state, device)
         return operator(*args, **options)
 
 

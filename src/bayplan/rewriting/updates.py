@@ -317,7 +317,7 @@ def _update_one(
     optimizer.param_groups = [{**group, "params": [parameter]}]
     parameter.grad = _laid_out_like(parameter, gradient)
     try:
-        with torch.no_grad():
+        with torch_compat.noting_changes(), torch.no_grad():
             inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         parameter.grad = None

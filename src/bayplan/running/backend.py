@@ -26,6 +26,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.machine import cache_directory, granularity_of, machine_key
 from bayplan.planning.memory.orders import FastestWithin
+from bayplan.rewriting.free import are_gradients_of_one
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.call_faults import Planned, explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
@@ -38,10 +39,10 @@ from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.fake import correct_fakes
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.shared_casts import OnePerAutocast, SharedCasts, sharing_casts
-from bayplan.tracing.tangents import compile_with_tangents
+from bayplan.tracing.tangents import compile_with_tangents, matched
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
-__all__ = ["PlannedBackend", "halves_by", "ordered_step", "steps_of"]
+__all__ = ["PlannedBackend", "device_of_casts", "halves_by", "ordered_step", "steps_of"]
 
 
 _MANY_GRAPHS = 16  # of equal shapes; training, evaluation and frozen parts are fewer
@@ -64,6 +65,7 @@ class PlannedBackend:
     open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
     orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
     only_plans: bool = False  # whether a graph that is called raises `Planned` instead of running
+    trained: frozenset[int] = frozenset()  # ids of what the last graph makes gradients of
     _per_autocast: OnePerAutocast = field(default_factory=OnePerAutocast)
     _graphs: Counter[str] = field(default_factory=Counter)  # traced so far, by shapes of inputs
 
@@ -75,12 +77,12 @@ class PlannedBackend:
             run = compile_with_tangents(
                 module,
                 inputs,
-                self.context.loss.gradients,
+                matched(module, self.context.loss.gradients),
                 partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
                 compile_graph=self._compile,
                 whole=whole_operators(),
             )
-        return self._checked(once_differentiable(run), casts_on=_device_of(inputs, casts))
+        return self._checked(once_differentiable(run), casts_on=device_of_casts(inputs, casts))
 
     def _warn_of_repeats(self, inputs: Sequence[Any]) -> None:
         shapes = str([getattr(value, "shape", None) for value in inputs])
@@ -121,6 +123,9 @@ class PlannedBackend:
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Torch's question which part of a joint graph is forward and what it hands on."""
+        outputs: Any = joint.graph.output_node().args[0]
+        pairs = zip(inputs, outputs[num_fwd_outputs:], strict=False)
+        self.trained = frozenset(id(tensor) for tensor, made in pairs if made is not None)
         traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
         order = self.decide(traced)
         halves = halves_by(order, traced, lambda size_bytes: Swapper(self.open_store(size_bytes)))
@@ -128,7 +133,7 @@ class PlannedBackend:
         return halves
 
 
-def _device_of(inputs: Sequence[Any], casts: SharedCasts) -> torch.device | None:
+def device_of_casts(inputs: Sequence[Any], casts: SharedCasts) -> torch.device | None:
     """Where a graph casts parameters; None if it does not."""
     tensors = (value for value in inputs if isinstance(value, torch.nn.Parameter))
     return next((tensor.device for tensor in tensors), None) if casts.are_used else None
@@ -149,8 +154,9 @@ def halves_by(
     swapper = None
     if swapped.swap_ops:
         assert open_swapper is not None, "whoever decides on swaps has a place for them"
-        swapper = open_swapper(swapped.size_bytes)
-    num_forward, steps = swapped.program.first_backward, steps_of(swapped)
+        with torch_compat.outside_tracing():  # pinned memory is real
+            swapper = open_swapper(swapped.size_bytes)
+    num_forward, steps = swapped.program.first_backward, steps_of(swapped, step)
     return cut(step, steps, num_forward=num_forward, owner=traced.joint, swapper=swapper)
 
 
@@ -164,8 +170,13 @@ def ordered_step(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapp
     return step, apply_order(order, step.program)
 
 
-def steps_of(swapped: Swapped) -> list[Step]:
-    """The steps that carry an arrangement out, as the executor knows them."""
+def steps_of(swapped: Swapped, joint: JointStep) -> list[Step]:
+    """The steps that carry an arrangement out, as the executor knows them.
+
+    The two gradients of a convolution that follow each other are computed in one call, where that
+    keeps within the peak of backward: two calls let go of the input in between, but take longer.
+    Without prices, as of a plan from a file, nobody knows what their kernels need for themselves.
+    """
     parts: dict[int, SwapStep] = {}
     for swap in swapped.swap_ops:
         buffer = swapped.buffer_of[swap.buffer]
@@ -174,14 +185,30 @@ def steps_of(swapped: Swapped) -> list[Step]:
         for back, here in swap.returns:
             parts[back] = SwapStep(SwapKind.BACK, buffer)
             parts[here] = SwapStep(SwapKind.HERE, buffer, is_last=here == swap.returns[-1][1])
-    replay = replay_schedule(swapped.program, plain_schedule(swapped.program))
+    program = swapped.program
+    replay = replay_schedule(program, plain_schedule(program))
+    limit_bytes = max(replay.total_bytes[program.first_backward :], default=0)
     steps: list[Step] = []
+    is_joined = False  # with the step before
     for index, op in enumerate(swapped.op_of):
         if index in parts:
             steps.append(Step(parts[index]))
+        elif is_joined:
+            is_joined = False
         else:
-            taken = replay.taken_over[index]
-            steps.append(Step(op, None if taken is None else swapped.buffer_of[taken]))
+            taken, joined = replay.taken_over[index], None
+            following = index + 1
+            if following < len(swapped.op_of) and following not in parts:
+                first, second = program.ops[index], program.ops[following]
+                released_bytes = sum(program.buffers[each] for each in replay.releases[index])
+                workspace_bytes = max(0, first.workspace_bytes - second.workspace_bytes)
+                needed_bytes = replay.total_bytes[following] + released_bytes + workspace_bytes
+                other = swapped.op_of[following]
+                is_pair = are_gradients_of_one(joint.op_nodes[op], joint.op_nodes[other])
+                is_priced = first.seconds > 0 and second.seconds > 0
+                is_joined = is_pair and is_priced and needed_bytes <= limit_bytes
+                joined = other if is_joined else None
+            steps.append(Step(op, None if taken is None else swapped.buffer_of[taken], joined))
     return steps
 
 

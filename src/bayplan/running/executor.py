@@ -16,15 +16,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.rewriting.free import in_place_form
+from bayplan.rewriting.free import in_place_form, positions_to_overwrite
 from bayplan.rewriting.repeats import as_drawn
 from bayplan.running.direct_calls import direct_call
 from bayplan.tracing.joint import OVERWRITES, SWAPPER
 
 __all__ = ["compile_graph"]
+
+aten = torch.ops.aten
+
+_COPY = aten.copy_.default
+_NORM = aten._native_batch_norm_legit_functional.default
+_NORM_IN_PLACE = aten._native_batch_norm_legit.default
+_STATISTICS = (3, 4)  # positions of mean and variance, among arguments and outputs
 
 
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
@@ -33,17 +41,49 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
     """
     as_drawn(module.graph)
+    _change_inputs_in_place(module.graph)
     writer = _Writer(module)
     text = "\n".join(writer.lines())
     exec(compile(text, "<bayplan step>", "exec"), writer.names)  # noqa: S102 - see above
     return torch_compat.boxed(writer.names["run"])
 
 
+def _change_inputs_in_place(graph: fx.Graph) -> None:
+    """Compute new values of inputs in their own memory, where nobody needs the old ones.
+
+    A graph copies them there at its end: counters, and running statistics of BatchNorm.
+    """
+    copies = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=_COPY)}
+    for norm in graph.find_nodes(op="call_function", target=_NORM):
+        parts = {user.args[1]: user for user in norm.users}
+        pairs: list[Any] = [(norm.args[place], parts.get(place)) for place in _STATISTICS]
+        if all(_is_only_change(copies, old, new, norm) for old, new in pairs):
+            norm.target = _NORM_IN_PLACE
+            for old, new in pairs:
+                graph.erase_node(copies.pop(old))
+                graph.erase_node(new)
+    for old, copy in copies.items():
+        new: Any = copy.args[1]
+        is_first = 0 in positions_to_overwrite(new) and new.args[0] is old
+        if is_first and _is_only_change(copies, old, new, new):
+            new.meta[OVERWRITES] = 0
+            graph.erase_node(copy)
+
+
+def _is_only_change(copies: dict[Any, fx.Node], old: Any, new: Any, maker: fx.Node) -> bool:
+    """Whether an input is read by the maker of its new value alone, and that by nobody."""
+    copy = copies.get(old)
+    if copy is None or copy.args[1] is not new or {*old.users} != {maker, copy}:
+        return False
+    before, after = old.meta["val"], new.meta["val"]
+    return [*new.users] == [copy] and before.dtype == after.dtype and before.shape == after.shape
+
+
 class _Writer:
     """Writes a graph as a function; `names` is what its text refers to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self.names: dict[str, Any] = {"below_autograd": torch_compat.below_autograd}
+        self.names: dict[str, Any] = {"kernels_alone": torch_compat.kernels_alone}
         self._module = module
         self._nodes = list(module.graph.nodes)
         self._name_of = {node: f"v{index}" for index, node in enumerate(self._nodes)}
@@ -54,7 +94,7 @@ class _Writer:
         yield "def run(arguments):"
         yield f"  [{', '.join(inputs)}] = arguments"
         yield "  arguments.clear()"
-        yield "  with below_autograd():"
+        yield "  with kernels_alone():"
         released, unpacked = _releases(self._nodes), set[fx.Node]()
         for node in self._nodes:
             if node.op == "placeholder":

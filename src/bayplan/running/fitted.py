@@ -1,7 +1,7 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def fit(
     swap: Path | str | None = None,
     pack: bool = True,
     update_in_backward: bool = False,
-    fullgraph: bool = True,
+    fullgraph: bool = False,
     time_limit_seconds: float = 10.0,
     again: bool = False,
     on_progress: Progress = no_progress,
@@ -200,7 +200,7 @@ def bind(
     compiled = torch_compat.compiled_call(model)
     assert compiled is not None, "just compiled"
     torch_compat.set_compiled_call(model, explained_call(model, compiled))
-    backend.only_plans = True
+    backend.only_plans, modules = True, dict(model.named_modules())
     try:
         try:
             _plan_by_a_call(step)
@@ -208,12 +208,55 @@ def bind(
             # Some models make things in their first call, which torch cannot trace. To find out
             # whether the model itself fails it was called plainly, so they are there now.
             _plan_by_a_call(step)
+            _warn_of_changed(model, modules)
+        if context.loss.trained is not None:
+            _check_trained(model, context.loss.trained, backend.trained)
     except BaseException:
         torch_compat.set_compiled_call(model, before)
         raise
     finally:
         backend.only_plans = False
     return backend
+
+
+def _warn_of_changed(model: nn.Module, before: dict[str, nn.Module]) -> None:
+    after = model.named_modules()
+    changed = [name for name, module in after if before.get(name) is not module]
+    if changed:
+        warnings.warn(
+            f"the first forward of {type(model).__name__} makes modules ({', '.join(changed[:3])}"
+            f"{'' if len(changed) <= 3 else f' and {len(changed) - 3} more'}), so it was run once"
+            " while planning. Random numbers that it draws for them are not drawn again: to compare"
+            " with plain training, call both models once before you seed",
+            stacklevel=5,
+        )
+
+
+def _check_trained(model: nn.Module, plainly: frozenset[str], planned: frozenset[int]) -> None:
+    """See that a planned step trains the parameters that plain training does, and no others.
+
+    An optimizer moves a parameter whose gradient is zero, by its momentum or by weight decay, and
+    leaves one alone that has none.
+    """
+    traced = {name for name, each in model.named_parameters() if id(each) in planned}
+    if lost := sorted(plainly - traced):
+        raise CaptureError(
+            f"{_first_of(lost)} of {type(model).__name__} gets a gradient in plain training, not"
+            " in the traced step: an operator on the way loses it. Train the model as it is, and"
+            " please report it"
+        )
+    if added := sorted(traced - plainly):
+        warnings.warn(
+            f"{_first_of(added)} of {type(model).__name__} gets a gradient in the planned step, and"
+            " none from the loss that it is planned with. Unless your loop trains with what the"
+            " forward leaves in attributes of modules, it is a gradient of zeros: detach what you"
+            " leave there",
+            stacklevel=5,
+        )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
 def bind_pieces(
@@ -234,7 +277,7 @@ def bind_pieces(
         f"the forward of {type(model).__name__} is not one graph. Its {sum(plan.num_runs.values())}"
         f" pieces are planned together, within {format_bytes(plan.peak_bytes)}; what lies between"
         " them runs as it is written, and nothing is recomputed across a break. The graph breaks"
-        f" at: {'; '.join(plan.breaks) or 'a loop, whose frame torch does not compile'}",
+        f" at: {'; '.join(plan.breaks)}",
         stacklevel=4,
     )
     return call

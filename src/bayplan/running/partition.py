@@ -2,8 +2,9 @@
 
 The forward graph runs the forward operators and hands on exactly the buffers the schedule keeps.
 The backward graph runs the rest of the schedule in its order, repeats included. Views are not part
-of a schedule: each is made right where the first reader of a copy needs it. A buffer that is
-swapped is handed on as a token; once it is here again, it is the latest copy of its buffer.
+of a schedule: each is made right where the first reader of a copy needs it, and made anew where the
+next reader is far away, because thousands of them would be memory that no schedule counts. A buffer
+that is swapped is handed on as a token; once it is here again, it is the latest copy of its buffer.
 """
 
 import operator
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.rewriting.free import positions_to_overwrite
+from bayplan.rewriting.free import both_gradients, positions_to_overwrite
 from bayplan.rewriting.repeats import partial_repeat, repeat_form
 from bayplan.running.swaps.swapping import (
     SwapKind,
@@ -33,14 +34,22 @@ __all__ = ["Step", "cut"]
 
 # torch keeps tensors that carry this mark without checking their version, behind all others.
 _UNCHECKED = "saved_tensor_with_no_vc_check"
+aten = torch.ops.aten
+_NEAR_STEPS = 8  # between two readers of one view; most are nearer, and a view takes a microsecond
 
 
 @dataclass(frozen=True)
 class Step:
-    """An operator's index or a part of a swap; and the buffer that an operator overwrites."""
+    """An operator's index or a part of a swap.
+
+    Attributes:
+        taken_over: the buffer that an operator overwrites.
+        joined: the operator that would come next, where one call computes both: see `steps_of`.
+    """
 
     what: int | SwapStep
     taken_over: int | None = None
+    joined: int | None = None
 
 
 def cut(
@@ -108,6 +117,8 @@ class _Builder:
         self._latest: dict[fx.Node, fx.Node] = {}
         self._saved: dict[fx.Node, fx.Node] = {}
         self._coming: dict[int, fx.Node] = {}
+        self._num_run = 0
+        self._read_at: dict[fx.Node, int] = {}  # by view, how many steps had run at its last reader
         self._aliases: dict[int, list[fx.Node]] = defaultdict(list)
         for node, buffers in joint.buffers_of.items():
             for buffer in buffers:
@@ -121,6 +132,9 @@ class _Builder:
                 self._swap(step.what)
             else:
                 self._run(step.what, step.taken_over)
+                if step.joined is not None:
+                    self._join(step.what, step.joined)
+            self._num_run += 1
         for output in self._outputs:
             if isinstance(output, fx.Node) and output not in self._given:
                 self._give(output)
@@ -151,7 +165,6 @@ class _Builder:
         return node
 
     def _run(self, index: int, taken_over: int | None) -> None:
-        """Execute an operator; what was seen of its older copies is forgotten."""
         node = self._joint.op_nodes[index]
         if node is None:  # the loss or the update, which the caller runs after one of the graphs
             return
@@ -163,9 +176,23 @@ class _Builder:
             writes = program.repeats[index].writes
         if taken_over is not None:
             copy.meta[OVERWRITES] = self._overwritten_position(node, taken_over)
+        self._see(copy, made, writes, maker=node)
+
+    def _join(self, index: int, other: int) -> None:
+        """Let the operator that ran last compute another one as well."""
+        first, node = self._joint.op_nodes[index], self._joint.op_nodes[other]
+        assert first is not None, "the caller's are never joined"
+        assert node is not None, "the caller's are never joined"
+        both_gradients(self._latest[first], node)
+        part = self.graph.call_function(operator.getitem, (self._latest[first], 0))
+        part.meta = dict(node.meta)
+        self._see(part, node, self._joint.program.ops[other].writes, maker=node)
+
+    def _see(self, copy: fx.Node, made: fx.Node, writes: Sequence[int], maker: fx.Node) -> None:
+        """Read what an operator made from now on, and forget what was seen of older copies."""
         for buffer in writes:
             for alias in self._aliases[buffer]:
-                if alias is not node:  # set below, unless it still holds its other outputs
+                if alias is not maker:  # set below, unless it still holds its other outputs
                     self._latest.pop(alias, None)
         self._latest[made] = copy
         # An output is the first copy of its buffer: later ones are for their readers only.
@@ -189,6 +216,10 @@ class _Builder:
 
     def _reach(self, node: fx.Node) -> None:
         """Have the latest value of a node at hand: seen through views, or saved by forward."""
+        if self._is_view(node):
+            if self._num_run - self._read_at.get(node, self._num_run) > _NEAR_STEPS:
+                self._latest.pop(node, None)
+            self._read_at[node] = self._num_run
         if node in self._latest:
             return
         if node.op == "get_attr":
@@ -206,6 +237,15 @@ class _Builder:
             self._latest[node] = self._copy(node)
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        if _is_unbound(node):  # the same look at one part, without those at all others
+            whole, dimension = (*node.all_input_nodes[0].args, 0)[:2]
+            assert isinstance(whole, fx.Node), "a graph takes tensors apart"
+            self._reach(whole)
+            copy = self.graph.call_function(
+                aten.select.int, (self._latest[whole], dimension, node.args[1])
+            )
+            copy.meta = dict(node.meta)
+            return copy
         for source in node.all_input_nodes:
             self._reach(source)
         return self.graph.node_copy(node, self._latest.__getitem__)
@@ -234,6 +274,21 @@ class _Builder:
                 return None if is_saved else position
         return None
 
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a node only looks at one buffer, and can do so again at any time."""
+        return (
+            node.op == "call_function"
+            # One of many views comes with the others.
+            and (node.target is not operator.getitem or _is_unbound(node))
+            and node not in self._joint.bases
+            and len(self._joint.buffers_of[node]) == 1
+        )
+
     def _is_part_of_latest(self, node: fx.Node) -> bool:
         """Whether a node is one output of an operator that has run in this graph."""
         return node.target is operator.getitem and node.all_input_nodes[0] in self._latest
+
+
+def _is_unbound(node: fx.Node) -> bool:
+    """Whether a node is one part of a tensor that is taken apart, as a loop over it does."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target is aten.unbind.int

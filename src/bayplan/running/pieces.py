@@ -3,319 +3,51 @@
 Where torch meets something that it cannot trace (a branch on a computed value, a size that hangs on
 one, a call into other libraries), it compiles what came before and goes on after it. Operators in
 between run as they are written. How much memory all of that takes is seen by running the whole step
-on fake tensors, pieces as planned, as a captured step is: releases, what autograd keeps and what
-the operators in between take are then exact, whatever the forward does.
+on fake tensors, pieces as planned (`piece_simulation.py`).
 
-1. The step runs so with every piece in plain order.
+1. The step runs so with every piece as it is written, to see where gradients go
+   (`tracing/piece_gradients.py`), and then with every piece in plain order.
 2. An order is chosen for every piece (`planning/memory/pieces.py`).
 3. The step runs so with these orders. If it takes more than the limit, the limit of 2 is lowered.
-4. The model is compiled with the orders, which its pieces are known by.
+4. The model is compiled with the orders, which its pieces are known by (`piece_backend.py`).
 
 A call that runs other pieces than planned, or more of them, is stopped there and planned anew: the
 random numbers and the model's buffers are put back, and it begins again.
 """
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from bayplan import torch_answers, torch_compat, torch_joint
-from bayplan.costing.measure import born_bytes
-from bayplan.costing.operators import OperatorCosts
+from bayplan import torch_compat
 from bayplan.data.errors import CaptureError, DoesNotFit
-from bayplan.data.graph import StepGraph
-from bayplan.data.live_memory import replay_memory
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
+from bayplan.data.verdict import InPieces, PlanSummary
 from bayplan.planning.memory.orders import FastestWithin, by_strategy, planned_bytes
-from bayplan.planning.memory.pieces import (
-    Moment,
-    PieceRun,
-    choose_orders,
-    kept_bytes,
-    surroundings_of,
-)
+from bayplan.planning.memory.pieces import choose_orders, kept_bytes, surroundings_of
 from bayplan.planning.memory.strategies import keep
-from bayplan.rewriting.whole_operators import whole_operators
-from bayplan.running.backend import halves_by
-from bayplan.running.call_faults import explained_run, once_differentiable
-from bayplan.running.executor import compile_graph
+from bayplan.running.piece_backend import PieceBackend, Unplanned
+from bayplan.running.piece_simulation import Simulated, simulate, watch_gradients
 from bayplan.step import TrainingStep, split_batch
-from bayplan.tracing.capture import GeneratorStates, NodeWatch, record_step, same_generators
-from bayplan.tracing.checkpoints import with_checkpoints_checked
-from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import OptimizerSource, correct_fakes, fake_step, without_memory
+from bayplan.tracing.capture import GeneratorStates
+from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.joint import LossMemory, MemoryContext
 from bayplan.tracing.joint_trace import compile_whole, uncompile
-from bayplan.tracing.shared_casts import sharing_casts
+from bayplan.tracing.piece_gradients import Inexact, Operators, PieceGradients
+from bayplan.tracing.shared_casts import OnePerAutocast
 from bayplan.tracing.traced_step import Decide, TracedStep
-from bayplan.tracing.tracer import StepTracer
-from bayplan.tracing.values import KnownValues
 
-__all__ = ["PieceBackend", "PiecePlan", "PiecewiseCall", "Unplanned", "plan_pieces"]
+__all__ = ["PiecePlan", "PiecewiseCall", "plan_pieces", "summarise_pieces"]
 
 _MOST_ROUNDS = 6  # of choosing orders and seeing what they take
-_WORKSPACE_SHARE = 0.15  # no kernel is taken to need more scratch memory than this of the peak
 _SHORTEST_SEARCH = 0.05  # seconds
-
-Operators = tuple[str, ...]  # of a graph of Dynamo's, whatever their sizes
-
-
-def _operators_of(module: fx.GraphModule) -> Operators:
-    calls = (node for node in module.graph.nodes if node.op in ("call_function", "call_method"))
-    # With a size left open, torch asks for it in the graph.
-    return tuple(str(node.target) for node in calls if not torch_compat.is_of_size(node))
-
-
-class Unplanned(CaptureError):
-    """A call of a model ran a piece that its plan does not have.
-
-    Attributes:
-        varying: a piece that was planned with other sizes or numbers, by its operators.
-    """
-
-    varying: Operators | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a forward that is one graph; `end` says where it ends and why, if by a break."""
-
-    traced: TracedStep
-    operators: Operators
-    end: str
-
-    @property
-    def fingerprint(self) -> str:
-        return self.traced.with_packs().program.fingerprint
-
-
-@dataclass
-class PieceBackend:
-    """Compiles every piece by an order, and tells when each begins and ends."""
-
-    traces_as_eager: ClassVar[bool] = True  # see `torch_answers.answer_as_eager`
-
-    decide: Decide
-    context: MemoryContext
-    varying: frozenset[Operators] = frozenset()  # what runs as it is written
-    known: frozenset[Operators] = frozenset()  # what is planned, with some sizes
-    pieces: list[Piece] = field(default_factory=list)
-    largest_bytes: dict[Operators, int] = field(default_factory=dict)  # inputs of what varies
-    is_planning: bool = False
-    # Hears the piece, whether forward runs, and whether it begins.
-    on_run: Callable[[int, bool, bool], None] = field(default=lambda *_: None)
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        correct_fakes()
-        torch_compat.guard_global_hooks()
-        if not any(tensor.requires_grad for tensor in torch_compat.tensors_in(inputs)):
-            return module.forward  # keeps nothing for a backward, so it may be of any size
-        operators = _operators_of(module)
-        if operators in self.varying:
-            return self._as_written(module, operators)
-        # The piece, and whether forward: of the graphs that are still to be compiled. Those of
-        # backward are, when it first runs.
-        waiting: list[tuple[int, bool]] = []
-
-        def partition(
-            joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
-            try:
-                order = self.decide(traced)
-            except Unplanned as fault:
-                fault.varying = operators if operators in self.known else None
-                raise
-            halves = halves_by(order, traced, None)
-            waiting.extend([(len(self.pieces), True), (len(self.pieces), False)])
-            self.pieces.append(Piece(traced, operators, torch_answers.break_after(module)))
-            return halves
-
-        def compile_half(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            run = explained_run(compile_graph(graph))
-            if not waiting:  # a forward without gradients
-                return run
-            return self._told(run, *waiting.pop(0))
-
-        with sharing_casts(module, inputs):
-            run = torch_joint.compile_joint(
-                module,
-                inputs,
-                partition=with_checkpoints_checked(module, partition),
-                compile_graph=compile_half,
-                whole=whole_operators(),
-            )
-        return once_differentiable(run)
-
-    def _as_written(self, module: fx.GraphModule, operators: Operators) -> Callable[..., Any]:
-        """Run a piece whose sizes hang on values, which must not be larger than when planned."""
-
-        def run(*args: Any) -> Any:
-            if torch.is_grad_enabled():
-                size_bytes = sum(each.nbytes for each in torch_compat.tensors_in(args))
-                if self.is_planning:
-                    known_bytes = self.largest_bytes.get(operators, 0)
-                    self.largest_bytes[operators] = max(known_bytes, size_bytes)
-                elif size_bytes > self.largest_bytes.get(operators, 0):
-                    raise Unplanned("a piece of the forward that is larger than planned")
-            return module.forward(*args)
-
-        return run
-
-    def _told(
-        self, run: Callable[..., Any], piece: int, is_forward: bool
-    ) -> Callable[[list[Any]], Any]:
-        def told(arguments: list[Any]) -> Any:
-            self.on_run(piece, is_forward, True)
-            outputs = run(arguments)
-            self.on_run(piece, is_forward, False)
-            return outputs
-
-        return torch_compat.boxed(told)
-
-
-class _PieceTracer(StepTracer):
-    """Records what runs also in compiled pieces, and between which operators each runs."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.spans: list[tuple[int, bool, int, int]] = []  # piece, is forward, first, end
-        self._begun: list[int] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def hear(self, piece: int, is_forward: bool, begins: bool) -> None:
-        if begins:
-            self._begun.append(len(self.nodes))
-        else:
-            self.spans.append((piece, is_forward, self._begun.pop(), len(self.nodes)))
-
-
-class _PieceNodeWatch(NodeWatch):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A whole step as its pieces' orders have it run."""
-
-    pieces: Sequence[Piece]
-    graph: StepGraph
-    spans: Sequence[tuple[int, bool, int, int]]
-    workspace_bytes: Sequence[int]
-    granularity_bytes: int
-    largest_bytes: dict[Operators, int]
-
-    @cached_property
-    def total_bytes(self) -> Sequence[int]:
-        return self._totals(self.workspace_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.total_bytes)
-
-    def _totals(self, workspace_bytes: Sequence[int]) -> Sequence[int]:
-        live = replay_memory(self.graph, workspace_bytes, granularity_bytes=self.granularity_bytes)
-        return live.total_bytes
-
-    @cached_property
-    def runs(self) -> list[PieceRun]:
-        """Each execution of a piece that has a backward, in the order of their forwards."""
-        totals = self._totals([0] * len(self.graph.nodes))
-        born = born_bytes(self.graph, self.granularity_bytes)
-        waiting: dict[int, list[tuple[int, int]]] = {}
-        runs = []
-        for piece, is_forward, first, end in self.spans:
-            if is_forward:
-                waiting.setdefault(piece, []).append((first, end))
-            elif waiting.get(piece):
-                forward = waiting[piece].pop()  # backward goes from the last to the first
-                before = [totals[index] - born[index] for index in (forward[0], first)]
-                runs.append(PieceRun(piece, forward, (first, end), *before))
-        return sorted(runs, key=lambda run: run.forward)
-
-    @property
-    def outside(self) -> list[Moment]:
-        inside = {i for _, _, first, end in self.spans for i in range(first, end)}
-        return [Moment(i, t) for i, t in enumerate(self.total_bytes) if i not in inside]
-
-
-def simulate(
-    step: TrainingStep,
-    optimizer: OptimizerSource,
-    decide: Decide,
-    context: MemoryContext,
-    varying: frozenset[Operators] = frozenset(),
-) -> Simulated:
-    """Run a step on fake tensors, its pieces by the orders that are decided for them."""
-    backend = PieceBackend(decide, context, varying, is_planning=True)
-    tracers: list[_PieceTracer] = []
-
-    def tracer_of(*args: Any) -> StepTracer:
-        tracers.append(_PieceTracer(*args))
-        backend.on_run = tracers[-1].hear
-        return tracers[-1]
-
-    with same_generators(), explained():
-        states = GeneratorStates()
-
-        def begin(mode: KnownValues) -> None:
-            """Let every run draw the same random numbers, so that all go one way."""
-            mode.draw_again()
-            states.put_back()
-
-        with without_memory(knows_all=True) as mode:
-            fake = fake_step(step, optimizer)
-            begin(mode)
-            fake()
-        compile_whole(fake.model, backend, fullgraph=False)
-        with mode:
-            begin(mode)
-            fake()
-            begin(mode)
-            name = type(step.model).__name__
-            graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
-            backend.on_run = lambda *_: None
-            begin(mode)
-            workspaces = _workspaces(fake, graph, context)
-    (tracer,) = tracers
-    return Simulated(
-        backend.pieces,
-        graph,
-        tracer.spans,
-        workspaces,
-        context.granularity_bytes,
-        backend.largest_bytes,
-    )
-
-
-def _workspaces(fake: TrainingStep, graph: StepGraph, context: MemoryContext) -> list[int]:
-    """The scratch memory of the operators that may be at the peak; 0 for all others."""
-    workspaces = [0] * len(graph.nodes)
-    live = replay_memory(graph, workspaces, granularity_bytes=context.granularity_bytes)
-    least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
-    high = {index for index, total in enumerate(live.total_bytes) if total >= least_bytes}
-    device = next(fake.model.parameters()).device
-    with context.prices(device) as costs:
-        assert isinstance(costs, OperatorCosts), "a fitted model runs here"
-
-        def look_at(index: int, *call: Any) -> None:
-            workspaces[index] = costs.price(*call)[1]
-
-        with torch_compat.replayed_views(), _PieceNodeWatch(high, look_at):
-            fake()
-    return workspaces
+_NUM_LIMITS = 16  # that are tried at most for the smallest that works, evenly up to the plain peak
 
 
 @dataclass(frozen=True)
@@ -325,15 +57,15 @@ class PiecePlan:
     Attributes:
         orders: by a piece's fingerprint; for equal pieces in the order of their first runs.
         num_runs: how often pieces run in a step, by fingerprint.
-        operators: of each piece.
-        largest_bytes: the inputs of pieces that run as they are written, for their sizes vary.
+        gradients: that each piece gets and hands out.
+        written: pieces that run as they are written, with the bytes of their inputs.
         breaks: where and why the forward breaks.
     """
 
     orders: dict[str, list[StepOrder]]
     num_runs: dict[str, int]
-    operators: frozenset[Operators]
-    largest_bytes: dict[Operators, int]
+    gradients: Mapping[Operators, PieceGradients]
+    written: dict[Operators, int]
     breaks: tuple[str, ...]
     peak_bytes: int
     plain_peak_bytes: int
@@ -357,6 +89,36 @@ class PiecePlan:
         return decide
 
 
+class PiecesDoNotFit(DoesNotFit):
+    """Pieces that do not fit together, with what is known of them."""
+
+    def __init__(self, text: str, *, smallest_bytes: int, pieces: InPieces) -> None:
+        super().__init__(text, smallest_bytes=smallest_bytes)
+        self.pieces = pieces
+
+
+def summarise_pieces(
+    step: TrainingStep, optimizer: OptimizerSource, decide: FastestWithin, context: MemoryContext
+) -> InPieces:
+    """What `plan_pieces` finds, for a verdict."""
+    try:
+        plan = plan_pieces(step, optimizer, decide, context)
+    except PiecesDoNotFit as refusal:
+        return refusal.pieces
+    orders = [order for equal in plan.orders.values() for order in equal]
+    summary = PlanSummary(
+        peak_bytes=plan.peak_bytes,
+        time_ratio=plan.seconds / plan.plain_seconds,
+        num_recomputed=sum(len(each.schedule) - len({*each.schedule}) for each in orders),
+        num_packed=sum(len(each.packs) for each in orders),
+        num_swapped=0,
+        time_ratio_spread=max((each.time_ratio_spread for each in orders), default=0.0),
+        price_spread=max((each.price_spread for each in orders), default=0.0),
+    )
+    num_pieces = sum(plan.num_runs.values())
+    return InPieces(breaks=plan.breaks, num_pieces=num_pieces, planned=summary)
+
+
 def plan_pieces(
     step: TrainingStep,
     optimizer: OptimizerSource,
@@ -374,22 +136,33 @@ def plan_pieces(
         DoesNotFit: says the smallest limit that is known to work.
     """
     alone = _alone(context)
-    plain = simulate(step, optimizer, _in_plain_order, alone, varying)
+    gradients, inexact = watch_gradients(step, optimizer).found()
+    written = varying | inexact
+
+    def simulated(decide: Decide) -> Simulated:
+        return simulate(step, optimizer, PieceBackend(decide, alone, gradients, written))
+
+    plain = None
+    while plain is None:
+        try:
+            plain = simulated(_in_plain_order)
+        except Inexact as fault:
+            written |= {fault.operators}
     limit_bytes = decide.limit.of(decide.plain_peak_bytes or plain.peak_bytes)
+    plan_of = partial(_plan_of, gradients, plain)
     if plain.peak_bytes <= limit_bytes:
         orders = {index: _in_plain_order(each.traced) for index, each in enumerate(plain.pieces)}
-        return _plan_of(plain, orders, plain)
+        return plan_of(orders, plain)
     search = _Search(plain, decide, alone)
 
     def within(limit_bytes: int) -> PiecePlan:
         target_bytes = planned_bytes(limit_bytes)
         for _ in range(_MOST_ROUNDS):
             orders = choose_orders(plain.runs, search.around, plain.outside, target_bytes, search)
-            decider = _plan_of(plain, orders, plain).decider()
-            simulated = simulate(step, optimizer, decider, alone, varying)
-            if simulated.peak_bytes <= limit_bytes:
-                return _plan_of(plain, orders, simulated)
-            target_bytes -= simulated.peak_bytes - limit_bytes
+            run = simulated(plan_of(orders, plain).decider())
+            if run.peak_bytes <= limit_bytes:
+                return plan_of(orders, run)
+            target_bytes -= run.peak_bytes - limit_bytes
         raise DoesNotFit(
             f"the pieces of the forward were planned {_MOST_ROUNDS} times, and always took more"
         )
@@ -397,34 +170,51 @@ def plan_pieces(
     try:
         return within(limit_bytes)
     except DoesNotFit as refusal:
-        smallest_bytes = plain.peak_bytes
-        for share in _TRIED_LIMITS:
-            larger_bytes = limit_bytes + int(share * (plain.peak_bytes - limit_bytes))
-            with contextlib.suppress(DoesNotFit):
-                within(larger_bytes)
-                smallest_bytes = larger_bytes
-                break
-        raise DoesNotFit(
+        smallest_bytes = _smallest(within, limit_bytes, plain.peak_bytes)
+        raise PiecesDoNotFit(
             f"the pieces of a forward that is not one graph do not fit {format_bytes(limit_bytes)}"
-            f" together: {str(refusal).partition(' Fits with')[0]} All of them fit with"
+            f" together: {str(refusal).partition(' Fits with')[0].rstrip('.')}. All fit with"
             f" {smallest_bytes} bytes ({format_bytes(smallest_bytes)}). The graph breaks at"
-            f" {'; '.join(_breaks(plain)) or _IN_A_LOOP}",
+            f" {'; '.join(_breaks(plain))}",
             smallest_bytes=smallest_bytes,
+            pieces=InPieces(
+                breaks=_breaks(plain),
+                num_pieces=len(plain.runs),
+                smallest_bytes=smallest_bytes,
+            ),
         ) from refusal
 
 
-_TRIED_LIMITS = (0.25, 0.5, 0.75)  # between one that is too small and the plain peak
-_IN_A_LOOP = "a loop, whose frame torch does not compile"
+def _smallest(within: Callable[[int], PiecePlan], too_few_bytes: int, most_bytes: int) -> int:
+    """The smallest of some limits that a plan was found for; the same whatever was asked for."""
+    limits = [most_bytes * part // _NUM_LIMITS for part in range(1, _NUM_LIMITS)]
+    first, end = 0, len(limits)  # what lies before the first is too small, from the end it works
+    while first < end:
+        middle = (first + end) // 2
+        try:
+            if limits[middle] <= too_few_bytes:
+                raise DoesNotFit("as was found")
+            within(limits[middle])
+            end = middle
+        except DoesNotFit:
+            first = middle + 1
+    return [*limits, most_bytes][end]
 
 
 def _breaks(simulated: Simulated) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(each.end for each in simulated.pieces if each.end))
+    lines = tuple(dict.fromkeys(each.end for each in simulated.pieces if each.end))
+    return lines or ("a loop, whose frame torch does not compile",)
 
 
 _in_plain_order = by_strategy("keep", keep())
 
 
-def _plan_of(plain: Simulated, orders: dict[int, StepOrder], run: Simulated) -> PiecePlan:
+def _plan_of(
+    gradients: Mapping[Operators, PieceGradients],
+    plain: Simulated,
+    orders: dict[int, StepOrder],
+    run: Simulated,
+) -> PiecePlan:
     pieces = plain.pieces
     used = [orders[each.piece] for each in plain.runs]
     by_fingerprint: dict[str, list[StepOrder]] = {}
@@ -435,8 +225,8 @@ def _plan_of(plain: Simulated, orders: dict[int, StepOrder], run: Simulated) -> 
     return PiecePlan(
         orders=by_fingerprint,
         num_runs=Counter(pieces[span[0]].fingerprint for span in run.spans if span[1]),
-        operators=frozenset(piece.operators for piece in pieces),
-        largest_bytes=run.largest_bytes,
+        gradients=gradients,
+        written=run.largest_bytes,
         breaks=_breaks(plain),
         peak_bytes=run.peak_bytes,
         plain_peak_bytes=plain.peak_bytes,
@@ -502,6 +292,7 @@ class PiecewiseCall:
     plans: list[PiecePlan] = field(default_factory=list)
     _varying: set[Operators] = field(default_factory=set)
     _variants: list[Callable[..., Any]] = field(default_factory=list)
+    _per_autocast: OnePerAutocast = field(default_factory=OnePerAutocast)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.step.model
@@ -517,8 +308,8 @@ class PiecewiseCall:
                     if not isinstance(inner, Unplanned):
                         raise
                     state.put_back()
-                    if inner.varying is not None:
-                        self._varying.add(inner.varying)
+                    if inner.operators is not None:
+                        self._varying.add(inner.operators)
                         self._variants.clear()  # they would compile it for every size
                         break
                 else:
@@ -561,9 +352,9 @@ class PiecewiseCall:
         backend = PieceBackend(
             plan.decider(),
             _alone(self.context),
-            frozenset(self._varying),
-            plan.operators,
-            largest_bytes=plan.largest_bytes,
+            plan.gradients,
+            frozenset({*plan.written, *self._varying}),
+            largest_bytes=plan.written,
         )
 
         def count(piece: int, is_forward: bool, begins: bool) -> None:
@@ -580,6 +371,8 @@ class PiecewiseCall:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             counts.clear()
+            if backend.casts_on is not None:
+                self._per_autocast.check(backend.casts_on)
             return compiled(*args, **kwargs)
 
         return call

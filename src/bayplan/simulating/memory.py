@@ -3,9 +3,10 @@
 from itertools import accumulate
 
 from bayplan.data.graph import StepGraph, Storage
-from bayplan.data.live_memory import replay_memory
+from bayplan.data.live_memory import RecordBytes, replay_memory
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import DeviceRecord, LiveStorage, MemoryCurve, RunRecord, Source
+from bayplan.simulating.reserving import reserve_step
 
 __all__ = ["CPU_GRANULARITY_BYTES", "simulate_step"]
 
@@ -19,10 +20,19 @@ def simulate_step(
     profile: Profile,
     *,
     granularity_bytes: int = CPU_GRANULARITY_BYTES,
-    record_bytes: int = 0,
+    record_bytes: RecordBytes | None = None,
     not_counted: tuple[str, ...] = (),
+    reserves: bool = False,
+    context_bytes: int | None = None,
 ) -> RunRecord:
-    """Replay a step with the costs of its profile; `not_counted` tells what is left out."""
+    """Replay a step with the costs of its profile.
+
+    Args:
+        granularity_bytes, record_bytes: as for `replay_memory`.
+        not_counted: in words, what the peak leaves out.
+        reserves: the device has torch's caching allocator.
+        context_bytes: what is taken of the device before the first tensor; None if unknown.
+    """
     profile.check_belongs_to(graph)
     memory = replay_memory(
         graph,
@@ -30,10 +40,16 @@ def simulate_step(
         granularity_bytes=granularity_bytes,
         record_bytes=record_bytes,
     )
+    allocator = reserve_step(graph, profile.workspace_bytes) if reserves else None
+    total_bytes = None
+    if allocator is not None and context_bytes is not None:
+        total_bytes = allocator.reserved_bytes + context_bytes
     starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]
     device = DeviceRecord(
         device=profile.device,
         peak_bytes=memory.peak_bytes,
+        total_bytes=total_bytes,
+        allocator=allocator,
         peak_by_kind=memory.peak_by_kind,
         peak_node=memory.peak_node,
         largest=_largest_alive(graph, memory.peak_node),

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError
-from bayplan.data.graph import StepGraph, Storage, StorageKind, Value
+from bayplan.data.graph import Node, StepGraph, Storage, StorageKind, Value
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
@@ -24,6 +24,7 @@ from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 __all__ = [
     "GeneratorStates",
     "NodeWatch",
+    "as_summed",
     "capture_step",
     "convert",
     "follow_step",
@@ -56,6 +57,8 @@ def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int])
         ),
         values=tuple(values),
         storages=tuple(storages),
+        num_formulas=tracer.num_formulas,
+        num_edges=tracer.num_edges,
     )
 
 
@@ -107,6 +110,12 @@ def _sum_gradients_in_place(
             _merge(values, storages, kept=older.storage, gone=total.storage)
             rewritten.add(index)
     return rewritten
+
+
+def as_summed(operator: Any, node: Node) -> Any:
+    """An operator that runs for a node: where the graph sums in place, that form of it."""
+    is_sum = node.op == "aten.add_.Tensor" and operator is torch.ops.aten.add.Tensor
+    return torch.ops.aten.add_.Tensor if is_sum else operator
 
 
 def _merge(values: list[Value], storages: list[Storage], *, kept: int, gone: int) -> None:
@@ -217,12 +226,20 @@ def _declare(step: TrainingStep, tracer: StepTracer) -> None:
 
 
 class GeneratorStates:
-    """The states of the random generators of torch's CPU, Python and numpy, to be put back."""
+    """The states of the random generators of torch, Python and numpy, to be put back."""
 
     def __init__(self) -> None:
         self._states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        # Of an accelerator that nobody has used yet, nothing has been drawn.
+        has_devices = (
+            torch.accelerator.is_available() and torch.get_device_module().is_initialized()
+        )
+        places = range(torch.accelerator.device_count() if has_devices else 0)
+        self._of_devices = [torch.get_device_module().get_rng_state(place) for place in places]
 
     def put_back(self) -> None:
+        for place, state in enumerate(self._of_devices):
+            torch.get_device_module().set_rng_state(state, place)
         torch.set_rng_state(self._states[0])
         random.setstate(self._states[1])
         numpy.random.set_state(self._states[2])

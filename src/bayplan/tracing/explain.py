@@ -13,6 +13,7 @@ from bayplan.data.errors import BayplanError, CaptureError, OutOfMemory
 from bayplan.data.source import Owner, owner_of, short_path
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import available_memory_bytes
+from bayplan.step import loss_of
 
 __all__ = [
     "asked_memory",
@@ -63,8 +64,10 @@ def _explanation(fault: Exception) -> BayplanError:
             f"{place} makes a tensor that torch cannot describe without data: {text}"
         )
     first_line = text.strip().split("\n", 1)[0]
+    frames = traceback.extract_tb(fault.__traceback__)
+    culprit = "loss" if any(frame.name == loss_of.__name__ for frame in frames) else "model"
     return out_of_memory(fault) or CaptureError(
-        f"the model fails in its own code at {place}: {type(fault).__name__}: {first_line}"
+        f"the {culprit} fails in its own code at {place}: {type(fault).__name__}: {first_line}"
     )
 
 

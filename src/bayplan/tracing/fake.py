@@ -79,6 +79,7 @@ def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
         with (
             torch_compat.running_eagerly(),
             torch_answers.unnoticed_fakes(),
+            torch_answers.known_arrays(),
             on_copies(),
             KnownValues(knows_all=knows_all) as mode,
         ):

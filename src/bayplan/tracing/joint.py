@@ -6,6 +6,7 @@ storage is an operator with a buffer; one whose outputs lie in known storages (v
 `detach`) is only another name for them, and is made anew wherever it is needed.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -61,12 +62,14 @@ class LossMemory:
         kept_bytes: of these, what stays until the step ends; the gradient for backward not counted.
         beside_bytes: what is there during the whole step and is no input of the graph: targets.
         gradients: those that it hands to each output of the model; empty if it was not asked.
+        trained: the names of the parameters that get a gradient in plain training; None if unknown.
     """
 
     peak_bytes: int = 0
     kept_bytes: int = 0
     beside_bytes: int = 0
     gradients: tuple[OutputGradient, ...] = ()
+    trained: frozenset[str] | None = None
 
 
 _NO_LOSS = LossMemory()
@@ -163,12 +166,15 @@ def analyse_joint(
     if context.update_bytes is not None and context.updates is None:
         ops.append(survey.callers_op("update", backward_outputs, (), context.update_bytes))
         nodes.append(None)
+    # New values of inputs are copied into them when forward ends, and are gone then.
+    changes = {*torch_compat.changes_of_inputs(joint.graph)}
+    lasting = [output for output in outputs if output not in changes]
     program = Program(
         buffers=tuple(survey.sizes),
         ops=tuple(ops),
         first_backward=first_backward,
         inputs=frozenset(survey.inputs),
-        outputs=frozenset((*survey.buffers_behind(outputs), *kept)) - survey.inputs,
+        outputs=frozenset((*survey.buffers_behind(lasting), *kept)) - survey.inputs,
         resident_bytes=context.resident_bytes + context.loss.beside_bytes,
         object_bytes=context.object_bytes,
     )
@@ -188,11 +194,15 @@ def name_of_repeat(name: str) -> str:
     return f"{name}_repeat"
 
 
+# Dynamo's name for the module whose forward it traces, which most call `self`.
+_OF_SELF = re.compile(r"^L\['\w+'\]\.?")
+
+
 def _place_of(node: fx.Node) -> str:
     """The path of the innermost module that a node, or its forward, runs in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((path for path, _ in reversed(stack.values())), "")
-    return path.removeprefix("L['self']").lstrip(".")
+    return _OF_SELF.sub("", path)
 
 
 def _is_carried(node: fx.Node) -> bool:

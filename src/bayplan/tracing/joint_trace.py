@@ -21,7 +21,7 @@ from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import fake_step, without_memory
 from bayplan.tracing.hooks import hooked_text, on_copies, refused_hooks
 from bayplan.tracing.shared_casts import sharing_casts
-from bayplan.tracing.tangents import OutputGradient, compile_with_tangents
+from bayplan.tracing.tangents import OutputGradient, compile_with_tangents, matched
 from bayplan.tracing.traced_step import MemoryContext, TracedStep
 
 __all__ = ["Joint", "compile_whole", "joint_of", "trace_step", "uncompile", "untraceable"]
@@ -69,7 +69,7 @@ def joint_of(model: nn.Module, inputs: Any, gradients: Sequence[OutputGradient] 
             return compile_with_tangents(
                 module,
                 examples,
-                gradients,
+                matched(module, gradients),
                 partition=checked,
                 compile_graph=None,
                 whole=whole_operators(),
@@ -91,8 +91,13 @@ def joint_of(model: nn.Module, inputs: Any, gradients: Sequence[OutputGradient] 
         # Some models make things in their first call, which torch cannot trace; later ones can be.
         compiled = torch_compat.compiled_call(model)
         torch_compat.set_compiled_call(model, None)
-        with on_copies(), explained(), torch.no_grad():
-            call_model(model, inputs)
+        try:
+            with on_copies(), explained(), torch.no_grad():
+                call_model(model, inputs)
+        except CaptureError as plain:
+            if not isinstance(plain.__cause__, torch_compat.VALUE_DEPENDENT_ERRORS):
+                raise
+            raise untraceable(fault, model) from fault  # a branch on what nobody knows here
         torch_compat.set_compiled_call(model, compiled)
         fault = trace()
     if fault is not None:
@@ -197,5 +202,5 @@ def untraceable(fault: Exception, model: nn.Module | None = None) -> BayplanErro
     if hooked:
         return CaptureError(text + hooked)
     return NotOneGraph(
-        f"{text}\nbayplan.fit(..., fullgraph=False) plans the pieces between together"
+        f"{text}\nbayplan.fit plans the pieces between such lines together, unless fullgraph=True"
     )

@@ -30,6 +30,8 @@ _LOWER = {
     *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm"),
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "prelu", "vecdot", "linalg_vecdot"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
+    # Made of `linear` where no mode sees it, which reads every weight once a step of the sequence.
+    *("gru", "gru_cell", "lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell"),
 }
 _LOWER_ON_CUDA = {"addmv", "addr", "mv", "chain_matmul", "multi_dot", "linalg_multi_dot"}
 _ATTENTION = F.multi_head_attention_forward  # calls `linear` where no mode sees it
@@ -128,10 +130,16 @@ class SharedCasts(TorchFunctionMode):
             args, kwargs = torch_compat.tree_map_only(
                 torch.Tensor, lambda value: self._cast(value, name in _LOWER), (args, kwargs)
             )
+        elif name == "lstm" and (num_gated := _gates_of_projected(*args)):
+            args = (*args[:2], [self._cast_gates(each, num_gated) for each in args[2]], *args[3:])
         elif func is _ATTENTION:
             named = zip(_ATTENTION_NAMES, args, strict=False)
             args, kwargs = (), self._of_attention({**dict(named), **kwargs})
         return func(*args, **kwargs)
+
+    def _cast_gates(self, weight: torch.Tensor, num_gated: int) -> torch.Tensor:
+        # The projection is read transposed, as a view, and casts of views are not kept.
+        return self._cast(weight, True) if weight.shape[0] == num_gated else weight
 
     def _of_attention(self, given: dict[str, Any]) -> dict[str, Any]:
         names = ["out_proj_weight", "out_proj_bias"]
@@ -153,6 +161,16 @@ class SharedCasts(TorchFunctionMode):
             self.made[key] = value.to(dtype)
             self.are_used = True
         return self.made[key]
+
+
+def _gates_of_projected(_: Any, state: Any, *rest: Any) -> int:
+    """The rows of a weight of gates in an LSTM with projections; others are one kernel a layer: 0.
+
+    Packed sequences, which are refused, have other arguments.
+    """
+    if not isinstance(state, tuple | list) or state[0].shape[-1] == state[1].shape[-1]:
+        return 0
+    return 4 * int(state[1].shape[-1])
 
 
 class OnePerAutocast:

@@ -12,18 +12,23 @@ model is traced.
 3. Layouts are known as an order of dimensions, which holds for batches of other sizes.
 """
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from bayplan import torch_compat, torch_joint
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.data.errors import UsageError
 
-__all__ = ["OutputGradient", "compile_with_tangents", "output_gradients"]
+__all__ = [
+    *("OutputGradient", "compile_with_tangents", "map_tensors", "matched", "order_of"),
+    "output_gradients",
+]
 
 aten = torch.ops.aten
 
@@ -35,13 +40,15 @@ class OutputGradient:
     Attributes:
         shape: of the output.
         is_used: whether the loss hands it a gradient.
+        expanded: the dimensions along which the gradient is one number, as that of a sum.
         order: the gradient's dimensions, from the largest stride to the smallest; None where it has
-            gaps or overlaps, as those of a mean.
+            gaps or overlaps.
     """
 
     shape: tuple[int, ...]
     is_used: bool = False
     order: tuple[int, ...] | None = None
+    expanded: tuple[int, ...] = ()
 
     def stride(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Of the gradient of an output of this shape; None if that is as torch guesses."""
@@ -53,60 +60,132 @@ class OutputGradient:
             step *= max(int(shape[dim]), 1)
         return tuple(strides)
 
+    def is_laid_out_like(self, other: "OutputGradient") -> bool:
+        """Whether both gradients have the same layout, whatever dimensions of one number have."""
+        orders = (self.order or (), other.order or ())
+        if len(self.shape) != len(other.shape):
+            return False
+        ours, theirs = ([dim for dim in order if self.shape[dim] != 1] for order in orders)
+        return ours == theirs
+
 
 def output_gradients(
     output: Any, loss_of: Callable[[Any], torch.Tensor]
 ) -> tuple[OutputGradient, ...]:
     """Ask a loss which gradients it hands to the tensors of an output, all without memory."""
     gradients: list[OutputGradient] = []
+    leaves: dict[int, torch.Tensor] = {}  # a tensor that is returned twice is one output
 
     def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:
-            return tensor
+        if not tensor.requires_grad or id(tensor) in leaves:
+            return leaves.get(id(tensor), tensor)
         leaf, index = tensor.detach().requires_grad_(), len(gradients)
+        leaves[id(tensor)] = leaf
         gradients.append(OutputGradient(tuple(tensor.shape)))
 
         def hear(gradient: torch.Tensor) -> None:
-            order = _order_of(gradient)
-            gradients[index] = OutputGradient(tuple(tensor.shape), is_used=True, order=order)
+            gradients[index] = OutputGradient(
+                tuple(tensor.shape),
+                is_used=True,
+                order=order_of(gradient),
+                expanded=_expanded(gradient),
+            )
 
         leaf.register_hook(hear)
         return leaf
 
-    loss_of(torch_compat.tree_map_only(torch.Tensor, leaf_of, output)).backward()
+    loss_of(map_tensors(leaf_of, output)).backward()
     return tuple(gradients)
 
 
-def _order_of(gradient: torch.Tensor) -> tuple[int, ...] | None:
+def map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Any, copies: dict[int, Any] | None = None
+) -> Any:
+    """A copy of an output in which every tensor is changed, whatever object holds it.
+
+    torch opens registered containers only. Others, such as dataclasses and caches of keys and
+    values, are opened by their attributes; `copies` has those made so far, by the id of the
+    original, because objects may refer to each other.
+    """
+    copies = {} if copies is None else copies
+
+    def mapped(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return change(part)
+        if isinstance(part, nn.Module | type) or not hasattr(part, "__dict__") or callable(part):
+            return part
+        if id(part) not in copies:
+            copies[id(part)] = made = copy.copy(part)
+            vars(made).update(map_tensors(change, vars(part), copies))
+        return copies[id(part)]
+
+    return torch_compat.tree_map(mapped, value)
+
+
+def order_of(gradient: torch.Tensor) -> tuple[int, ...] | None:
+    """The layout of a gradient, as `OutputGradient` has it."""
     if gradient.layout is not torch.strided or not torch_compat.is_dense(gradient):
         return None
     return tuple(sorted(range(gradient.dim()), key=lambda dim: -gradient.stride(dim)))
 
 
+def _expanded(gradient: torch.Tensor) -> tuple[int, ...]:
+    """Where a gradient is expanded from one without gaps; nothing in all other layouts."""
+    if gradient.layout is not torch.strided:
+        return ()
+    sizes = [*enumerate(zip(gradient.shape, gradient.stride(), strict=True))]
+    dims = tuple(dim for dim, (size, stride) in sizes if stride == 0 and size > 1)
+    return dims if _part(gradient, dims).is_contiguous() else ()
+
+
+def _part(gradient: torch.Tensor, expanded: Sequence[int]) -> torch.Tensor:
+    """What a gradient is expanded from."""
+    for dim in expanded:
+        gradient = gradient.narrow(dim, 0, 1)
+    return gradient
+
+
+class _Expanded(torch.autograd.Function):
+    """An output whose gradient comes expanded, and is expanded again after torch has copied it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, expanded: Sequence[int]) -> torch.Tensor:
+        ctx.expanded = expanded
+        return aten._unsafe_view(output, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return _part(gradient, ctx.expanded).clone().expand(gradient.shape), None
+
+
 def compile_with_tangents(
     module: fx.GraphModule,
     inputs: Sequence[Any],
-    gradients: Sequence[OutputGradient],
+    gradient_of: Mapping[int, OutputGradient],
     **options: Any,
 ) -> Callable[..., Any]:
-    """`torch_joint.compile_joint` of a graph whose outputs get these gradients.
+    """`torch_joint.compile_joint` of a graph whose outputs get these gradients, by position.
 
-    Where the graph's outputs are not those that the loss was asked about, torch guesses.
+    Where none is known, torch guesses.
     """
-    gradient_of = _matched(module, gradients)
     if not gradient_of:
         return torch_joint.compile_joint(module, inputs, **options)
     graph = fx.Graph()
     outputs: Any = list(graph.graph_copy(module.graph, {}))  # pyrefly: ignore[bad-argument-type]
     strides: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
     unused: list[int] = []
+    expanded: dict[int, tuple[int, ...]] = {}
     for position, gradient in gradient_of.items():
         value = _value(outputs[position])
         if not gradient.is_used:
             unused.append(position)
             outputs[position] = graph.call_method("detach", (outputs[position],))
             continue
-        if torch_compat.is_view(value):
+        if gradient.expanded:
+            expanded[position] = gradient.expanded
+            arguments = (outputs[position], gradient.expanded)
+            outputs[position] = graph.call_function(_Expanded.apply, arguments)
+        elif torch_compat.is_view(value):
             arguments = (outputs[position], list(value.shape))
             outputs[position] = graph.call_function(aten._unsafe_view.default, arguments)
         strides.append((tuple(value.shape), gradient.stride(value.shape)))
@@ -114,17 +193,49 @@ def compile_with_tangents(
     told = fx.GraphModule(module, graph)
     told.meta.update(module.meta)
     run = torch_joint.compile_joint(told, inputs, tangents=strides, **options)
+    run = _checking(run, expanded) if expanded else run
     return _refusing(run, unused) if unused else run
 
 
-def _matched(
+def _checking(
+    run: Callable[..., Any], expanded: Mapping[int, tuple[int, ...]]
+) -> Callable[..., Any]:
+    """A compiled graph that refuses gradients which are not expanded as they were when planned."""
+
+    def checked(*args: Any) -> Any:
+        outputs = run(*args)
+        node = next((outputs[position].grad_fn for position in expanded), None)
+        if node is not None:
+            dims = {outputs[position].output_nr: dims for position, dims in expanded.items()}
+            node.register_prehook(partial(_check_expanded, dims))
+        return outputs
+
+    return checked
+
+
+def _check_expanded(
+    dims_of: Mapping[int, tuple[int, ...]], gradients: tuple[torch.Tensor | None, ...]
+) -> None:
+    for index, dims in dims_of.items():
+        gradient = gradients[index]
+        if gradient is not None and any(gradient.stride(dim) for dim in dims):
+            raise UsageError(
+                f"an output of shape {tuple(gradient.shape)} of a planned model gets a gradient for"
+                " each of its numbers, but the loss that it was planned with gives many of them the"
+                " same, as a sum does. Plan the model with the loss that you train with:"
+                " bayplan.fit(model, batch, loss_fn, …)"
+            )
+
+
+def matched(
     module: fx.GraphModule, gradients: Sequence[OutputGradient]
 ) -> dict[int, OutputGradient]:
-    """By position, the outputs of a graph that the loss was asked about; none if that is not sure.
+    """By position, the outputs of a graph that the loss was asked about, where that is sure.
 
     Dynamo returns nested outputs in an order of its own. So outputs are told apart by their shapes,
     or by their numbers of dimensions where the batch has another size; and those that look alike by
-    their order, which matters only if their gradients differ.
+    their order, which matters only if their gradients differ. What a forward leaves in an
+    attribute of a module is an output of the graph as well, and may get a gradient or not.
     """
     if not gradients:
         return {}
@@ -135,16 +246,22 @@ def _matched(
         for position, value in enumerate(map(_value, outputs))
         if isinstance(value, torch.Tensor) and value.requires_grad
     }
-    is_each_once = len({outputs[position] for position in shapes}) == len(shapes)
-    for key in (tuple, len) if is_each_once else ():
+    if len({outputs[position] for position in shapes}) < len(shapes):
+        return {}
+    left = {
+        position for position in shapes if str(outputs[position]) in torch_answers.left_outside()
+    }
+    for beside, key in ((left, tuple), (set(), tuple), (left, len), (set(), len)):
         waiting: dict[Any, list[OutputGradient]] = {}
         for gradient in gradients:
             waiting.setdefault(key(gradient.shape), []).append(gradient)
-        wanted = Counter(key(shape) for shape in shapes.values())
-        if wanted == {look: len(alike) for look, alike in waiting.items()}:
-            return {
-                position: waiting[key(shape)].pop(0) for position, shape in sorted(shapes.items())
+        returned = {position: key(shapes[position]) for position in sorted(shapes.keys() - beside)}
+        if Counter(returned.values()) == {look: len(alike) for look, alike in waiting.items()}:
+            known = {position: waiting[look].pop(0) for position, look in returned.items()}
+            others = {
+                position: OutputGradient(shapes[position], is_used=True) for position in beside
             }
+            return dict(sorted({**known, **others}.items()))
     return {}
 
 

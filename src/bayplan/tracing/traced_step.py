@@ -77,7 +77,8 @@ class TracedStep:
         module = self.joint
         if names:  # on a copy: the graph is also asked for without packs
             graph = fx.Graph()
-            graph.output(graph.graph_copy(module.graph, {}))
+            end = graph.output(graph.graph_copy(module.graph, {}))
+            end.meta.update(module.graph.output_node().meta)
             module = fx.GraphModule(module, graph)
             apply_packs(module.graph, names)
         updates = self.context.updates

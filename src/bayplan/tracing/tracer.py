@@ -170,6 +170,7 @@ class StepTracer(torch_compat.OperatorWatch):
         self.values: list[Value] = []
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0
+        self.num_formulas = self.num_edges = 0  # of autograd's record of the forward
         self._locator = locator
         self._alive: dict[int, RawStorage] = {}
         self._finished_formula: int | None = None
@@ -195,10 +196,12 @@ class StepTracer(torch_compat.OperatorWatch):
                 continue
             seen.add(formula)
             following = [function for function, _ in formula.next_functions]
+            self.num_edges += len(following)
             # Where nothing follows nothing is summed, and a hook would only change who holds what.
             if following:
                 formula.register_hook(on_end)
                 waiting += following
+        self.num_formulas = len(seen)
 
     def declare(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Make known a tensor that is there before the step; the first declaration wins."""

@@ -6,6 +6,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,6 +215,16 @@ def test_refusal_with_proof(make_residual, cache_dir):
     assert bound.peak_bytes <= fits < plain_peak(program)
     planned = plan_schedule(program, fits, num_evaluations=20_000, cache_dir=cache_dir)
     assert planned.peak_bytes <= fits
+
+
+def test_refusal_names_the_module_of_an_operator(make_residual, cache_dir):
+    program = make_residual(2)
+    op_index = least_peak(program).op_index
+    ops = list(program.ops)
+    ops[op_index] = msgspec.structs.replace(ops[op_index], place="layer4.2.conv3")
+    placed = msgspec.structs.replace(program, ops=tuple(ops))
+    with pytest.raises(DoesNotFit, match=rf"{ops[op_index].name} of layer4\.2\.conv3 needs 4\."):
+        plan_schedule(placed, 3000, num_evaluations=2000, cache_dir=cache_dir)
 
 
 def test_refusal_without_proof_names_what_is_alive(make_residual, optimal_seconds, cache_dir):

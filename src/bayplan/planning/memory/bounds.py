@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from bayplan.data.program import Program
+from bayplan.data.program import Op, Program
 from bayplan.data.units import format_bytes
 from bayplan.planning.memory.choices import Evaluator
 from bayplan.simulating.schedule import alive_at, replay_schedule
@@ -192,10 +192,14 @@ def refusal(
         alive = alive_at(program, smallest, replay.peak_step)
         proof = "in the smallest schedule found"
     return (
-        f"{op.name} needs {format_bytes(needed_bytes)} {proof}, "
+        f"{_titled(op)} needs {format_bytes(needed_bytes)} {proof}, "
         f"limit {format_bytes(limit_bytes)}. Alive there: {_listed(program, alive)}. "
         f"Fits with {fits_bytes} bytes ({format_bytes(fits_bytes)}) or more."
     )
+
+
+def _titled(op: Op) -> str:
+    return f"{op.name} of {op.place}" if op.place else op.name
 
 
 def _listed(program: Program, alive: Sequence[int]) -> str:
@@ -203,7 +207,8 @@ def _listed(program: Program, alive: Sequence[int]) -> str:
     passing = sorted(set(alive) - program.outputs - program.inputs)
     passing.sort(key=lambda buffer: -program.buffers[buffer])
     parts = [
-        f"{program.ops[program.producers[buffer]].name} ({format_bytes(program.buffers[buffer])})"
+        f"{_titled(program.ops[program.producers[buffer]])}"
+        f" ({format_bytes(program.buffers[buffer])})"
         for buffer in passing[:_MOST_NAMED]
     ]
     groups = {

@@ -1,0 +1,198 @@
+"""A step whose forward is in pieces, run on fake tensors as its pieces' orders have it.
+
+Releases, what autograd keeps and what the operators between the pieces take are then exact,
+whatever the forward does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from bayplan import torch_answers, torch_compat
+from bayplan.costing.measure import born_bytes
+from bayplan.costing.operators import OperatorCosts
+from bayplan.data.errors import BayplanError
+from bayplan.data.graph import StepGraph
+from bayplan.data.live_memory import replay_memory
+from bayplan.planning.memory.pieces import Moment, PieceRun
+from bayplan.running.piece_backend import Piece, PieceBackend
+from bayplan.step import TrainingStep
+from bayplan.tracing.capture import GeneratorStates, NodeWatch, record_step, same_generators
+from bayplan.tracing.explain import explained
+from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.tracing.joint import MemoryContext
+from bayplan.tracing.joint_trace import compile_whole
+from bayplan.tracing.piece_gradients import GradientWatch, Operators
+from bayplan.tracing.tracer import StepTracer
+
+__all__ = ["Simulated", "simulate", "watch_gradients"]
+
+_WORKSPACE_SHARE = 0.15  # no kernel is taken to need more scratch memory than this of the peak
+
+
+class _PieceTracer(StepTracer):
+    """Records what runs also in compiled pieces, and between which operators each runs."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.spans: list[tuple[int, bool, int, int]] = []  # piece, is forward, first, end
+        self._begun: list[int] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def hear(self, piece: int, is_forward: bool, begins: bool) -> None:
+        if begins:
+            self._begun.append(len(self.nodes))
+        else:
+            self.spans.append((piece, is_forward, self._begun.pop(), len(self.nodes)))
+
+
+class _PieceNodeWatch(NodeWatch):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A whole step as its pieces' orders have it run."""
+
+    pieces: Sequence[Piece]
+    graph: StepGraph
+    spans: Sequence[tuple[int, bool, int, int]]
+    workspace_bytes: Sequence[int]
+    granularity_bytes: int
+    largest_bytes: dict[Operators, int]
+
+    @cached_property
+    def total_bytes(self) -> Sequence[int]:
+        return self._totals(self.workspace_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.total_bytes)
+
+    def _totals(self, workspace_bytes: Sequence[int]) -> Sequence[int]:
+        live = replay_memory(self.graph, workspace_bytes, granularity_bytes=self.granularity_bytes)
+        return live.total_bytes
+
+    @cached_property
+    def runs(self) -> list[PieceRun]:
+        """Each execution of a piece that has a backward, in the order of their forwards."""
+        totals = self._totals([0] * len(self.graph.nodes))
+        born = born_bytes(self.graph, self.granularity_bytes)
+        waiting: dict[int, list[tuple[int, int]]] = {}
+        runs = []
+        for piece, is_forward, first, end in self.spans:
+            if is_forward:
+                waiting.setdefault(piece, []).append((first, end))
+            elif waiting.get(piece):
+                forward = waiting[piece].pop()  # backward goes from the last to the first
+                before = [totals[index] - born[index] for index in (forward[0], first)]
+                runs.append(PieceRun(piece, forward, (first, end), *before))
+        return sorted(runs, key=lambda run: run.forward)
+
+    @property
+    def outside(self) -> list[Moment]:
+        inside = {i for _, _, first, end in self.spans for i in range(first, end)}
+        return [Moment(i, t) for i, t in enumerate(self.total_bytes) if i not in inside]
+
+
+@contextmanager
+def _faked(
+    step: TrainingStep, optimizer: OptimizerSource
+) -> Iterator[tuple[TrainingStep, Callable[[], AbstractContextManager[None]]]]:
+    """A copy of a step on fake tensors that ran once, and where to run it again.
+
+    Every run draws the same random numbers, so that all go one way.
+    """
+    with same_generators(), explained(), _unwrapped():
+        states = GeneratorStates()
+        with without_memory(knows_all=True) as mode:
+            fake = fake_step(step, optimizer)
+            mode.draw_again()
+            fake()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with mode, torch_answers.known_arrays():
+                mode.draw_again()
+                states.put_back()
+                yield
+
+        yield fake, again
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise errors of ours without torch's wrapping."""
+    try:
+        yield
+    except Exception as fault:
+        inner = torch_compat.compile_fault(fault)
+        if inner is fault or not isinstance(inner, BayplanError):
+            raise
+        raise inner from fault
+
+
+def watch_gradients(step: TrainingStep, optimizer: OptimizerSource) -> GradientWatch:
+    """See which gradients the pieces of a step's forward get and hand out in plain training."""
+    watch = GradientWatch()
+    with _faked(step, optimizer) as (fake, again):
+        compile_whole(fake.model, watch, fullgraph=False)
+        with again():
+            fake(on_loss=watch.count_uses)
+    return watch
+
+
+def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBackend) -> Simulated:
+    """Run a step on fake tensors, its pieces as a backend compiles them."""
+    backend.is_planning = True
+    tracers: list[_PieceTracer] = []
+
+    def tracer_of(*args: Any) -> StepTracer:
+        tracers.append(_PieceTracer(*args))
+        backend.on_run = tracers[-1].hear
+        return tracers[-1]
+
+    with _faked(step, optimizer) as (fake, again):
+        compile_whole(fake.model, backend, fullgraph=False)
+        with again():
+            fake()
+        with again():
+            name = type(step.model).__name__
+            graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
+        backend.on_run = lambda *_: None
+        with again():
+            workspaces = _workspaces(fake, graph, backend.context)
+    (tracer,) = tracers
+    return Simulated(
+        backend.pieces,
+        graph,
+        tracer.spans,
+        workspaces,
+        backend.context.granularity_bytes,
+        backend.largest_bytes,
+    )
+
+
+def _workspaces(fake: TrainingStep, graph: StepGraph, context: MemoryContext) -> list[int]:
+    """The scratch memory of the operators that may be at the peak; 0 for all others."""
+    workspaces = [0] * len(graph.nodes)
+    live = replay_memory(graph, workspaces, granularity_bytes=context.granularity_bytes)
+    least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
+    high = {index for index, total in enumerate(live.total_bytes) if total >= least_bytes}
+    device = next(fake.model.parameters()).device
+    with context.prices(device) as costs:
+        assert isinstance(costs, OperatorCosts), "a fitted model runs here"
+
+        def look_at(index: int, *call: Any) -> None:
+            workspaces[index] = costs.price(*call)[1]
+
+        with torch_compat.replayed_views(), _PieceNodeWatch(high, look_at):
+            fake()
+    return workspaces

@@ -231,9 +231,12 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 
 def _compare(own: _Start, first: _Start) -> None:
     has_another = f"rank {distributed.get_rank()} has another"
-    if own.plan != first.plan:
-        names = RankPlan.__struct_fields__
-        apart = [name for name in names if getattr(own.plan, name) != getattr(first.plan, name)]
+    # Figures that were predicted are of whoever planned, and no rank acts on them.
+    decided = [name for name in RankPlan.__struct_fields__ if not name.startswith("predicted_")]
+    apart = [
+        name for name in decided if getattr(own.plan, name, None) != getattr(first.plan, name, None)
+    ]
+    if apart:
         raise ForeignPlan(
             f"{has_another} plan than rank 0: they differ in {', '.join(apart)}; give all of them"
             " the same file"

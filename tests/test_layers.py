@@ -150,3 +150,37 @@ def test_private_names_of_torch_are_used_in_one_file_only():
         if path not in PRIVATE_TORCH and (names := private_torch_names(path.read_text("utf-8")))
     }
     assert not uses, f"move these to {[path.name for path in PRIVATE_TORCH]}: {uses}"
+
+
+# What asks for the kind of a device, where it should ask `device_of` for the property it needs.
+DEVICE_KINDS = re.compile(
+    r"""torch\.cuda|\.cuda\(|\.is_cuda\b|["']cuda["']|[=!]= ["'](cpu|xpu|mps)["']"""
+    r"""|["'](cpu|xpu|mps)["'] [=!]=|device\.type (in|not in|==|!=) """
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if value.device.type == "cpu":',
+        "if 'cpu' != device:",
+        "if device.type in kinds:",
+        "torch.cuda.synchronize()",
+        'torch.device("cuda", 1)',
+        "batch.cuda()",
+        "if tensor.is_cuda:",
+    ],
+)
+def test_questions_about_the_kind_of_a_device_are_found(line):
+    assert DEVICE_KINDS.search(line)
+
+
+def test_devices_are_told_apart_in_their_room_only():
+    own = {SOURCE / "torch_compat.py", SOURCE / "torch_answers.py"}
+    asked = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted({*SOURCE.rglob("*.py")} - own - {*(SOURCE / "devices").rglob("*.py")})
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if DEVICE_KINDS.search(line)
+    ]
+    assert not asked, f"ask bayplan.devices.device.device_of instead: {asked}"

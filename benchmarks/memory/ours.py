@@ -15,7 +15,7 @@ from bayplan.data.errors import DoesNotFit
 from bayplan.data.plan import StepOrder
 from bayplan.data.profile import Clock
 from bayplan.data.units import Limit
-from bayplan.devices.machine import granularity_of
+from bayplan.devices.device import HOST
 from bayplan.planning.memory.orders import (
     FastestWithin,
     as_planned,
@@ -60,7 +60,7 @@ class Ours:
         context = MemoryContext(
             prices=partial(measured_prices, cache=cache, clock=Clock.CPU),
             loss=loss_memory(step),
-            granularity_bytes=granularity_of("cpu"),
+            granularity_bytes=HOST.granularity_bytes,
         )
         return cls(context, trace_step(step, context), plain_peak_bytes, cache)
 

@@ -18,7 +18,7 @@ from bayplan.api import capture
 from bayplan.costing.loss_memory import loss_memory
 from bayplan.costing.pricing import free_prices
 from bayplan.data.live_memory import replay_memory
-from bayplan.devices.machine import granularity_of
+from bayplan.devices.device import GPU
 from bayplan.planning.memory.largest_batch import AffineProgram
 from bayplan.planning.memory.strategies import checkpoint
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -72,7 +72,7 @@ def plain_peak(name: str, batch: int) -> int:
     """Of an eager step with Adam."""
     model, inputs, loss_fn = build_without_memory(lambda: NETWORKS[name](batch))
     graph = capture(model, inputs, loss_fn, optimizer=torch.optim.Adam)
-    replay = replay_memory(graph, (0,) * len(graph.nodes), granularity_bytes=granularity_of("cuda"))
+    replay = replay_memory(graph, (0,) * len(graph.nodes), granularity_bytes=GPU.granularity_bytes)
     return replay.peak_bytes
 
 
@@ -113,7 +113,7 @@ def _program(batch: int):
         prices=free_prices,
         resident_bytes=2 * sum(one.numel() * one.element_size() for one in model.parameters()),
         loss=loss_memory(step),
-        granularity_bytes=granularity_of("cuda"),
+        granularity_bytes=GPU.granularity_bytes,
     )
     return trace_step(step, context).with_packs().program
 

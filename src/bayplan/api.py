@@ -30,6 +30,7 @@ from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import InPieces, Verdict
+from bayplan.devices.device import default_device
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
@@ -691,7 +692,7 @@ def record(
 
     Args:
         path: where the record is written when the block is left, also by Ctrl-C; None for nowhere.
-        device: whose memory; the first CUDA device if there is one, else the CPU.
+        device: whose memory; by default the accelerator if there is one, else the CPU.
         curve: also record live bytes over time (CPU only), at a higher cost.
         clock: of the step times; `cpu` is the processor time of the whole process.
 
@@ -706,12 +707,10 @@ def record(
         >>> len(recording.result.step_seconds)
         3
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return Recorder(
         path,
         cache=cache_directory(),
-        device=torch.device(device),
+        device=default_device().where if device is None else torch.device(device),
         curve=curve,
         clock=Clock.parse(clock),
     )

@@ -31,7 +31,8 @@ from bayplan.data.chain import Chain
 from bayplan.data.device import DeviceKind
 from bayplan.data.plan import Request
 from bayplan.data.program import Program
-from bayplan.devices.machine import cache_directory, device_name, granularity_of
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import cache_directory
 from bayplan.planning.pipelines.step_source import (
     OneDeviceStep,
     SharesBy,
@@ -76,11 +77,11 @@ class LocalCosts:
 
     @property
     def where(self) -> str:
-        return device_name(self.device)
+        return device_of(self.device).name
 
     @property
     def num_cores(self) -> float:
-        return len(os.sched_getaffinity(0)) if self.device.type == "cpu" else math.inf
+        return len(os.sched_getaffinity(0)) if device_of(self.device).counts_cpu_time else math.inf
 
     def contexts(self, staged: Callable[[int], StagedStep], num_samples: int) -> StageContext:
         """What stages of a step, by its number of samples, are traced with in a whole batch."""
@@ -88,7 +89,7 @@ class LocalCosts:
             staged=staged,
             num_samples=num_samples,
             cache=cache_directory(),
-            granularity_bytes=granularity_of(self.device.type),
+            granularity_bytes=device_of(self.device).granularity_bytes,
         ).context
 
     def num_priced(self, whole: WholeStep) -> int:
@@ -103,7 +104,7 @@ class LocalCosts:
             parameters,
             optimizer,
             prices=self.prices(),
-            granularity_bytes=granularity_of(self.device.type),
+            granularity_bytes=device_of(self.device).granularity_bytes,
         )
 
 

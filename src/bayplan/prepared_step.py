@@ -46,15 +46,8 @@ from bayplan.data.plan import Plan, Request
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Progress, no_progress
-from bayplan.devices.machine import (
-    ObjectBytes,
-    available_memory_bytes,
-    cache_directory,
-    device_name,
-    granularity_of,
-    num_threads,
-    object_bytes_of,
-)
+from bayplan.devices.device import GPU, HOST, Device, ObjectBytes, default_device, device_of
+from bayplan.devices.machine import cache_directory, num_threads
 from bayplan.models.targets import Target, resolve_target
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.simulating.memory import simulate_step
@@ -82,12 +75,6 @@ from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
 
 __all__ = ["PreparedStep", "prepare", "replay", "step_of_plan"]
 
-_NOT_COUNTED_ON_CUDA = (
-    "the CUDA context",
-    "fragmentation and blocks the caching allocator keeps",
-    "cuDNN and cuBLAS workspaces",
-)
-_NOT_COUNTED_ON_CPU = ("Python, torch and their libraries", "memory the allocator keeps for reuse")
 # A step of about this much arithmetic takes seconds on a few cores: long enough to measure well.
 _MEASURED_FLOPS = 1.5e11
 _MEASURED_REPEATS = 2
@@ -339,7 +326,7 @@ class PreparedStep:
     @property
     def device_name(self) -> str:
         """What a plan says it is for."""
-        return self.device.name if self.device is not None else device_name(self.model_device)
+        return self.device.name if self.device is not None else device_of(self.model_device).name
 
     # The step itself.
 
@@ -382,7 +369,7 @@ class PreparedStep:
         """The rounding of the device's allocator."""
         if self.device is not None:
             return self.device.allocation_granularity_bytes
-        return granularity_of(self.model_device.type)
+        return device_of(self.model_device).granularity_bytes
 
     @cached_property
     def graph(self) -> StepGraph:
@@ -401,13 +388,10 @@ class PreparedStep:
         """What the device asked about has to give; that of the profile where none is named."""
         if self.device is not None:
             return self.device.usable_bytes
-        if profile.device == "cpu":
-            return available_memory_bytes(torch.device("cpu"))
-        if not torch.cuda.is_available():
-            raise UsageError(
-                f"no {profile.device} is here to ask for its memory; say it with --memory"
-            )
-        return available_memory_bytes(torch.device("cuda"))
+        for here in (HOST, default_device()):
+            if here.name == profile.device:
+                return here.free_bytes
+        raise UsageError(f"no {profile.device} is here to ask for its memory; say it with --memory")
 
     @property
     def half_precision(self) -> str | None:
@@ -415,10 +399,7 @@ class PreparedStep:
         if self.device is not None:
             words = (("bfloat16", "bf16"), ("float16", "fp16"))
             return next((word for dtype, word in words if dtype in self.device.flops_per_s), None)
-        is_cpu = self.model_device.type == "cpu"
-        if is_cpu or torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16"
-        return "fp16"
+        return "bf16" if device_of(self.model_device).has_bf16 else "fp16"
 
     @property
     def peak_without_workspace(self) -> int:
@@ -447,9 +428,8 @@ class PreparedStep:
 
     @property
     def _free_bytes_here(self) -> int:
-        """Of whichever device the target's builder may use."""
-        names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return min(available_memory_bytes(torch.device(name)) for name in names)
+        """Of the device and of the host, on which a target's builder may begin."""
+        return min(HOST.free_bytes, device_of(self.model_device).free_bytes)
 
     @cached_property
     def _quick(self) -> "PreparedStep":
@@ -525,7 +505,7 @@ class PreparedStep:
 
     @property
     def _object_bytes(self) -> ObjectBytes:
-        return object_bytes_of(self.model_device.type) if self.is_here else ObjectBytes()
+        return device_of(self.model_device).object_bytes if self.is_here else ObjectBytes()
 
     # The step as planners see it.
 
@@ -604,16 +584,17 @@ class PreparedStep:
 
 def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRecord:
     """A plain step replayed on a device: a described one, or that of the profile."""
-    is_cpu = kind is None and profile.device == "cpu"
-    here = granularity_of("cpu" if is_cpu else "cuda")
-    granularity_bytes = here if kind is None else kind.allocation_granularity_bytes
+    device: Device = HOST if kind is None and profile.device == HOST.name else GPU
+    granularity_bytes = device.granularity_bytes
+    if kind is not None:
+        granularity_bytes = kind.allocation_granularity_bytes
     missed = ("scratch memory of kernels",) if profile.method == "storages" else ()
     return simulate_step(
         graph,
         profile,
         granularity_bytes=granularity_bytes,
-        record_bytes=object_bytes_of("cpu").record if is_cpu else None,
-        not_counted=missed + (_NOT_COUNTED_ON_CPU if is_cpu else _NOT_COUNTED_ON_CUDA),
-        reserves=granularity_bytes == granularity_of("cuda"),
+        record_bytes=device.object_bytes.record,
+        not_counted=missed + device.not_counted,
+        reserves=granularity_bytes == GPU.granularity_bytes,
         context_bytes=None if kind is None else int(kind.context_bytes.value),
     )

@@ -6,8 +6,7 @@ Each test runs in a process that has the device registered (`own_process.py`).
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,18 +89,13 @@ def are_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(first.equal(second) for first, second in zip(one, other, strict=True))
 
 
-@contextmanager
-def pinned(size_bytes: int) -> Iterator[torch.Tensor]:
-    yield torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
-
 class Space(SwapSpace):
     """Swaps to pinned memory of the test accelerator, through a lane that may be a wrong one."""
 
     lane: type[PinnedLane] = PinnedLane
 
     def open(self, size_bytes: int) -> SwapStore:
-        return SwapStore(self.lane(self.device, capacity_bytes=size_bytes, allocate=pinned))
+        return SwapStore(self.lane(self.device, capacity_bytes=size_bytes))
 
 
 def planned(step: TrainingStep, decide: Any, space: type[Space] = Space) -> Any:

@@ -49,13 +49,10 @@ def test_simulate_refuses_a_profile_of_another_device(bayplan, project, check_re
     assert not (project / "record.json").exists()
 
 
-def test_profile_of_a_gpu_that_is_not_here_needs_a_limit(
-    bayplan, project, monkeypatch, check_refusal
-):
+def test_profile_of_a_gpu_that_is_not_here_needs_a_limit(bayplan, project, check_refusal):
     assert bayplan("profile", "train:build", "-o", "p.json", "--repeats", 1).code == 0
     fields = json.loads((project / "p.json").read_text())
     (project / "p.json").write_text(json.dumps({**fields, "device": "NVIDIA Imaginary"}))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     outcome = bayplan("check", "train:build", "--profile", "p.json")
     check_refusal(outcome, 2, "no NVIDIA Imaginary is here", "--memory")
     options = ("--profile", "p.json", "--memory", "1GiB")

@@ -10,6 +10,7 @@ from bayplan.costing.catalogue import load_device
 from bayplan.data.profile import Origin
 from bayplan.data.units import parse_bytes
 from bayplan.data.verdict import Verdict
+from bayplan.devices.device import Cpu
 
 SIZE = r"[\d.]+ [KMGT]?i?B"
 SECONDS = r"[\d.]+ (s|ms|us)"
@@ -119,7 +120,7 @@ def test_limit_is_what_the_device_has_left_after_its_context(bayplan, project):
 
 
 def test_limit_here_is_what_is_free(bayplan, project, monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step.available_memory_bytes", lambda device: 3 * 2**30)
+    monkeypatch.setattr(Cpu, "free_bytes", 3 * 2**30)
     verdict = verdict_of(bayplan("check", "train:build", "--json"))
     assert verdict.limit_bytes == 3 * 2**30
     assert verdict.time_origin is Origin.MEASURED
@@ -204,7 +205,7 @@ def test_larger_device_is_suggested_where_the_device_is_the_limit(bayplan, add_t
 
 
 def test_machine_without_enough_memory_is_told_how_much_is_needed(bayplan, project, monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step.available_memory_bytes", lambda device: 2**18)
+    monkeypatch.setattr(Cpu, "free_bytes", 2**18)
     outcome = bayplan("check", "train:build", "--batch", 1)
     assert outcome.code == 3
     assert re.search(rf"a machine with {SIZE} free", outcome.out)

@@ -84,16 +84,6 @@ def test_other_release_of_torch_is_told(monkeypatch, version, is_good):
     assert ("install torch 2.13" in finding.change) is not is_good
 
 
-def test_gpus_are_listed_with_what_is_free(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA H100")
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
-    findings = examined()
-    assert findings["cuda:1"].found == "NVIDIA H100, 3.0 GiB free"
-    assert "cuda" not in findings
-
-
 def test_kept_profiles_are_counted(cache):
     (cache / "profiles").mkdir()
     (cache / "profiles" / "a.json").write_text("{}")

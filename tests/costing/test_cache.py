@@ -12,6 +12,7 @@ from bayplan.costing.cache import cached_profile
 from bayplan.data import files
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
+from bayplan.devices.device import Cpu
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def test_everything_that_changes_times_changes_the_name(tmp_path, graph, monkeyp
     )
     look_up(tmp_path, graph, measure)
     assert measure.count == 4
-    monkeypatch.setattr("bayplan.costing.cache.device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(Cpu, "name", "NVIDIA H100")
     look_up(tmp_path, graph, measure)
     assert measure.count == 5
     assert len(list((tmp_path / "profiles").iterdir())) == 5

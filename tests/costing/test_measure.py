@@ -17,7 +17,7 @@ from bayplan.costing.measure import measure_profile
 from bayplan.data.errors import CaptureError, UsageError
 from bayplan.data.graph import Node, Phase
 from bayplan.data.profile import Clock, Origin
-from bayplan.devices.machine import granularity_of
+from bayplan.devices.device import HOST
 from bayplan.devices.meters import open_meter
 from bayplan.step import TrainingStep
 
@@ -87,7 +87,7 @@ def profile_of(step, cache, *, repeats=1, graph=None, on_progress=lambda done, t
             meter=meter,
             device=CPU,
             repeats=repeats,
-            granularity_bytes=granularity_of("cpu"),
+            granularity_bytes=HOST.granularity_bytes,
             on_progress=on_progress,
         )
     return graph, found
@@ -273,11 +273,3 @@ def test_clocks_go_forward():
     for kind in Clock:
         now = measure.clock_function(kind, CPU)
         assert now() <= now()
-
-
-def test_cuda_clock_waits_for_the_device(monkeypatch):
-    waited = []
-    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
-    device = torch.device("cuda", 0)
-    measure.clock_function(Clock.WALL, device)()
-    assert waited == [device]

@@ -8,13 +8,14 @@ from bayplan.costing.probe import probe_cpu
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import OpClass
 from bayplan.data.profile import Origin
+from bayplan.devices.device import Cpu
 
 
 def test_description_follows_from_three_times(monkeypatch):
     seconds = iter((0.5, 0.25, 1e-6))  # a matrix product, a copy, an operator on one number
     monkeypatch.setattr(probe, "_fastest", lambda work, *devices: next(seconds))
     monkeypatch.setattr(probe, "_COPY_BYTES", 2**20)
-    monkeypatch.setattr(probe, "available_memory_bytes", lambda device: 2**30)
+    monkeypatch.setattr(Cpu, "free_bytes", 2**30)
     kind = probe_cpu()
     assert kind.name == "cpu"
     assert kind.flops_per_s["float32"].value == 2 * 1024**3 / 0.5

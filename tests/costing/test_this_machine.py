@@ -10,6 +10,7 @@ from bayplan.costing.probe import keep, probe_copy, probe_machine
 from bayplan.data.cluster import LinkKind
 from bayplan.data.errors import UsageError
 from bayplan.data.links import LinkSpeed, LinkSpeeds
+from bayplan.devices.device import accelerators_here
 from bayplan.simulating.cluster_network import ClusterNetwork
 
 LINKS = LinkSpeeds(
@@ -21,7 +22,7 @@ LINKS = LinkSpeeds(
 @pytest.fixture(scope="module")
 def several_cores():
     number = len(os.sched_getaffinity(0))
-    if number < 2 or torch.cuda.is_available():
+    if number < 2 or accelerators_here():
         pytest.skip("for a machine of several cores and no GPU")
     return number
 

@@ -4,12 +4,7 @@ import platform
 
 import torch
 
-from bayplan.devices.machine import (
-    available_memory_bytes,
-    cache_directory,
-    describe_machine,
-    device_name,
-)
+from bayplan.devices.machine import cache_directory, describe_machine
 
 
 def test_description_names_what_times_depend_on():
@@ -44,21 +39,6 @@ def test_processor_is_unknown_rather_than_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr("bayplan.devices.machine.Path", lambda path: tmp_path / "nothing there")
     monkeypatch.setattr(platform, "processor", lambda: "")
     assert describe_machine()["processor"] == "unknown"
-
-
-def test_free_memory_of_a_cpu_is_plausible():
-    assert 2**20 < available_memory_bytes(torch.device("cpu")) < 2**50
-
-
-def test_free_memory_of_a_gpu_is_what_its_driver_says(monkeypatch):
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
-    assert available_memory_bytes(torch.device("cuda")) == 3 * 2**30
-
-
-def test_devices_are_named_by_kind(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100")
-    assert device_name(torch.device("cpu")) == "cpu"
-    assert device_name(torch.device("cuda", 1)) == "NVIDIA H100"
 
 
 def test_cache_is_where_the_environment_says(monkeypatch, tmp_path):

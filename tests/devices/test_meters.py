@@ -15,7 +15,6 @@ from bayplan import torch_compat
 from bayplan.devices import meters
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import (
-    CudaMeter,
     SharedMeter,
     StorageMeter,
     open_meter,
@@ -80,40 +79,6 @@ def test_curve_is_taken_once(cache):
         assert curve is not None
         assert len(curve.times_ns) == 2
         assert meter.take_curve() is None
-
-
-class FakeCuda:
-    """The three statistics that `CudaMeter` reads, for want of a GPU."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.live = self.peak = 100 * MIB
-        monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: self.live)
-        monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", self.reset)
-
-    def reset(self, device) -> None:
-        self.peak = self.live
-
-    def take(self, size_bytes: int) -> None:
-        self.live += size_bytes
-        self.peak = max(self.peak, self.live)
-
-
-def test_cuda_is_metered_by_its_allocator(monkeypatch, cache):
-    cuda = FakeCuda(monkeypatch)
-    with open_meter(torch.device("cuda"), cache) as meter:
-        assert meter.method == CudaMeter.method == "cuda-allocator"
-        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
-        cuda.take(7 * MIB)
-        cuda.take(-3 * MIB)
-        assert (meter.live_bytes, meter.peak_bytes) == (4 * MIB, 7 * MIB)
-        assert isinstance(meter, SharedMeter)
-        meter.start_curve()  # it has none, and says so by giving none
-        assert meter.take_curve() is None
-        with open_meter(torch.device("cuda"), cache) as inner:
-            assert (inner.live_bytes, inner.peak_bytes) == (0, 0)
-            inner.reset_peak()
-        assert meter.peak_bytes == 7 * MIB
 
 
 @pytest.fixture

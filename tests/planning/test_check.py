@@ -10,6 +10,7 @@ from bayplan.costing.catalogue import load_device
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import CaptureError, ForeignPlan, OutOfMemory
 from bayplan.data.profile import Clock, Origin
+from bayplan.devices.device import Cpu
 from bayplan.models.targets import Target
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.memory.planner import Planner
@@ -102,7 +103,7 @@ def test_device_elsewhere_builds_nothing_for_real(built, h100):
 
 
 def test_step_too_large_for_this_machine_is_derived_from_a_probe(built, monkeypatch, h100):
-    monkeypatch.setattr(prepared_step, "available_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(Cpu, "free_bytes", 1000)
     monkeypatch.setattr(prepared_step, "probe_cpu", lambda: h100)
     verdict = check(question(), memory_bytes=2**30)
     assert verdict.fits

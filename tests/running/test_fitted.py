@@ -14,7 +14,7 @@ import bayplan
 from bayplan.costing.loss_memory import loss_memory
 from bayplan.data.errors import CaptureError, DoesNotFit, UsageError
 from bayplan.data.units import Limit
-from bayplan.devices.machine import granularity_of
+from bayplan.devices.device import HOST
 from bayplan.devices.meters import resident_tensor_bytes
 from bayplan.models.gpt import GptConfig
 from bayplan.models.llama import LlamaConfig
@@ -351,7 +351,7 @@ TOLERANCE = 0.005
 def test_peak_is_as_predicted_and_within_the_limit(context, planner_cache, name, share):
     model, batch, loss_fn = LARGE[name]()
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn)
-    context = replace(context, loss=loss_memory(step), granularity_bytes=granularity_of("cpu"))
+    context = replace(context, loss=loss_memory(step), granularity_bytes=HOST.granularity_bytes)
     decide = FastestWithin(
         Limit(share=share), planner_cache, time_limit_seconds=1.5, may_pack=False
     )

@@ -19,7 +19,8 @@ from bayplan.data.errors import FileFault, check_figures
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Profile
 from bayplan.data.program import Cost
-from bayplan.devices.machine import describe_machine, device_name
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import describe_machine
 
 __all__ = ["OperatorPrices", "Prices", "cached_profile", "cached_workspaces", "kept_prices"]
 
@@ -55,7 +56,7 @@ def cached_profile(
         method: of the meter; what one misses another counts, so their profiles are never mixed.
         renew: measure in any case, and replace what is kept.
     """
-    path = _path(cache / "profiles", graph.fingerprint, device_name(device), clock, method)
+    path = _path(cache / "profiles", graph.fingerprint, device_of(device).name, clock, method)
     kept = None if renew else _read(path, Profile)
     if (
         kept is not None
@@ -112,7 +113,7 @@ def kept_prices(
         anew: the only ones that count as known, of this clock and method; what is added to them
             replaces what is kept.
     """
-    key = (device_name(device), torch.get_num_threads(), clock, method)
+    key = (device_of(device).name, torch.get_num_threads(), clock, method)
     path = _path(cache / "operators", *key)
     kept = _read(path, OperatorPrices)
     known = {} if kept is None else kept.prices

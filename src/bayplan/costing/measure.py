@@ -19,12 +19,8 @@ from bayplan.data.errors import CaptureError, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.units import round_up
-from bayplan.devices.machine import (
-    cache_directory,
-    describe_machine,
-    device_name,
-    granularity_of,
-)
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import cache_directory, describe_machine
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import as_summed
@@ -42,15 +38,9 @@ def born_bytes(graph: StepGraph, granularity_bytes: int) -> list[int]:
 
 
 def clock_function(clock: Clock, device: torch.device) -> Callable[[], float]:
-    """A function that tells the time; on CUDA it first waits for the device."""
-    if device.type == "cuda":
-
-        def synchronized() -> float:
-            torch.cuda.synchronize(device)
-            return time.perf_counter()
-
-        return synchronized
-    return time.thread_time if clock is Clock.CPU else time.perf_counter
+    """A function that tells the time; it first waits for an accelerator."""
+    here = device_of(device)
+    return time.thread_time if clock is Clock.CPU and here.counts_cpu_time else here.now
 
 
 def measure_profile(
@@ -99,7 +89,7 @@ def measure_profile(
     return Profile(
         model=graph.model,
         fingerprint=graph.fingerprint,
-        device=device_name(device),
+        device=device_of(device).name,
         origin=Origin.MEASURED,
         clock=clock,
         threads=torch.get_num_threads(),
@@ -138,7 +128,7 @@ def profile_step(
     with open_meter(device, cache) as meter:
 
         def measure() -> Profile:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with device_of(device).forked_generators():
                 return measure_profile(
                     step,
                     graph,
@@ -146,7 +136,7 @@ def profile_step(
                     device=device,
                     repeats=repeats,
                     clock=clock,
-                    granularity_bytes=granularity_of(device.type),
+                    granularity_bytes=device_of(device).granularity_bytes,
                     on_progress=on_progress,
                 )
 

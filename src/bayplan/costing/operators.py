@@ -34,7 +34,8 @@ from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
 from bayplan.data.program import Cost
-from bayplan.devices.machine import cache_directory, device_name, granularity_of
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import as_summed, follow_step
@@ -278,7 +279,7 @@ def measured_workspaces(
         # A graph knows shapes. Strides follow from those of the tensors that a step begins with.
         given = (*step.model.parameters(), *step.model.buffers())
         strides = [_strides(each) for each in (*given, *torch_compat.tensors_in(step.batch))]
-        circumstances = (device_name(device), torch.get_num_threads(), meter.method)
+        circumstances = (device_of(device).name, torch.get_num_threads(), meter.method)
         key = (strides, *circumstances, granularity_bytes)
         return cached_workspaces(cache, graph, nodes, key=key, measure=measure)
 
@@ -294,7 +295,7 @@ def scale_workspaces(
 
     That is where it could decide the peak.
     """
-    granularity_bytes = granularity_of(next(step.model.parameters()).device.type)
+    granularity_bytes = device_of(next(step.model.parameters()).device).granularity_bytes
     nodes = nodes_that_may_set_the_peak(
         graph, profile.workspace_bytes, granularity_bytes=granularity_bytes
     )

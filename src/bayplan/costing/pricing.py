@@ -27,6 +27,7 @@ from bayplan.data.device import DeviceKind
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Clock
 from bayplan.data.program import Cost, Op
+from bayplan.devices.device import device_of
 from bayplan.devices.machine import num_threads
 from bayplan.devices.meters import open_meter
 from bayplan.step import TrainingStep
@@ -192,7 +193,7 @@ _FEWEST = 2  # samples; one may take other kernels than many
 @contextmanager
 def one_thread_prices(device: torch.device, *, cache: Path) -> Iterator[OperatorCosts]:
     """Prices as a rank on this device finds them."""
-    clock = Clock.CPU if device.type == "cpu" else Clock.WALL
+    clock = Clock.CPU if device_of(device).counts_cpu_time else Clock.WALL
     with num_threads(1), measured_prices(device, cache=cache, clock=clock) as costs:
         yield costs
 

@@ -22,9 +22,10 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.files import write
 from bayplan.data.links import LinkSpeeds
 from bayplan.data.topology import Topology, cluster_file_of, read_topology, with_measured_copies
-from bayplan.devices.machine import available_memory_bytes, num_threads
+from bayplan.devices.device import HOST, Device, accelerators_here, device_of
+from bayplan.devices.machine import num_threads
 
-__all__ = ["keep", "probe_copy", "probe_cpu", "probe_cuda", "probe_machine"]
+__all__ = ["keep", "probe_accelerator", "probe_copy", "probe_cpu", "probe_machine"]
 
 _MATRIX_SIZE = 1024
 _COPY_BYTES = 256 * 2**20
@@ -47,25 +48,25 @@ _RANKS = "measured by a probe with two ranks"
 
 def probe_cpu() -> DeviceKind:
     """Measure matrix and copy speed and describe this processor by them."""
-    device, probed = torch.device("cpu"), "measured by a probe of this processor"
+    device, probed = HOST.where, "measured by a probe of this processor"
     flops = _matrix_flops(device, torch.float32, _MATRIX_SIZE)
     return DeviceKind(
         name="cpu",
         title="this processor, probed",
-        memory_bytes=Figure(available_memory_bytes(device), probed),
+        memory_bytes=Figure(HOST.free_bytes, probed),
         context_bytes=Figure(0, "none on a CPU"),
         bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
         flops_per_s={"float32": Figure(flops, probed)},
         vector_flops_per_s=Figure(flops / 4, "guess from the matrix rate"),
         efficiency=_EFFICIENCY,
         launch_seconds=Figure(_fastest(lambda: torch.ones(1).add_(1)), probed),
-        allocation_granularity_bytes=64,
+        allocation_granularity_bytes=HOST.granularity_bytes,
     )
 
 
-def probe_cuda(index: int) -> DeviceKind:
-    """Describe a GPU the same way. Nothing here has been run on one."""
-    device, probed = torch.device("cuda", index), "measured by a probe of this GPU"
+def probe_accelerator(here: Device) -> DeviceKind:
+    """Describe an accelerator the same way. Nothing here has been run on a GPU."""
+    device, probed = here.where, "measured by a probe of this device"
     flops = {
         dtype: Figure(_matrix_flops(device, getattr(torch, dtype), 4 * _MATRIX_SIZE), probed)
         for dtype in ("float32", "float16")
@@ -73,15 +74,16 @@ def probe_cuda(index: int) -> DeviceKind:
     scalar = torch.ones(1, device=device)
     guess = "guess: CUDA context with cuBLAS and cuDNN loaded is commonly 300 to 700 MiB"
     return DeviceKind(
-        name=torch.cuda.get_device_name(device).lower().replace(" ", "-"),
-        title=f"{torch.cuda.get_device_name(device)}, probed",
-        memory_bytes=Figure(torch.cuda.mem_get_info(device)[1], probed),
+        name=here.name.lower().replace(" ", "-"),
+        title=f"{here.name}, probed",
+        memory_bytes=Figure(here.total_bytes, probed),
         context_bytes=Figure(550 * 2**20, guess),
         bandwidth_bytes_per_s=Figure(_copied_bytes_per_s(device), probed),
         flops_per_s=flops,
         vector_flops_per_s=Figure(flops["float32"].value, "guess: as float32"),
         efficiency=_EFFICIENCY,
         launch_seconds=Figure(_fastest(lambda: scalar.add_(1), device), probed),
+        allocation_granularity_bytes=here.granularity_bytes,
     )
 
 
@@ -110,24 +112,20 @@ def probe_copy(sender: torch.device, receiver: torch.device) -> tuple[float, flo
 
 
 def _fastest(work: Callable[[], object], *devices: torch.device) -> float:
-    gpus = [device for device in devices if device.type == "cuda"]
     seconds = []
-    for device in gpus:
-        work()  # kernels are loaded when they are first used
-        torch.cuda.synchronize(device)
-    for _ in range(_REPEATS):
+    for _ in range(_REPEATS + len(devices)):  # kernels are loaded when they are first used
         start = time.perf_counter()
         work()
-        for device in gpus:
-            torch.cuda.synchronize(device)
+        for device in devices:
+            device_of(device).synchronize()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
 
 def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
     """Measure this machine; `find_links` measures how fast two ranks talk, None if they cannot."""
-    if torch.cuda.is_available():
-        return _gpus(_topology())
+    if accelerators := accelerators_here():
+        return _accelerators(accelerators, _topology())
     return _cores(len(os.sched_getaffinity(0)), find_links)
 
 
@@ -195,19 +193,19 @@ def _core(num_cores: int, available_bytes: int) -> DeviceKind:
     )
 
 
-def _gpus(topology: Topology | None) -> ClusterFile:
-    """GPUs and the copies between them. Nothing here has been run on one."""
-    number = torch.cuda.device_count()
+def _accelerators(devices: list[Device], topology: Topology | None) -> ClusterFile:
+    """Devices and the copies between them. Nothing here has been run on a GPU."""
+    number = len(devices)
     if topology is None or topology.num_devices != number:
         topology = _unknown(number)
-    kind = probe_cuda(0)
+    kind = probe_accelerator(devices[0])
     memory = Figure(psutil.virtual_memory().total, "measured: all memory of this machine")
     file = cluster_file_of(topology, device=kind.name, name=THIS_MACHINE, host_memory_bytes=memory)
     copies = {
-        (first, second): probe_copy(torch.device("cuda", first), torch.device("cuda", second))
+        (first, second): probe_copy(devices[first].where, devices[second].where)
         for first, second in combinations(range(number), 2)
     }
-    _, to_host = probe_copy(torch.device("cuda", 0), torch.device("cpu"))
+    _, to_host = probe_copy(devices[0].where, HOST.where)
     (host,) = file.hosts
     host = msgspec.structs.replace(host, copy_bytes_per_s=Figure(to_host, _COPIES))
     title = f"{number} {kind.title}"

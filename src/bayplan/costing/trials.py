@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bayplan import torch_compat
+from bayplan.devices.device import device_of
 
 __all__ = ["may_crash", "survives"]
 
@@ -53,7 +54,11 @@ def may_crash(operator: Any, args: Any, kwargs: Any) -> bool:
         for tensor in torch_compat.tensors_in((args, kwargs))
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     ]
-    if not by_value or by_value[0].device.type != "cpu" or not hasattr(os, "fork"):
+    if (
+        not by_value
+        or not device_of(by_value[0].device).runs_cpu_kernels
+        or not hasattr(os, "fork")
+    ):
         return False
     # Pointwise operators compute with integers and read nothing by them.
     is_harmless = operator.is_view or torch.Tag.pointwise in operator.tags

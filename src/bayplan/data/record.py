@@ -127,8 +127,8 @@ class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
     """What torch's caching allocator takes for a loop of steps on a CUDA device.
 
     Attributes:
-        allocated_bytes: most in blocks in use, as `torch.cuda.max_memory_allocated` tells.
-        reserved_bytes: most in segments, as `torch.cuda.max_memory_reserved` tells.
+        allocated_bytes: most in blocks in use, as `max_memory_allocated` of torch tells.
+        reserved_bytes: most in segments, as `max_memory_reserved` of torch tells.
     """
 
     allocated_bytes: int

@@ -6,25 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from bayplan.data.errors import ForeignPlan
-from bayplan.data.live_memory import RecordBytes
 
 __all__ = [
-    "ObjectBytes",
-    "available_memory_bytes",
     "cache_directory",
     "check_torch_version",
     "describe_machine",
-    "device_name",
-    "granularity_of",
     "is_running",
     "machine_key",
     "num_threads",
-    "object_bytes_of",
 ]
 
 
@@ -63,56 +56,12 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def device_name(device: torch.device) -> str:
-    """The name under which a profile of this device is kept."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def granularity_of(device_type: str) -> int:
-    """The rounding of a device's allocator, in bytes."""
-    return 64 if device_type == "cpu" else 512
-
-
-class ObjectBytes(NamedTuple):
-    """What torch's own objects take of a device's memory, beside the data of tensors.
-
-    Attributes:
-        tensor: of a tensor that a planned step holds.
-        record: of what autograd records in a plain step.
-        step: of any planned step: its call and the node of its backward.
-    """
-
-    tensor: int = 0
-    record: RecordBytes | None = None
-    step: int = 0
-
-
-def object_bytes_of(device_type: str) -> ObjectBytes:
-    """Objects lie in the host's memory, so they count only where tensors lie there, too.
-
-    Fitted to twenty models with torch 2.13 on x86-64. Those of tensors are whole multiples of the
-    allocator's rounding, as everything that a plan counts.
-    """
-    if device_type != "cpu":
-        return ObjectBytes()
-    record = RecordBytes(made=(272, 152, 288), kept=(88, 288, 168), engine=(0, 0, 48))
-    return ObjectBytes(tensor=320, record=record, step=8192)
-
-
 def check_torch_version(planned: str) -> None:
     """Refuse a plan of another torch, whose operators may be others."""
     if planned != str(torch.__version__):
         raise ForeignPlan(
             f"the plan is for torch {planned}, here is {torch.__version__}; plan anew"
         )
-
-
-def available_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil  # here: it takes 0.05 s to import, and most commands do not need it
-
-    return psutil.virtual_memory().available
 
 
 def is_running(process: int) -> bool:

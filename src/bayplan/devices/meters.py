@@ -1,8 +1,8 @@
 """Meters: live bytes of a device, and their peak since the last reset, behind one small protocol.
 
 - CPU: every malloc of the process, kernels' scratch memory included (`malloc_counter`).
-- CUDA: the caching allocator's own statistics. Nothing here has been run on a GPU.
-- Anywhere else, or without a C compiler: the storages of tensors, which misses what kernels
+- Accelerators: their allocator's own statistics.
+- Where there are none, or no C compiler: the storages of tensors, which misses what kernels
   allocate inside; a warning says so once, and so does every record. Looking at every operator takes
   time, so times are measured without it where that is possible.
 
@@ -30,10 +30,11 @@ import torch
 
 from bayplan import torch_compat
 from bayplan.data.source import is_users_file
+from bayplan.devices.device import Device, device_of
 from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
 
 __all__ = [
-    "CudaMeter",
+    "AllocatorMeter",
     "MemoryMeter",
     "SharedMeter",
     "StorageMeter",
@@ -85,11 +86,14 @@ class MemoryMeter(Protocol):
 @contextmanager
 def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
     """Open the best meter there is for a device; `cache` keeps the compiled counter."""
-    if device.type == "cuda":
-        with SharedMeter(CudaMeter(device)) as meter:
+    own = device_of(device)
+    if own.has_allocator_bytes:
+        with SharedMeter(AllocatorMeter(own)) as meter:
             yield meter
         return
     try:
+        if own.is_accelerator:
+            raise MeterUnavailable(f"torch does not tell what is allocated on {device.type}")
         attached = MallocCounter.attach(cache)
     except MeterUnavailable as fault:
         _warn_of_storages(str(fault))
@@ -120,11 +124,12 @@ def resident_tensor_bytes(device: torch.device) -> int:
 
 def resident_storages(device: torch.device) -> list[torch.UntypedStorage]:
     """What all tensors and their gradients alive on a device now are stored in, each once."""
+    own = device_of(device)
     gc.collect()  # tensors in dead cycles are no longer anyone's
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         # `type` and not `isinstance`: some lazy objects run code when asked for their class.
-        if not issubclass(type(thing), torch.Tensor) or thing.device.type != device.type:
+        if not issubclass(type(thing), torch.Tensor) or not own.holds(thing):
             continue
         # Autograd keeps gradients without a Python object until someone asks for them.
         for tensor in (thing, thing.grad if thing.is_leaf else None):
@@ -144,7 +149,7 @@ class SharedMeter:
     Resetting a counter's peak resets it for everyone, so every meter notes it first.
     """
 
-    def __init__(self, counter: "MallocCounter | CudaMeter") -> None:
+    def __init__(self, counter: "MallocCounter | AllocatorMeter") -> None:
         self.method = counter.method
         self._counter = counter
         self._noted_bytes = counter.live_bytes
@@ -198,26 +203,25 @@ def _has_curve() -> bool:
     return any(meter._curve_from_ns is not None for meter in _sharing)
 
 
-class CudaMeter:
-    """The caching allocator's statistics, over what was allocated when the meter was opened."""
+class AllocatorMeter:
+    """An allocator's own statistics, over what was allocated when the meter was opened."""
 
-    method = "cuda-allocator"
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         # The peak is left to `SharedMeter`, which lets other readers note theirs before.
+        self.method = f"{device.where.type}-allocator"
         self._device = device
-        self._start_bytes = torch.cuda.memory_allocated(device)
+        self._start_bytes = device.live.allocated
 
     @property
     def live_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._start_bytes
+        return self._device.live.allocated - self._start_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+        return self._device.peak.allocated - self._start_bytes
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._device.reset_peak()
 
 
 class StorageMeter(torch_compat.OperatorWatch):

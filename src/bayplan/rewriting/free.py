@@ -20,6 +20,7 @@ from torch import fx
 
 from bayplan import torch_compat
 from bayplan.data.program import Cost
+from bayplan.devices.device import device_of
 from bayplan.devices.meters import stand_in
 from bayplan.rewriting import packed
 
@@ -247,7 +248,9 @@ def _forget_inputs(graph: fx.Graph) -> None:
             geometry = _geometry(image)
             before, after = image.meta["val"], gradient.meta["val"]
             # What other devices' kernels read has not been looked into.
-            if geometry is None or before.device.type != "cpu" or before.dtype != after.dtype:
+            if geometry is None or before.dtype != after.dtype:
+                continue
+            if not device_of(before.device).runs_cpu_kernels:
                 continue
             with graph.inserting_before(node):
                 freed = graph.call_function(
@@ -307,17 +310,18 @@ def _geometry(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     value = node.meta["val"]
     if not has_known_geometry(value):
         return None  # an unknown batch size cannot be written into the graph
-    if value.device.type != "cpu" and not value.is_contiguous():
+    if not device_of(value.device).runs_cpu_kernels and not value.is_contiguous():
         return None  # the stand-in there has no memory format
     return tuple(value.shape), tuple(value.stride())
 
 
 def _untouched(shape: Sequence[int], stride: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     shape, stride = tuple(shape), tuple(stride)
+    is_on_cpu = device_of(like.device).runs_cpu_kernels
     # While tracing, nothing takes memory.
-    if type(like) is not torch.Tensor or (like.device.type == "cpu" and 0 in shape):
+    if type(like) is not torch.Tensor or (is_on_cpu and 0 in shape):
         return like.new_empty_strided(shape, stride)
-    if like.device.type != "cpu":
+    if not is_on_cpu:
         # One element stands for all, because only the shape is read. Never run on a GPU.
         return like.new_empty(1).expand(shape)
     return stand_in(shape, stride, like.dtype)

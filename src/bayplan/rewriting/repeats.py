@@ -37,6 +37,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat, torch_joint
+from bayplan.devices.device import device_of
 from bayplan.rewriting.free import call_alone, changed_copy
 from bayplan.rewriting.synchronised_norm import (
     normalise,
@@ -68,7 +69,6 @@ __all__ = [
 aten = torch.ops.aten
 
 CHANGED = "bayplan_changed"  # in an input's meta, where forward changes its tensor
-_CPU_STATE_BYTES, _CUDA_STATE_BYTES = 5056, 16
 
 
 def as_eager(graph: fx.Graph) -> None:
@@ -78,7 +78,7 @@ def as_eager(graph: fx.Graph) -> None:
     _restore_layouts(graph)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         values, probability, training = node.args
-        if values.meta["val"].device.type != "cpu" or not training:
+        if not training or not device_of(values.meta["val"].device).runs_cpu_kernels:
             continue
         node.target = torch.ops.bayplan.dropout.default
         node.args = (values, probability)
@@ -209,11 +209,8 @@ def make_repeatable(graph: fx.Graph) -> None:
 def generator_state(device: str) -> torch.Tensor:
     """The state of a device's default generator, as a tensor of bytes."""
     if torch_compat.is_faking():
-        size_bytes = _CPU_STATE_BYTES if device == "cpu" else _CUDA_STATE_BYTES
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    if device == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
+        return torch.empty(device_of(device).generator_state_bytes, dtype=torch.uint8)
+    return device_of(device).generator_state()
 
 
 @fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
@@ -241,12 +238,9 @@ def draw_again(
     if torch_compat.is_faking():  # where states have no values
         return operator(*args, **options)
     device = next(part for part in (*args, state) if isinstance(part, torch.Tensor)).device
-    if device.type == "cpu":
-        with torch.random.fork_rng([]):
-            torch.set_rng_state(state)
-            return operator(*args, **options)
-    with torch.random.fork_rng([device], device_type=device.type):
-        torch.get_device_module(device).set_rng_state(state, device)
+    own = device_of(device)
+    with own.forked_generators():
+        own.set_generator_state(state)
         return operator(*args, **options)
 
 
@@ -339,7 +333,7 @@ def _normalises_alike(image: Any, weight: Any, bias: Any, mean: Any) -> bool:
         return False
     formats = (torch.contiguous_format, _CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
     memory_format = next((f for f in formats if value.is_contiguous(memory_format=f)), None)
-    if value.device.type != "cpu" or memory_format is None:
+    if memory_format is None or not device_of(value.device).runs_cpu_kernels:
         return False
     dtypes = (None if source is None else source.meta["val"].dtype for source in (weight, bias))
     kind = (value.dim(), memory_format, value.dtype, *dtypes)

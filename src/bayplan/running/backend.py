@@ -24,7 +24,8 @@ from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
-from bayplan.devices.machine import cache_directory, granularity_of, machine_key
+from bayplan.devices.device import HOST, device_of
+from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.rewriting.free import are_gradients_of_one
 from bayplan.rewriting.whole_operators import whole_operators
@@ -254,9 +255,9 @@ def _bayplan(
         )
     cache = cache_directory()
     tensors = (value for value in inputs if hasattr(value, "device"))
-    device_type = next((tensor.device.type for tensor in tensors), "cpu")
+    device = device_of(next((tensor.device for tensor in tensors), HOST.where))
     context = MemoryContext(
-        prices=partial(measured_prices, cache=cache), granularity_bytes=granularity_of(device_type)
+        prices=partial(measured_prices, cache=cache), granularity_bytes=device.granularity_bytes
     )
     return PlannedBackend(
         FastestWithin(Limit.parse(memory), cache=cache, machine=machine_key()), context

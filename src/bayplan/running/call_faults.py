@@ -9,7 +9,7 @@ it fails as well, its error is the one to see.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 from weakref import ref
@@ -19,6 +19,7 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
+from bayplan.devices.device import HOST, device_of
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
 from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
@@ -115,8 +116,9 @@ def _plain_fault(
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put a model's buffers and the random numbers back as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng([device.index or 0 for device in devices]):
+    with ExitStack() as generators:
+        for device in {HOST.where, *(parameter.device for parameter in model.parameters())}:
+            generators.enter_context(device_of(device).forked_generators())
         try:
             yield
         finally:

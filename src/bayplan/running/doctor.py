@@ -10,7 +10,8 @@ import torch
 from bayplan.costing.catalogue import cluster_names, device_names
 from bayplan.data.units import format_bytes
 from bayplan.data.verdict import Finding
-from bayplan.devices.machine import available_memory_bytes, cache_directory, describe_machine
+from bayplan.devices.device import HOST, accelerators_here
+from bayplan.devices.machine import cache_directory, describe_machine
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.models import reference_models
 
@@ -33,17 +34,17 @@ def _machine() -> Iterator[Finding]:
     yield Finding("torch", machine["torch"], is_good=supported, change=change)
     yield Finding("python", f"{machine['python']} on {machine['system']}")
 
-    free = format_bytes(available_memory_bytes(torch.device("cpu")))
+    free = format_bytes(HOST.free_bytes)
     yield Finding(
         "cpu",
         f"{machine['processor']}, {machine['cores']} cores, torch uses {machine['threads']}"
         f" threads, {free} free",
     )
-    if not torch.cuda.is_available():
-        yield Finding("cuda", "no device here; name one with --device")
-    for index in range(torch.cuda.device_count()):
-        free = format_bytes(available_memory_bytes(torch.device("cuda", index)))
-        yield Finding(f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, {free} free")
+    accelerators = accelerators_here()
+    if not accelerators:
+        yield Finding("accelerator", "none here; name one with --device")
+    for device in accelerators:
+        yield Finding(str(device.where), f"{device.name}, {format_bytes(device.free_bytes)} free")
 
 
 def _counter() -> Iterator[Finding]:

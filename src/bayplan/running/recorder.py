@@ -19,7 +19,8 @@ from bayplan.data import files
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, MemoryCurve, RunRecord, Source
-from bayplan.devices.machine import describe_machine, device_name
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import describe_machine
 from bayplan.devices.meters import (
     MemoryMeter,
     SharedMeter,
@@ -138,7 +139,7 @@ class Recorder:
             step_seconds=tuple(self._step_seconds),
             devices=(
                 DeviceRecord(
-                    device=device_name(self._device),
+                    device=device_of(self._device).name,
                     peak_bytes=max([*self._step_peaks, rest]),
                     step_peak_bytes=tuple(self._step_peaks),
                     curve=curve,

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from bayplan.costing.pricing import free_prices
 from bayplan.data.errors import ForeignPlan, PlanBroken
 from bayplan.data.graph import StepGraph
@@ -13,7 +11,7 @@ from bayplan.data.plan import DevicePlan
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
-from bayplan.devices.machine import cache_directory, check_torch_version, device_name
+from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.planning.memory.orders import as_planned
 from bayplan.prepared_step import PreparedStep
 from bayplan.rewriting.updates import ParameterUpdates
@@ -75,7 +73,7 @@ def predicted_record(plan: DevicePlan) -> RunRecord:
         step_seconds=(plan.predicted_seconds,),
         devices=(
             DeviceRecord(
-                device=device_name(torch.device("cpu")),
+                device=plan.cluster_fingerprint,
                 peak_bytes=plan.order.peak_bytes,
                 step_peak_bytes=(plan.order.peak_bytes,),
             ),
@@ -90,7 +88,7 @@ def check_plan(plan: DevicePlan, prepared: PreparedStep) -> StepGraph:
         ForeignPlan: model, batch, optimizer, precision, device or torch differ.
     """
     check_torch_version(plan.torch_version)
-    here = device_name(torch.device("cpu"))
+    here = prepared.device_name
     if plan.cluster_fingerprint != here:
         raise ForeignPlan(
             f"the plan is for {plan.cluster_fingerprint}, here is {here}; plan without --device"

@@ -33,7 +33,7 @@ __all__ = ["Block", "CachingAllocator", "Pool", "Segment"]
 # 6. A freed block merges with the free blocks beside it in its segment, at once. One that other
 #    streams have used is freed when those are through with it.
 # 7. If the driver has no more, all segments without a block in use go back to it, and it is asked
-#    again; `torch.cuda.empty_cache` does the same.
+#    again; `empty_cache` of torch does the same.
 # 8. Blocks of `max_split_bytes` or more are oversized: not split, given only to requests that are
 #    oversized as well and little smaller, and given back to the driver before all others (7).
 # 9. With a garbage collection threshold, old segments without a block in use go back before a new
@@ -148,9 +148,9 @@ class CachingAllocator:
     """The allocator of one device.
 
     Attributes:
-        allocated_bytes: of blocks in use, as `torch.cuda.memory_allocated` tells.
+        allocated_bytes: of blocks in use, as `memory_allocated` of torch tells.
         requested_bytes: of the tensors in them.
-        reserved_bytes: of all segments, as `torch.cuda.memory_reserved` tells.
+        reserved_bytes: of all segments, as `memory_reserved` of torch tells.
         peak_allocated_bytes, peak_reserved_bytes: the largest so far.
 
     Example:
@@ -173,7 +173,7 @@ class CachingAllocator:
         Args:
             settings: torch's own by default.
             capacity_bytes: what the driver has; None for enough.
-            allowed_bytes: what `torch.cuda.set_per_process_memory_fraction` allows; without it
+            allowed_bytes: what `set_per_process_memory_fraction` of torch allows; without it
                 there is no garbage collection.
             driver: the address of new memory by its size; ascending ones by default.
         """

@@ -136,7 +136,7 @@ _PARSED: dict[str, tuple[str, Callable[[str], Any]]] = {
     "roundup_power2_divisions": ("power2_divisions", _divisions),
 }
 _WITHOUT_EFFECT = {("backend", "native")} | {
-    (f"release_lock_on_{vendor}malloc", value)
-    for vendor in ("cuda", "hip")
+    (name, value)
+    for name in ("release_lock_on_cudamalloc", "release_lock_on_hipmalloc")
     for value in ("True", "False")
 }

@@ -12,7 +12,7 @@ from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, OutOfMemory
 from bayplan.data.source import Owner, owner_of, short_path
 from bayplan.data.units import format_bytes
-from bayplan.devices.machine import available_memory_bytes
+from bayplan.devices.device import HOST, default_device
 from bayplan.step import loss_of
 
 __all__ = [
@@ -81,14 +81,14 @@ def out_of_memory(fault: BaseException) -> OutOfMemory | None:
         cause = cause.__cause__
     if cause is None:
         return None
-    on_gpu = isinstance(cause, torch.OutOfMemoryError)
-    device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    # Accelerators have an error of their own.
+    device = default_device() if isinstance(cause, torch.OutOfMemoryError) else HOST
     return OutOfMemory(
         f"out of memory while the model was built or traced, at {_users_place(cause)}: it asked for"
-        f" {asked_memory(cause)} where {format_bytes(available_memory_bytes(device))} of"
-        f" {device.type} memory are free. Use a smaller batch, stop other processes, or build the"
-        " model's large tensors with torch factory functions, which take no memory while a step is"
-        " captured"
+        f" {asked_memory(cause)} where {format_bytes(device.free_bytes)} of"
+        f" {device.where.type} memory are free. Use a smaller batch, stop other processes, or build"
+        " the model's large tensors with torch factory functions, which take no memory while a step"
+        " is captured"
     )
 
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
+from bayplan.devices.device import HOST
 from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake_lstm import correct_fake_lstm
@@ -229,7 +230,7 @@ class _Copier:
             ) from fault
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        device = HOST.where if tensor.is_meta else tensor.device
         key = torch_compat.storage_key(tensor.untyped_storage())
         if key not in self._base_of_storage:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bayplan import torch_compat
+from bayplan.devices.device import device_of
 
 __all__ = ["correct_fake_norms"]
 
@@ -35,7 +36,7 @@ def correct_fake_norms() -> None:
 
 def _on_cpu(rule: _Rule) -> _Rule:
     def choose(otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args[0].device.type != "cpu":
+        if not device_of(args[0].device).runs_cpu_kernels:
             return otherwise(*args, **kwargs)
         return rule(otherwise, *args, **kwargs)
 

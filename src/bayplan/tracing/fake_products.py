@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bayplan import torch_compat
+from bayplan.devices.device import device_of
 
 __all__ = ["correct_fake_products"]
 
@@ -34,8 +35,8 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    is_ours = left.device.type == "cpu" and left.dtype == right.dtype and left.dtype in _DTYPES
-    if not is_ours or bias is not None:
+    is_ours = left.dtype == right.dtype and left.dtype in _DTYPES
+    if not device_of(left.device).runs_cpu_kernels or not is_ours or bias is not None:
         return otherwise(left, right, offsets, bias, out_dtype)
     rows, columns = left.shape[-2], right.shape[-1]
     is_flat = left.dim() == 2, right.dim() == 2

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_compat
 from bayplan.data.errors import UsageError
+from bayplan.devices.device import device_of
 
 __all__ = ["OnePerAutocast", "SharedCasts", "sharing_casts"]
 
@@ -151,7 +152,7 @@ class SharedCasts(TorchFunctionMode):
 
     def _cast(self, value: torch.Tensor, is_lower_everywhere: bool) -> torch.Tensor:
         device = value.device.type
-        is_lower = is_lower_everywhere or device == "cuda"
+        is_lower = is_lower_everywhere or device_of(value.device).has_wide_autocast
         is_cached = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
         if id(value) not in self.leaves or not is_lower or not is_cached:
             return value

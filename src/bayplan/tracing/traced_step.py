@@ -13,6 +13,7 @@ from torch import fx
 
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import StepOrder
+from bayplan.devices.device import HOST, device_of
 from bayplan.rewriting.free import Price, free_rewrites
 from bayplan.rewriting.packing import Pack, apply_packs, find_packs
 from bayplan.rewriting.repeats import as_eager, make_repeatable
@@ -138,6 +139,6 @@ def parameters_of_updates(step: JointStep, update: Callable[..., Any]) -> dict[i
 def _device_of(joint: fx.GraphModule) -> torch.device:
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if isinstance(value, torch.Tensor) and device_of(value.device).is_accelerator:
             return value.device
-    return torch.device("cpu")
+    return HOST.where

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from bayplan import torch_answers, torch_compat
+from bayplan.devices.device import device_of
 from bayplan.devices.meters import leave_out
 
 __all__ = ["MOST_FLOATS", "MOST_NUMBERS", "KnownValues", "forget", "is_small", "learn", "value_of"]
@@ -82,7 +83,7 @@ def _known(tensor: torch.Tensor, *, of_any_size: bool = False) -> _Known | None:
         if known is None or not known.memory.is_known or known.value.shape != tensor.shape:
             return None
         return known
-    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    is_plain = device_of(tensor.device).has_host_memory and tensor.layout is torch.strided
     if not is_plain or not (of_any_size or _is_cheap(tensor)):
         return None
     return _Known(tensor.detach(), _Memory())

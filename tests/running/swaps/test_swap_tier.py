@@ -6,7 +6,6 @@ The pinned lane runs on the CPU here, with ordinary memory in place of pinned me
 import gc
 import random
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,16 +20,12 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def ordinary_memory(size_bytes: int):
-    return nullcontext(torch.empty(size_bytes, dtype=torch.uint8))
-
-
 @pytest.fixture(params=["file", "pinned"])
 def tier(request, tmp_path):
     if request.param == "file":
         lane = FileLane(CPU, capacity_bytes=4 * MIB, directory=tmp_path)
     else:
-        lane = PinnedLane(CPU, capacity_bytes=4 * MIB, allocate=ordinary_memory)
+        lane = PinnedLane(CPU, capacity_bytes=4 * MIB)
     with SwapStore(lane) as tier:
         yield tier
         assert tier.used_bytes == 0, "a test leaves no slot behind"

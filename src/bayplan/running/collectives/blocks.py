@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bayplan.data.units import format_bytes, round_up
-from bayplan.devices.machine import available_memory_bytes
+from bayplan.devices.device import HOST
 from bayplan.native import load_library
 
 __all__ = [
@@ -103,7 +103,7 @@ class Block:
             OSError: there is no memory for it, or no memfd.
         """
         size_bytes = HEADER_BYTES + round_up(data_bytes, mmap.PAGESIZE)
-        available_bytes = available_memory_bytes(torch.device("cpu"))
+        available_bytes = HOST.free_bytes
         if size_bytes > available_bytes:  # asking the kernel would end other processes first
             raise OSError(
                 errno.ENOMEM,

@@ -33,6 +33,7 @@ from bayplan.data.exchange import Algorithm, Compression, ExchangeSettings
 from bayplan.data.links import LinkCost
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
+from bayplan.devices.device import device_of
 from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
 from bayplan.running.collectives.transports import DONE, Later, Pending, begun
 
@@ -270,7 +271,7 @@ class SharedSums(_ThreadedSums):
     def room(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         offset, size_bytes = self._used_bytes, room_bytes(count, dtype)
         is_full = offset + size_bytes > self._blocks.own.data_bytes
-        if dtype not in SUMMABLE or device.type != "cpu" or is_full:
+        if dtype not in SUMMABLE or is_full or not device_of(device).has_host_memory:
             return super().room(count, dtype, device)
         self._used_bytes += size_bytes
         room = self._blocks.own.tensor(offset, count, dtype).zero_()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from bayplan.data import files
 from bayplan.data.errors import DoesNotFit, PlanBroken
 from bayplan.data.plan import RankPlan
 from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.devices.machine import available_memory_bytes
+from bayplan.devices.device import HOST, default_device
 from bayplan.running.ranks.failures import INTERRUPTED
 from bayplan.running.ranks.launching import launch
 from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
@@ -129,11 +128,11 @@ def check_room(plan: RankPlan, swap: Path | None = None, *, swap_bytes: int | No
         UsageError: what is swapped has no place.
     """
     check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
-    if torch.cuda.is_available():
+    if default_device().is_accelerator:
         return
     num_ranks = len(plan.actions)
     needed = num_ranks * _TORCH_BYTES + sum(plan.predicted_peak_bytes)
-    there = available_memory_bytes(torch.device("cpu"))
+    there = HOST.free_bytes
     if needed > there:
         raise DoesNotFit(
             f"{num_ranks} ranks on this machine need {format_bytes(needed)}, of which"

@@ -29,6 +29,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, Event, RunRecord, message_classes
+from bayplan.devices.device import default_device
 from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import step_of_plan
@@ -60,8 +61,7 @@ def train(
     """Train as one rank of a plan."""
     given = files.read(plan, RankPlan)
     torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    distributed.init_process_group(backend)
+    distributed.init_process_group(default_device().group_backend)
     torch.manual_seed(seed)
     with open_watch() as watch, watch.telling():
         watch.doing = "building the model"

@@ -17,7 +17,8 @@ from bayplan.costing.pricing import free_prices
 from bayplan.data.actions import Action
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import RankPlan
-from bayplan.devices.machine import cache_directory, granularity_of
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import cache_directory
 from bayplan.planning.memory.orders import as_planned
 from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.stage_orders import StageSearch
@@ -340,7 +341,7 @@ class RankStep:
     @cached_property
     def _compiled(self) -> dict[tuple[int, int], CompiledStage]:
         context = MemoryContext(
-            prices=free_prices, granularity_bytes=granularity_of(self._device.type)
+            prices=free_prices, granularity_bytes=device_of(self._device).granularity_bytes
         )
         needed = {(stage, own.end - own.begin) for (stage, _), own in self._pieces.items()}
         return {
@@ -434,7 +435,7 @@ class RankStep:
             is_shared=is_back and num_readers > 1,
             tag=_SALTS * (number * self.plan.num_micro_batches + index) + self._salt,
             comes=comes,
-            transports=self.transports if self._device.type == "cpu" else (),
+            transports=self.transports if device_of(self._device).has_host_memory else (),
         )
 
     def _forms_of(

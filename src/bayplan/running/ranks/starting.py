@@ -28,6 +28,7 @@ from torch import distributed, nn
 from bayplan import torch_compat as torch_compat
 from bayplan.data.errors import ForeignPlan, UsageError
 from bayplan.data.plan import RankPlan
+from bayplan.devices.device import device_of
 
 __all__ = [
     "BatchMark",
@@ -56,7 +57,7 @@ class BatchMark:
         form = form_of(tensors)
         number = zlib.crc32(form.encode())
         for tensor in tensors:
-            if tensor.device.type == "cpu" and tensor.numel():
+            if device_of(tensor.device).has_host_memory and tensor.numel():
                 number = zlib.crc32(_few_values(tensor), number)
         return cls(form, number >> (32 - _BITS))
 

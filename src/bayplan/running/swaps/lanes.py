@@ -13,9 +13,9 @@ The kernel keeps recently written pages in memory that no one else wants and tak
 someone does. So a copy runs at memory speed until dirty pages pile up, then at the disk's. Bytes
 that are overwritten within seconds, as in every step, may never reach the disk at all.
 
-`PinnedLane` (CUDA): bytes wait in page-locked host memory, copied on a stream of its own. It has
-never been run on a GPU. With a CPU as the device, torch's streams and events are empty and copies
-happen at once: that tests all the bookkeeping and none of the overlap.
+`PinnedLane` (accelerators): bytes wait in page-locked host memory, copied on a stream of its own.
+With a CPU as the device, streams and events are empty and copies happen at once: that tests all the
+bookkeeping and none of the overlap.
 
 NOTE [ Order without record_stream ]
 1. The lane waits for the computing stream before each copy: going out, the bytes must have been
@@ -32,9 +32,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ import torch
 from bayplan.data.errors import PlanBroken
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.copy_thread import CopyThread
+from bayplan.devices.device import device_of
 
 __all__ = [
     "FileLane",
@@ -212,34 +213,6 @@ def _open_file(directory: Path, size_bytes: int) -> IO[bytes]:
     return file
 
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
-
-
-@contextmanager
-def _pinned_bytes(size_bytes: int) -> Iterator[torch.Tensor]:
-    """Page-locked host memory of exactly this size.
-
-    `pin_memory=True` would take up to twice as much, as torch rounds to a power of two:
-    https://github.com/pytorch/pytorch/issues/95823.
-
-    Raises:
-        TierError: The host has or gives less.
-    """
-    cudart: Any = torch.cuda.cudart()
-    try:
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
-        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE))
-    except RuntimeError as fault:
-        raise TierError(
-            f"cannot page-lock {format_bytes(size_bytes)} of host memory: {fault};"
-            " use a smaller --swap-size"
-        ) from fault
-    try:
-        yield memory
-    finally:
-        torch.cuda.check_error(cudart.cudaHostUnregister(memory.data_ptr()))
-
-
 class PinnedLane:
     """Moves bytes to and from pinned memory.
 
@@ -249,19 +222,21 @@ class PinnedLane:
     place = "pinned host memory"
     granularity_bytes = 512
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        capacity_bytes: int,
-        allocate: Callable[[int], AbstractContextManager[torch.Tensor]] = _pinned_bytes,
-    ) -> None:
+    def __init__(self, device: torch.device, *, capacity_bytes: int) -> None:
+        """Take the memory; `TierError` if the host has or gives less."""
         self.device = device
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)  # on a CPU empty, whatever its argument
+        self._own = device_of(device)
+        self._stream = self._own.new_stream()
         self.capacity_bytes = round_up(capacity_bytes, self.granularity_bytes)
         self._memory_owner = ExitStack()
-        self._memory = self._memory_owner.enter_context(allocate(self.capacity_bytes))
+        try:
+            pinned = self._own.pinned(self.capacity_bytes)
+            self._memory = self._memory_owner.enter_context(pinned)
+        except RuntimeError as fault:
+            raise TierError(
+                f"cannot page-lock {format_bytes(self.capacity_bytes)} of host memory: {fault};"
+                " use a smaller --swap-size"
+            ) from fault
         self._under_way: dict[Any, torch.Tensor] = {}  # by the event that ends the copy
 
     def start_out(self, source: torch.Tensor, offset_bytes: int) -> Wait:
@@ -272,7 +247,7 @@ class PinnedLane:
 
     def close(self) -> None:
         """Finish what is queued and unpin the memory; a second call does nothing."""
-        self._module.synchronize(self.device)
+        self._own.synchronize()
         self._under_way.clear()
         self._memory_owner.close()
 
@@ -280,14 +255,14 @@ class PinnedLane:
         return self._memory[offset_bytes : offset_bytes + len(like)]
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, *, extent: torch.Tensor) -> Wait:
-        self._stream.wait_stream(self._module.current_stream(self.device))  # rule 1
-        with self._module.stream(self._stream):
+        self._stream.wait_stream(self._own.current_stream())  # rule 1
+        with self._own.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
-            done = self._module.Event()
+            done = self._own.new_event()
             done.record(self._stream)
 
         def wait() -> None:
-            self._module.current_stream(self.device).wait_event(done)  # rule 2
+            self._own.current_stream().wait_event(done)  # rule 2
             self._under_way.pop(done, None)
 
         self._under_way[done] = extent  # rule 3

@@ -21,6 +21,7 @@ import torch
 from bayplan.data.errors import PlanBroken, UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.units import format_bytes
+from bayplan.devices.device import device_of
 from bayplan.devices.machine import num_threads
 from bayplan.running.swaps.lanes import TierError, lies_in_memory
 from bayplan.running.swaps.swapping import Swapper
@@ -41,7 +42,8 @@ _SMALL_BYTES = 4096
 _ALONE_SECONDS = 0.02  # before each time, as other processes come and go
 _MANY = 10_000
 _SHARE_BESIDE = 0.8  # of the copies' time is computed in, so that they last to the end of it
-_MATMUL_SIZES = {"cpu": 256, "cuda": 4096}  # about a millisecond, so that many fit beside a copy
+_MATMUL_SECONDS = 0.0005  # at least, so that its call does not count; many fit beside a copy
+_MATMUL_SIZES = (256, 512, 1024, 2048, 4096)
 
 
 def measure_tier(store: SwapStore, *, size_bytes: int) -> Tier:
@@ -127,7 +129,17 @@ def _round_trip(
 
 
 def _matmul(device: torch.device) -> Callable[[], float]:
-    size = _MATMUL_SIZES[device.type]
+    """A product that takes long enough on this device; calling it tells how long it took."""
+    smallest, *larger = _MATMUL_SIZES
+    compute = _product(device, smallest)
+    for size in larger:
+        if min(compute(), compute()) > _MATMUL_SECONDS:
+            break
+        compute = _product(device, size)
+    return compute
+
+
+def _product(device: torch.device, size: int) -> Callable[[], float]:
     factor = torch.ones(size, size, device=device)
     product = torch.empty_like(factor)
 
@@ -157,9 +169,9 @@ def _repeat(
 
 def _synchronize(device: torch.device) -> None:
     """Wait for the computing stream, not for copies beside it; nothing to do on a CPU."""
-    module = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
+    own = device_of(device)
+    event = own.new_event()
+    event.record(own.current_stream())
     event.synchronize()
 
 
@@ -171,7 +183,7 @@ _CACHES_BYTES = 16 * 2**20  # to fill between two calls, as operators do
 
 @dataclass(frozen=True)
 class SwapSpace:
-    """A directory (or pinned memory, on CUDA) with its measured speed.
+    """A directory (or pinned memory, on an accelerator) with its measured speed.
 
     Attributes:
         directory: of the swap file, which is unlinked as soon as it is open.
@@ -318,7 +330,9 @@ def _allowed_place(
 
 
 def _check_frees_memory(device: torch.device, directory: Path) -> None:
-    if device.type == "cpu" and directory.is_dir() and lies_in_memory(directory):
+    if device_of(device).has_pinned_copies:
+        return
+    if directory.is_dir() and lies_in_memory(directory):
         raise UsageError(
             f"{directory} lies in memory, so that swapping there frees none; name a directory on"
             " a disk"

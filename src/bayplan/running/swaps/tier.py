@@ -23,6 +23,7 @@ import torch
 
 from bayplan.data.errors import UsageError
 from bayplan.data.units import format_bytes, round_up
+from bayplan.devices.device import device_of
 from bayplan.running.swaps.lanes import (
     FileLane,
     Lane,
@@ -148,7 +149,7 @@ class SwapStore(AbstractContextManager["SwapStore"]):
             TierError: No slot is large enough; nothing was started.
         """
         assert not self._is_closed, f"{self._lane.place} is closed"
-        assert tensor.device.type == self.device.type, f"{tensor.device} tensor, {self.device} tier"
+        assert device_of(self.device).holds(tensor), f"{tensor.device} tensor, {self.device} tier"
         # A lazy conjugate or negative is a mark on the tensor, which bytes do not carry.
         plain = tensor.resolve_conj().resolve_neg()
         layout = Layout.of(plain)
@@ -248,14 +249,15 @@ def open_tier(device: torch.device, *, capacity_bytes: int, directory: Path) -> 
     """Open what a device swaps to; close it, or use it in a `with` block.
 
     On a CPU that is a file: its pages in the kernel's cache are memory too, but memory that can be
-    taken back. On CUDA it is pinned host memory, and the directory does not matter.
+    taken back. On an accelerator it is pinned host memory, and the directory does not matter.
 
     Raises:
         TierError: The space is not there; the message says how much is.
         UsageError: A device that cannot swap.
     """
-    if device.type == "cpu":
-        return SwapStore(FileLane(device, capacity_bytes=capacity_bytes, directory=directory))
-    if device.type != "cuda":
-        raise UsageError(f"cannot swap from a {device.type} device; cpu and cuda can")
-    return SwapStore(PinnedLane(device, capacity_bytes=capacity_bytes))
+    own = device_of(device)
+    if own.has_pinned_copies:
+        return SwapStore(PinnedLane(device, capacity_bytes=capacity_bytes))
+    if own.is_accelerator:
+        raise UsageError(f"cannot swap from a {device.type} device: it has no streams to copy on")
+    return SwapStore(FileLane(device, capacity_bytes=capacity_bytes, directory=directory))

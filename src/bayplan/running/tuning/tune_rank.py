@@ -13,6 +13,7 @@ from torch import distributed
 
 from bayplan.data import files
 from bayplan.data.errors import UsageError
+from bayplan.devices.device import default_device
 from bayplan.models.targets import resolve_target
 from bayplan.prepared_step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
@@ -38,7 +39,7 @@ def run(
     fresh: bool = False,
 ) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    distributed.init_process_group(default_device().group_backend)
     torch.manual_seed(0)
     step = PreparedStep(target=resolve_target(target), batch=batch, optimizer=optimizer).build()
     if step.optimizer is None:

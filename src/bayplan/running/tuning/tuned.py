@@ -22,7 +22,8 @@ from torch import distributed, nn
 from bayplan.data import files
 from bayplan.data.errors import BayplanError, FileFault, UsageError
 from bayplan.data.exchange import Algorithm, BucketFile, ExchangeSettings, TuningKey, TuningRecord
-from bayplan.devices.machine import cache_directory, device_name
+from bayplan.devices.device import device_of
+from bayplan.devices.machine import cache_directory
 from bayplan.running.collectives.data_parallel import DataParallel, exchange_of
 from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuner import Outcome, Purpose, Trial, Tuner
@@ -162,7 +163,7 @@ class Tuning:
         return TuningKey.of(
             model=parameters_fingerprint(self._model),
             hosts=hosts,
-            devices=[device_name(self._device)] * len(hosts),
+            devices=[device_of(self._device).name] * len(hosts),
             torch_version=str(torch.__version__),
         )
 
@@ -269,10 +270,7 @@ class TunedRun:
                 self._fault = fault
 
     def _now(self) -> float:
-        """On a GPU, when all that was begun is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return device_of(self._device).now()
 
 
 class TrialLog:

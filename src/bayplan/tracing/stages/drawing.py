@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from bayplan.data.errors import CaptureError
+from bayplan.devices.device import device_of
 from bayplan.rewriting.repeats import draw, draw_again, dropout_by, generator_state
 from bayplan.tracing.joint import SWAPPER
 from bayplan.tracing.stages.whole import Samples, WholeStep, layout_of
@@ -112,7 +113,7 @@ def find_draws(
 
 def _draw(probability: float, source: fx.Node, samples: Samples | None, num_samples: int) -> Draw:
     value = source.meta["val"]
-    if value.device.type != "cpu":
+    if not device_of(value.device).runs_cpu_kernels:
         raise CaptureError(
             f"{source.name} is on {value.device}; dropout of a split batch is known on a CPU only."
             " Set its probability to 0"

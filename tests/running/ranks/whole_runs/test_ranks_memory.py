@@ -11,7 +11,7 @@ import pytest
 
 from bayplan.costing.pricing import free_prices
 from bayplan.data.plan import StageOrder
-from bayplan.devices.machine import granularity_of
+from bayplan.devices.device import HOST
 from bayplan.planning.memory.orders import order_of
 from bayplan.running.swaps.lanes import lies_in_memory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
@@ -41,7 +41,7 @@ def with_orders(plan, step, *, ways):
     """The plan with an order for each stage: `ways` make an arrangement of a packed program."""
     whole = trace_whole(step, num_samples=PIECE)
     staged = StagedStep(whole, tuple(stage.first for stage in plan.stages))
-    context = MemoryContext(prices=free_prices, granularity_bytes=granularity_of("cpu"))
+    context = MemoryContext(prices=free_prices, granularity_bytes=HOST.granularity_bytes)
     orders = []
     for stage, way in enumerate(ways):
         traced = staged.traced(staged.graph(stage), context)

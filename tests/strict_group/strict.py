@@ -11,7 +11,9 @@ NOTE [ What is strict ]
 4. `wait()` lets the calling thread's current stream wait, not the host. `barrier` alone does both.
 5. Before anything is exchanged the ranks compare what they are about to do. Different collectives
    (or the same in another order), sizes or types fail on every rank, with the operations of both.
-6. One thread of a process issues operations. Threads of autograd's engine, which run the hooks of a
+6. A communicator is made by its first operation: there the host waits until all its members are
+   (of a group, or of a pair). Two that come to theirs in different order wait forever.
+7. One thread of a process issues operations. Threads of autograd's engine, which run the hooks of a
    backward, count as the one that called `backward`, because it waits for them. NCCL allows more,
    and hangs if two ranks happen to take them in different order.
 
@@ -45,7 +47,7 @@ class StrictError(RuntimeError):
 
 
 class _Issuer:
-    """The one thread of this process that issues operations: rule 6."""
+    """The one thread of this process that issues operations: rule 7."""
 
     def __init__(self) -> None:
         self._own: threading.Thread | None = None
@@ -395,6 +397,7 @@ class StrictGroup(distributed.ProcessGroup):
         self.check()
         device = tensors[0].device
         if (queue, device) not in self._streams:
+            self._meet(queue, what)
             self._streams[queue, device] = torch.Stream(device=device)
         stream = self._streams[queue, device]
         stream.wait_stream(torch.accelerator.current_stream(device))
@@ -418,6 +421,23 @@ class StrictGroup(distributed.ProcessGroup):
         end = torch.Event(device=device)
         end.record(stream)
         return kind(self, end, list(tensors))
+
+    def _meet(self, queue: Any, what: str) -> None:
+        """Wait until all members of a communicator are there: rule 6."""
+        kind, *peers = queue if isinstance(queue, tuple) else (queue,)
+        members = sorted((self._rank, *peers)) if peers else range(self._size)
+        name = f"{kind}{'-'.join(map(str, members))}"
+        self._store.set(f"last{self._rank}", f"the first operation of {name}: {what}")
+        self._store.set(f"{name}/{self._rank}", "")
+        try:
+            self._store.wait([f"{name}/{member}" for member in members], PATIENCE)
+        except RuntimeError as fault:
+            self._fault = StrictError(
+                f"{self}: {what} is the first operation of a communicator of ranks"
+                f" {[self._ranks[member] for member in members]}, which do not all come to it."
+                f" {self._last_issued()}"
+            )
+            raise self._fault from fault
 
     def _last_issued(self) -> str:
         """What each rank did last, once somebody has waited in vain."""

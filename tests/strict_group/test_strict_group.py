@@ -160,6 +160,17 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last():
 
 
 @pytest.mark.ranks(2)
+def test_communicators_are_made_in_one_order():
+    strict.PATIENCE = timedelta(seconds=2)
+    with ranks() as (rank, _):
+        groups = [distributed.new_group([0, 1]) for _ in range(2)]
+        for group in groups if rank == 0 else groups[::-1]:
+            with pytest.raises(StrictError, match="which do not all come to it"):
+                distributed.all_reduce(whole(4, 1), group=group)
+            break
+
+
+@pytest.mark.ranks(2)
 def test_messages_in_a_batch_run_at_once():
     with ranks() as (rank, _):
         other = 1 - rank

@@ -11,13 +11,20 @@ to have done. A message brings its sender's clock along:
     rank 0   0F0  0SEND_F0 ............................ 0RECV_B0    here rank 0 knows of 1RECV_F0,
     rank 1        1RECV_F0  1F0  1B0  1SEND_B0 ........             and its send is retired
 
+A transport without tags (NCCL) has a queue for each link between two stages, each pair of ranks and
+each direction. The first send in it goes to the first receive, and a send ends when it is received.
+That needs one rule more: both ends of a queue have its micro-batches in the same order. Then such
+a transport gets stuck no sooner than one with tags. A send holds up only later ones of its queue,
+whose receives come later in the receiver's list as well, and no computation waits for a send before
+its sender has heard that it was received. See NOTE [ Queues ] in `running/collectives/groups.py`.
+
 Lists come from plan files that somebody may have edited, so nothing in them is trusted: every fault
 is named by rank, position and action before a process is started. A plan is checked on the smallest
 batch that it can be about, because its faults are those of every batch.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,33 +55,28 @@ def _other_ends(pipeline: Pipeline, rank: int, action: Action) -> Iterator[tuple
 
 
 def _check_queues(pipeline: Pipeline, actions: _Actions) -> None:
-    """Raise FileFault if a message is received before another that the same rank sent earlier.
+    """Raise FileFault if a message is received before another that was sent earlier in its queue.
 
     Without tags, the first receive that is posted gets the first message that was sent: wrong
-    numbers, and no error. Within one action the order is free, because it is the sender's.
+    numbers, and no error.
     """
-    # By sender and receiver, the receives that take each message, in the order of the sends.
-    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    # By both ends of a queue, ranks and stages, the receives in the order of the sends.
+    queues: dict[tuple[int, int, int, int], deque[Action]] = defaultdict(deque)
     for rank, own_actions in enumerate(actions):
         for action in own_actions:
             if action.kind in SENDS:
                 for peer, receive in _other_ends(pipeline, rank, action):
-                    queues[rank, peer].append(receive)
-    num_taken: dict[tuple[int, int], int] = defaultdict(int)
+                    queues[rank, action.stage, peer, receive.stage].append(receive)
     for rank, own_actions in enumerate(actions):
         for position, action in enumerate(own_actions):
-            if action.kind not in RECEIVES:
-                continue
-            senders = Counter(sender for sender, _ in _other_ends(pipeline, rank, action))
-            for sender, number in senders.items():
-                begin = num_taken[sender, rank]
-                num_taken[sender, rank] = end = begin + number
-                early = [take for take in queues[sender, rank][begin:end] if take != action]
-                if early:
-                    raise FileFault(
-                        f"{_place(rank, position, action)}: rank {sender} sends {early[0]}"
-                        " before; receive it before, or use a transport with tags"
-                    )
+            if action.kind in RECEIVES:
+                for sender, send in _other_ends(pipeline, rank, action):
+                    first = queues[sender, send.stage, rank, action.stage].popleft()
+                    if first != action:
+                        raise FileFault(
+                            f"{_place(rank, position, action)}: rank {sender} sends {first}"
+                            " before; receive it before, or use a transport with tags"
+                        )
 
 
 def _check_collectives(pipeline: Pipeline, actions: _Actions) -> None:
@@ -110,9 +112,13 @@ class _Execution:
         self.sent: dict[tuple[int, Action], list[int]] = {}  # by rank and send, its clock then
         self.posted: dict[int, set[int]] = defaultdict(set)  # by bucket, the ranks
         self.clocks = [[0] * len(actions) for _ in actions]
+        # By rank, and by rank and send, the actions of each rank that must have begun for it.
+        self.causes = [[0] * len(actions) for _ in actions]
+        self.causes_of: dict[tuple[int, Action], list[int]] = {}
         # Sends that are not retired yet, each with the clock that retires it.
         self.pending: list[dict[int, dict[int, int]]] = [{} for _ in actions]
         self.retire: list[list[tuple[int, ...]]] = [[] for _ in actions]
+        self.ready: list[dict[int, int]] = [{} for _ in actions]
 
     def run(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         is_moving = True
@@ -151,14 +157,21 @@ class _Execution:
         return []
 
     def _do(self, rank: int, position: int, action: Action) -> None:
-        clock = self.clocks[rank]
-        clock[rank] = position + 1
+        clock, causes = self.clocks[rank], self.causes[rank]
+        clock[rank] = causes[rank] = position + 1
         if action.kind in RECEIVES:
-            for send in _other_ends(self.pipeline, rank, action):
+            sends = list(_other_ends(self.pipeline, rank, action))
+            self.ready[rank][position] = max(self.causes_of[send][rank] for send in sends)
+            for send in sends:
                 clock[:] = map(max, clock, self.sent[send])
+                causes[:] = map(max, causes, self.causes_of[send])
+        elif action.kind in COMPUTES and action.stage in self.pipeline.meeting_stages:
+            for member in self.pipeline.stages[action.stage].devices:
+                causes[:] = map(max, causes, self.causes[member])
+                causes[member] = max(causes[member], self.positions[member, action] + 1)
         self.retire[rank].append(self._known(rank))
         if action.kind in SENDS:
-            self.sent[rank, action] = list(clock)
+            self.sent[rank, action], self.causes_of[rank, action] = list(clock), list(causes)
             awaited = self.pending[rank][position] = dict[int, int]()
             for peer, receive in _other_ends(self.pipeline, rank, action):
                 awaited[peer] = max(awaited.get(peer, 0), self.positions[peer, receive] + 1)
@@ -194,10 +207,13 @@ class Proof:
         retire: by rank and position, the positions of this rank's earlier sends of which it is
             known, once the action there is done, that all their messages have been received, and
             was not known before. Sends that are never known to be received are left out.
+        ready: by rank and position of a receive, how many of the rank's first actions its messages
+            wait for, wherever they come from.
     """
 
     in_flight: tuple[dict[int, int], ...]
     retire: tuple[tuple[tuple[int, ...], ...], ...]
+    ready: tuple[dict[int, int], ...]
 
     def most_in_flight(self, pipeline: Pipeline, rank: int, lags: Sequence[int]) -> dict[int, int]:
         """By stage of a rank, the same over all batches; `lags` is that of the plan."""
@@ -211,7 +227,7 @@ def check_actions(pipeline: Pipeline, actions: _Actions, *, has_tags: bool = Fal
     """Raise FileFault unless the lists are complete, ordered, and free of deadlock.
 
     With `has_tags` the transport tells messages apart (gloo does), so that one may overtake another
-    between two ranks. Without (NCCL), they must be received as they were sent.
+    between two stages. Without (NCCL), they must be received as they were sent.
     """
     if len(actions) != len(pipeline.ranks):
         raise FileFault(f"{len(actions)} lists of actions for {len(pipeline.ranks)} ranks")
@@ -224,11 +240,12 @@ def check_actions(pipeline: Pipeline, actions: _Actions, *, has_tags: bool = Fal
                     f" {positions[first]}), must come after it"
                 )
     _check_collectives(pipeline, actions)
-    retire = _Execution(pipeline, actions).run()
+    execution = _Execution(pipeline, actions)
+    retire = execution.run()
     if not has_tags:
         _check_queues(pipeline, actions)
     in_flight = tuple(_in_flight(pipeline, rank, each) for rank, each in enumerate(actions))
-    return Proof(in_flight=in_flight, retire=retire)
+    return Proof(in_flight=in_flight, retire=retire, ready=tuple(execution.ready))
 
 
 def _check_complete(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> dict[Action, int]:
@@ -331,6 +348,11 @@ def check_rank_plan(plan: Plan, *, has_tags: bool = True) -> RankPlan:
         raise UsageError(
             "the plan is for one device, not for ranks; give it to `bayplan run`, or plan for"
             " ranks with `bayplan plan --placement`"
+        )
+    if not (has_tags or plan.static_order):
+        raise UsageError(
+            "without static order messages overtake each other, which needs tags to tell them"
+            " apart: gloo has them, this backend has not; use gloo, or plan with static order"
         )
     num_actions = sum(map(len, plan.actions))
     if plan.num_micro_batches * len(plan.stages) > num_actions:  # before so many are listed

@@ -36,6 +36,6 @@ def test_what_is_unused_is_ready_last():
 
 
 def test_busy_cores_are_those_of_backward():
-    times = BackwardTimes(begun_seconds=10.0, ended_seconds=14.0, cpu_seconds=3.0)
+    times = BackwardTimes(begun=10.0, ended=14.0, cpu_seconds=3.0)
     assert times.busy_cores == 0.75
-    assert BackwardTimes(begun_seconds=1.0, ended_seconds=1.0).busy_cores == 0.0
+    assert BackwardTimes(begun=1.0, ended=1.0).busy_cores == 0.0

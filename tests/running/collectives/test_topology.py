@@ -61,7 +61,7 @@ found["all unwilling"] = summed(topology("f", is_willing=False).sums(RANKS, all_
 RANKS = (1, 3)
 found["some"] = summed(topology("g").sums(RANKS, all_bytes))
 RANKS = range(world_size)
-losses = LossSums(topology("h").sums(range(world_size), LossSums.needed_bytes(2)), 2)
+losses = LossSums(topology("h").sums(range(world_size), LossSums.needed_bytes(2)), 2, cpu)
 told = [losses.add(torch.tensor([rank + 10.0 * at, 1.0, 2.0])) for at in range(5)]
 found["losses"] = [one if one is None else one.tolist() for one in told + losses.rest()]
 

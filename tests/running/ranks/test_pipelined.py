@@ -13,8 +13,7 @@ from bayplan.data.errors import ExitCode, FileFault, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
 from bayplan.prepared_stages import PreparedStages
-from bayplan.running.ranks.rank_step import RankStep
-from bayplan.running.swaps.swap_space import RankSwap
+from bayplan.simulating.checking import check_rank_plan
 from bayplan.step import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("own_planner_cache")
@@ -127,9 +126,8 @@ def test_a_plan_of_another_model_is_refused(step, alone):
 
 def test_without_static_order_a_transport_without_tags_is_refused(step):
     plan = plan_for(step, "0:0.0:1", num_micro_batches=2, static_order=False)
-    rank_step = RankStep(plan=plan, step=step, rank=0, has_tags=False, swap=RankSwap(0))
     with pytest.raises(UsageError, match=r"needs tags .*; use gloo, or plan with static order"):
-        rank_step.worker({}, None, None, lambda: None)
+        check_rank_plan(plan, has_tags=False)
 
 
 DEFAULT_GROUP = """
@@ -137,7 +135,7 @@ import json
 import torch
 from torch import distributed, nn
 import bayplan
-from bayplan.running.collectives.topology import backend_of
+from bayplan.running.collectives.groups import backend_of
 
 torch.set_num_threads(1)
 distributed.init_process_group()

@@ -11,22 +11,22 @@ deadlock, for any routing and any sharing of ranks:
 
 So the lowest unfinished micro-batch can always go on: whatever is in flight before it is done.
 
-Two further ways may get stuck, and are then left out: strict turns, the order of Megatron-LM, which
-waits for what comes next although something else is ready; and keeping to the queues, where a rank
-takes from each sender what was sent first.
+Another way may get stuck, and is then left out: strict turns, the order of Megatron-LM, which waits
+for what comes next although something else is ready.
+
+Rule 1 also puts the messages between two stages in one order at both ends, so a transport without
+tags carries them (`simulating/checking.py`).
 """
 
 import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
 from math import ceil
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import UsageError, did_you_mean
 from bayplan.simulating.pipeline import Pipeline
-from bayplan.simulating.routing import Message
 
 __all__ = ["SCHEDULES", "Timeline", "schedule", "timeline_of"]
 
@@ -105,15 +105,10 @@ def _bounds(pipeline: Pipeline, policy: Policy, *, depth: int) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute actions of every rank, in order, with the unit of time each one ends at.
-
-    Attributes:
-        keeps_queues: between any two ranks, messages are received in the order they are sent.
-    """
+    """The compute actions of every rank, in order, with the unit of time each one ends at."""
 
     actions: tuple[tuple[Action, ...], ...]
     ends: tuple[tuple[int, ...], ...]
-    keeps_queues: bool
 
     @property
     def makespan(self) -> int:
@@ -122,7 +117,6 @@ class Timeline:
 
 
 _Task = tuple[int, Action]  # a rank does something
-_Sent = tuple[Message, bool]  # whether it is a gradient
 
 
 @dataclass
@@ -131,15 +125,11 @@ class _Simulation:
     policy: Policy
     depth: int
     is_strict: bool  # a rank fills up, then does backward and forward by turns, ready or not
-    keeps_queues: bool  # a rank may take only what came first from each sender
     num_waited: dict[_Task, int] = field(default_factory=dict)
     waiters: dict[_Task, list[_Task]] = field(default_factory=lambda: defaultdict(list))
     # By rank, stage and kind, what is left to do, in order.
     left: dict[tuple[int, int, ActionKind], deque[Action]] = field(default_factory=dict)
     in_flight: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    # By sender and receiver, what is on its way.
-    queues: dict[tuple[int, int], deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))
-    has_overtaken: bool = False
 
     def __post_init__(self) -> None:
         pipeline = self.pipeline
@@ -160,28 +150,18 @@ class _Simulation:
 
     def _waits_for(self, rank: int, action: Action) -> list[_Task]:
         """What must be computed before, here and elsewhere."""
-        tasks: list[_Task] = []
-        for sender, (message, is_gradient) in self._incoming(rank, action):
-            stage = message.target_stage if is_gradient else message.source_stage
-            tasks.append((sender, Action(stage, action.kind, action.index)))
-        if action.kind is _K.BACKWARD_WEIGHT:
-            tasks.append((rank, Action(action.stage, _K.BACKWARD_INPUT, action.index)))
-        elif action.kind is not _K.FORWARD:
-            tasks.append((rank, Action(action.stage, _K.FORWARD, action.index)))
-        return tasks
-
-    def _incoming(self, rank: int, action: Action) -> list[tuple[int, _Sent]]:
-        """What an action reads of other stages, each with its sender, which may be the rank."""
-        if action.kind is _K.FORWARD:
-            inputs = self.pipeline.inputs(rank, action.stage, action.index)
-            return [(message.sender, (message, False)) for message in inputs]
-        if action.kind is _K.BACKWARD_WEIGHT:
-            return []
-        gradients = self.pipeline.gradients_in(rank, action.stage, action.index)
-        return [(message.receiver, (message, True)) for message in gradients]
+        stage, kind, index = action.stage, action.kind, action.index
+        if kind is _K.FORWARD:
+            inputs = self.pipeline.inputs(rank, stage, index)
+            return [(one.sender, Action(one.source_stage, kind, index)) for one in inputs]
+        if kind is _K.BACKWARD_WEIGHT:
+            return [(rank, Action(stage, _K.BACKWARD_INPUT, index))]
+        gradients = self.pipeline.gradients_in(rank, stage, index)
+        tasks = [(one.receiver, Action(one.target_stage, kind, index)) for one in gradients]
+        return [*tasks, (rank, Action(stage, _K.FORWARD, index))]
 
     def run(self) -> Timeline | None:
-        """Let time pass until all is computed; None if ranks that are strict or queue get stuck."""
+        """Let time pass until all is computed; None if ranks that are strict get stuck."""
         actions: list[list[Action]] = [[] for _ in self.pipeline.ranks]
         ends: list[list[int]] = [[] for _ in self.pipeline.ranks]
         running: list[tuple[int, int]] = []  # a heap of when and who
@@ -205,7 +185,7 @@ class _Simulation:
                 free.add(rank)
         if any(self.left.values()):
             return None
-        return Timeline(tuple(map(tuple, actions)), tuple(map(tuple, ends)), not self.has_overtaken)
+        return Timeline(tuple(map(tuple, actions)), tuple(map(tuple, ends)))
 
     def _choose(self, rank: int) -> Action | None:
         heads = [
@@ -232,7 +212,7 @@ class _Simulation:
             self.left[rank, stage, _K.FORWARD] for stage in self.pipeline.stages_of(rank)
         ):
             return False
-        return not self.keeps_queues or self._is_next(rank, action)
+        return True
 
     def _is_full(self, rank: int) -> bool:
         """Whether a rank has in flight, over all its stages, what Megatron-LM gives it."""
@@ -241,27 +221,8 @@ class _Simulation:
         warm_up += 2 * max(0, self.turn_length - 1 - stages[0])
         return sum(self.in_flight[rank, stage] for stage in stages) > self.depth * warm_up
 
-    def _received(self, rank: int, action: Action) -> dict[int, set[_Sent]]:
-        """What an action receives of other ranks, by sender."""
-        received: dict[int, set[_Sent]] = defaultdict(set)
-        for sender, sent in self._incoming(rank, action):
-            if sender != rank:
-                received[sender].add(sent)
-        return received
-
-    def _is_next(self, rank: int, action: Action) -> bool:
-        """Whether all it receives is in front of the senders' queues."""
-        return all(
-            messages == set(islice(self.queues[sender, rank], len(messages)))
-            for sender, messages in self._received(rank, action).items()
-        )
-
     def _start(self, rank: int, action: Action) -> None:
         self.left[rank, action.stage, action.kind].popleft()
-        self.has_overtaken |= not self._is_next(rank, action)
-        for sender, messages in self._received(rank, action).items():
-            for message in messages:
-                self.queues[sender, rank].remove(message)
         self.in_flight[rank, action.stage] += action.kind is _K.FORWARD
 
     def _finish(self, rank: int, action: Action) -> None:
@@ -269,12 +230,6 @@ class _Simulation:
         self.in_flight[rank, action.stage] -= action.kind is self.policy.kinds[-1]
         for waiter in self.waiters[rank, action]:
             self.num_waited[waiter] -= 1
-        if action.kind is _K.FORWARD:
-            for message in self.pipeline.outputs(rank, action.stage, action.index):
-                self.queues[rank, message.receiver].append((message, False))
-        elif action.kind is not _K.BACKWARD_WEIGHT:
-            for message in self.pipeline.gradients_out(rank, action.stage, action.index):
-                self.queues[rank, message.sender].append((message, True))
 
 
 def timeline_of(pipeline: Pipeline, name: str, *, depth: int = 1) -> Timeline:
@@ -286,19 +241,15 @@ def timeline_of(pipeline: Pipeline, name: str, *, depth: int = 1) -> Timeline:
     # With one stage there is nobody to wait for: plain data parallel, which 1F1B does.
     policy = SCHEDULES[name if len(pipeline.stages) > 1 else "1f1b"]
 
-    def attempt(*, is_strict: bool = False, keeps_queues: bool = False) -> Timeline | None:
-        return _Simulation(pipeline, policy, depth, is_strict, keeps_queues).run()
+    def attempt(*, is_strict: bool) -> Timeline | None:
+        return _Simulation(pipeline, policy, depth, is_strict).run()
 
-    timelines = [attempt()]
+    timelines = [attempt(is_strict=False)]
     assert timelines[0] is not None, "see the rules above: this cannot get stuck"
     if policy.takes_turns and any(len(pipeline.stages_of(rank)) > 1 for rank in pipeline.ranks):
         timelines.append(attempt(is_strict=True))
-    if not any(timeline and timeline.keeps_queues for timeline in timelines):
-        timelines.append(attempt(keeps_queues=True))
-    return min(
-        (timeline for timeline in timelines if timeline is not None),
-        key=lambda timeline: (not timeline.keeps_queues, timeline.makespan),
-    )
+    made = (timeline for timeline in timelines if timeline is not None)
+    return min(made, key=lambda timeline: timeline.makespan)
 
 
 def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Action, ...], ...]:
@@ -307,11 +258,6 @@ def schedule(pipeline: Pipeline, name: str, *, depth: int = 1) -> tuple[tuple[Ac
     A receive comes right before what needs it and a send right after what made it, only where
     another rank is concerned. A bucket is reduced as soon as the rank's last gradient for it is
     there, and the stages are updated at the very end.
-
-    With several stages on a rank, the best order may have messages overtake each other between
-    two ranks, which a transport without tags cannot do. An order where none does is then taken,
-    if following every queue leads to one; if not, `check_actions` passes the list only for a
-    transport with tags.
 
     Args:
         name: one of `SCHEDULES`.

@@ -23,6 +23,7 @@ from torch import nn
 
 from bayplan import torch_compat as torch_compat
 from bayplan.devices.copy_thread import CopyThread
+from bayplan.devices.moments import Moment, clock_of
 from bayplan.running.collectives.bucket_sums import BucketSums, GradientBucket
 from bayplan.running.collectives.sums import Sum, Sums, room_bytes
 from bayplan.running.collectives.topology import RankTopology
@@ -38,25 +39,30 @@ class AveragingFault(RuntimeError):
 
 @dataclass
 class BackwardTimes:
-    """What happened in one backward, on the clock `time.perf_counter`."""
+    """What happened in one backward."""
 
-    ready: dict[str, float] = field(default_factory=dict)  # by parameter, when its gradient was
-    begun_seconds: float = field(default_factory=time.perf_counter)  # when the first gradient was
-    ended_seconds: float = 0.0  # when backward had made all gradients
+    begun: Moment  # when the first gradient was there
+    ready: dict[str, Moment] = field(default_factory=dict)  # by parameter, when its gradient was
+    ended: Moment = 0.0  # when backward had made all gradients
     cpu_seconds: float = 0.0  # processor time of this process in between
-    done_seconds: float = 0.0  # when all sums were there
+    done: Moment = 0.0  # when all sums were there
     sums: list[Sum] = field(default_factory=list)
+
+    @property
+    def ready_seconds(self) -> dict[str, float]:
+        """By parameter, when its gradient was there; waits for a device."""
+        return {name: float(when) for name, when in self.ready.items()}
 
     @property
     def busy_cores(self) -> float:
         """Cores that this process kept busy while backward made gradients."""
-        seconds = self.ended_seconds - self.begun_seconds
+        seconds = float(self.ended) - float(self.begun)
         return self.cpu_seconds / seconds if seconds > 0 else 0.0
 
     @property
     def unhidden_seconds(self) -> float:
         """How long the exchange went on after backward."""
-        return self.done_seconds - self.ended_seconds
+        return float(self.done) - float(self.ended)
 
     @property
     def exchange_seconds(self) -> float:
@@ -104,7 +110,8 @@ class Averaging:
         self._small: list[str] = []  # parameters whose `.grad` is not their view before the end
         self._is_on, self._is_inside = True, False
         self._cpu_begun_seconds = 0.0
-        self.times = BackwardTimes()
+        self._clock = clock_of(next(iter(parameters.values())).device)
+        self.times = BackwardTimes(0.0)
         self._lay_out(buckets, None)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, name))
@@ -196,12 +203,12 @@ class Averaging:
                 self._small.append(name)
         if self._finite_on is not None and not torch.isfinite(gradient).all():
             self._infinite.append(name)
-        self.times.ready[name] = time.perf_counter()
+        self.times.ready[name] = self._clock()
         self._buckets.took(name)
 
     def _begin(self) -> None:
         self._is_inside = True
-        self.times = BackwardTimes()
+        self.times = BackwardTimes(self._clock())
         self._cpu_begun_seconds = time.process_time()
         self._infinite.clear()
         self._small.clear()
@@ -223,14 +230,14 @@ class Averaging:
     def _end(self) -> None:
         self._is_inside = False
         times = self.times
-        times.ended_seconds = time.perf_counter()
+        times.ended = self._clock()
         times.cpu_seconds = time.process_time() - self._cpu_begun_seconds
         self._tell_used()
         for number in range(len(self.buckets)):
             self._buckets.finish(number)
         self._give(self._small)
         self._buckets.wait()
-        times.done_seconds = time.perf_counter()
+        times.done = self._clock()
         if self._finite_on is not None and self._buckets.views[_USED][0] > 1.5:
             raise _infinite_fault(self._finite_on)
         if len(times.ready) < len(self._parameters):  # others may have used the rest

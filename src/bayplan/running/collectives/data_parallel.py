@@ -24,7 +24,8 @@ from bayplan.planning.buckets.bucket_plan import (
 )
 from bayplan.planning.buckets.bucketing import plan_buckets
 from bayplan.running.collectives.averaging import Averaging, BackwardTimes, needed_bytes
-from bayplan.running.collectives.sums import SIZES, Sums, costs_by, measure_ways, sums_by
+from bayplan.running.collectives.groups import backend_of, has_tags
+from bayplan.running.collectives.sums import SIZES, Sum, Sums, costs_by, measure_ways, sums_by
 from bayplan.running.collectives.topology import open_topology
 from bayplan.running.ranks.starting import take_model, take_values
 from bayplan.running.ranks.watching import Watch, open_watch
@@ -113,9 +114,10 @@ class DataParallel:
     ) -> None:
         self._model, self._watch, self.settings = model, watch, settings
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        device = next(iter(self._trained.values())).device
+        device = self._device = next(iter(self._trained.values())).device
         self._topology = open_topology(device)
         self._num_backwards = self._num_plans = 0
+        self._heard: list[Sum] = []  # of the last backward, which may still be on their way
         # Bytes and seconds of the latest sums, the wait for other ranks left out:
         self._messages: deque[tuple[int, float]] = deque(maxlen=_MOST_MESSAGES)
         self._waits: defaultdict[int, float] = defaultdict(float)  # seconds so far, by rank
@@ -126,7 +128,7 @@ class DataParallel:
         first = filled(_gradients(self._trained, {}), threshold_bytes=_FIRST_BUCKET_BYTES)
         self.averaging = Averaging(
             self._trained,
-            sums_by(settings, self._ways, self.costs),
+            self._sums_by(settings),
             num_ranks=num_ranks,
             buckets=[[gradient.name for gradient in group] for group in first],
             on_end=self._after_backward,
@@ -145,9 +147,17 @@ class DataParallel:
         Raises:
             UsageError: this machine cannot do so.
         """
-        sums = sums_by(settings, self._ways, self.costs)
+        sums = self._sums_by(settings)
         self.settings = settings
         self._lay_out(sums)
+
+    def _sums_by(self, settings: ExchangeSettings) -> Sums:
+        if settings.cycle_time_ms and not has_tags(self._device):
+            raise UsageError(
+                f"cycle_time is {settings.cycle_time_ms:g} ms: a thread then begins sums, which"
+                f" gloo can bear and {backend_of(self._device)} cannot; leave it out"
+            )
+        return sums_by(settings, self._ways, self.costs)
 
     def take_buffers(self) -> None:
         """Before a forward: end what has failed, and take rank 0's buffers."""
@@ -169,6 +179,7 @@ class DataParallel:
 
     def text(self) -> str:
         """What was exchanged lately, how much of it was hidden, and who was waited for."""
+        self._take_in()
         num_ranks, times = distributed.get_world_size(), self.times
         lines = [histogram_text(histogram(self._messages, num_ranks=num_ranks))]
         hidden = max(0.0, times.exchange_seconds - times.unhidden_seconds)
@@ -193,12 +204,18 @@ class DataParallel:
     def _after_backward(self) -> None:
         self._num_backwards += 1
         self._watch.doing = f"data_parallel, after backward {self._num_backwards}"
-        for made in self.times.sums:
+        self._take_in()
+        self._heard = self.times.sums
+        if self._num_backwards == _WATCHED_BACKWARDS:
+            self._lay_out()
+
+    def _take_in(self) -> None:
+        """Count the sums of the last backward; those of a device are over a backward later."""
+        heard, self._heard = self._heard, []
+        for made in heard:
             self._messages.append((made.size_bytes, made.own_seconds))
             if made.last_rank is not None:
                 self._waits[made.last_rank] += made.waited_seconds
-        if self._num_backwards == _WATCHED_BACKWARDS:
-            self._lay_out()
 
     def _lay_out(self, sums: Sums | None = None) -> None:
         # A GPU copies in the order of its stream, which another thread would not keep to.
@@ -219,7 +236,7 @@ class DataParallel:
         link = LinkCost(seconds=costs_by(settings, self.costs).seconds)
         threshold_bytes = settings.fusion_threshold_bytes
         hides_sums = not self._cores_are_taken()
-        gradients = _gradients(self._trained, self.times.ready, hides_sums=hides_sums)
+        gradients = _gradients(self._trained, self.times.ready_seconds, hides_sums=hides_sums)
         if threshold_bytes is None:
             return plan_buckets(gradients, link)
         if settings.cycle_time_ms:

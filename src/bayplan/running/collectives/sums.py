@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -34,6 +35,7 @@ from bayplan.data.links import LinkCost
 from bayplan.data.units import round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.devices.device import device_of
+from bayplan.devices.moments import Moment, moment
 from bayplan.running.collectives.blocks import LINE_BYTES, SUMMABLE, Blocks, Wait
 from bayplan.running.collectives.transports import DONE, Later, Pending, begun
 
@@ -109,10 +111,18 @@ class Sum:
     """An all-reduce that was made, as its rank saw it, on the clock `time.perf_counter`."""
 
     size_bytes: int
-    begun_seconds: float  # when this rank had its numbers ready
-    ended_seconds: float  # when it had all sums
+    begun: Moment  # when this rank had its numbers ready
+    ended: Moment  # when it had all sums
     last_rank: int | None = None  # who came last; None where nobody can tell
     waited_seconds: float = 0.0  # for that rank
+
+    @property
+    def begun_seconds(self) -> float:
+        return float(self.begun)
+
+    @property
+    def ended_seconds(self) -> float:
+        return float(self.ended)
 
     @property
     def own_seconds(self) -> float:
@@ -170,17 +180,28 @@ class SocketSums(Sums):
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
+        self._waiting: Any = None  # a stream
 
     def begin(self, numbers: Tensor, hear: Hear | None = None, *, factor: float = 1.0) -> Pending:
-        begun_seconds = time.perf_counter()
+        begin = moment(numbers.device)
         _multiply(numbers, factor)
         sent = numbers if self.wire_dtype is None else numbers.to(self.wire_dtype)
         work = begun(distributed.all_reduce(sent, group=self._group, async_op=True))
-        if hear is not None:
+        if hear is not None and device_of(numbers.device).has_host_memory:
             work.get_future().add_done_callback(
-                lambda _: hear(Sum(numbers.nbytes, begun_seconds, time.perf_counter()))
+                lambda _: hear(Sum(numbers.nbytes, begin, time.perf_counter()))
             )
+        elif hear is not None:
+            hear(Sum(numbers.nbytes, begin, self._end_of(work, numbers.device)))
         return work if sent is numbers else _widened(work, sent, numbers)
+
+    def _end_of(self, work: Pending, device: torch.device) -> Moment:
+        """When a device's sum is there; a stream of its own waits for it, and no computation."""
+        own = device_of(device)
+        self._waiting = own.new_stream() if self._waiting is None else self._waiting
+        with own.on_stream(self._waiting):
+            work.wait()
+            return moment(device)
 
 
 class _ThreadedSums(Sums):
@@ -375,16 +396,17 @@ def measure_ways(ways: Mapping[str, Sums], device: torch.device) -> WayCosts:
     """Try all ways at all sizes, over all ranks; the same answer on all of them."""
     first = next(iter(ways.values()))
     rooms = [first.room(size // 4, torch.float32, device) for size in SIZES]
-    seconds = torch.zeros(len(ways), len(rooms), _TRIES, dtype=torch.float64)
+    seconds = torch.zeros(len(ways), len(rooms), _TRIES, dtype=torch.float64, device=device)
     for size_index, room in enumerate(rooms):
         for try_index in range(-1, _TRIES):  # the first one opens connections
             for way_index, sums in enumerate(ways.values()):
                 room.zero_()
                 distributed.barrier()
-                start = time.perf_counter()
+                start = moment(device)
                 sums.begin(room).wait()
+                end = moment(device)
                 if try_index >= 0:
-                    seconds[way_index, size_index, try_index] = time.perf_counter() - start
+                    seconds[way_index, size_index, try_index] = float(end) - float(start)
     first.forget_rooms()
     distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
     medians = [list(map(statistics.median, of_way)) for of_way in seconds.tolist()]

@@ -17,6 +17,7 @@ from bayplan.data.exchange import Algorithm
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed
 from bayplan.running.collectives.blocks import Block, Blocks, host_identity, load
+from bayplan.running.collectives.groups import has_tags, own_group
 from bayplan.running.collectives.sums import (
     BetweenHosts,
     ScatteredSums,
@@ -25,8 +26,9 @@ from bayplan.running.collectives.sums import (
     Sums,
 )
 
-__all__ = ["RankTopology", "backend_of", "open_topology", "shares_memory"]
+__all__ = ["RankTopology", "open_topology", "shares_memory"]
 
+_CPU = torch.device("cpu")
 _PATIENCE_SECONDS = 1800  # as gloo's; a lost rank is found by its heartbeat long before
 
 
@@ -35,21 +37,11 @@ def shares_memory(environment: Mapping[str, str]) -> bool:
     return environment.get("BAYPLAN_SHARED_MEMORY", "1") != "0"
 
 
-def backend_of(device: torch.device) -> str:
-    """The backend that sends a device's tensors in the default process group; "" if none does.
-
-    `get_backend()` names one backend for the whole group, and "undefined" for a group that was
-    initialised without one: torch then has a backend for each kind of device.
-    """
-    pairs = (pair.split(":") for pair in distributed.get_backend_config().split(","))
-    return {kind: backend for kind, backend in pairs}.get(device.type, "")
-
-
-def open_topology(device: torch.device | None = None) -> "RankTopology":
+def open_topology(device: torch.device = _CPU) -> "RankTopology":
     """Of all ranks of the default process group.
 
     Args:
-        device: of the tensors that ranks exchange; the CPU by default.
+        device: of the tensors that ranks exchange.
     """
     store, rank = torch_compat.default_store(), distributed.get_rank()
     number = store.add(f"bayplan/topologies{rank}", 1)  # the same for all ranks
@@ -58,8 +50,8 @@ def open_topology(device: torch.device | None = None) -> "RankTopology":
         rank=rank,
         world_size=distributed.get_world_size(),
         cache=cache_directory(),
-        is_willing=shares_memory(os.environ)
-        and backend_of(device or torch.device("cpu")) == "gloo",
+        is_willing=shares_memory(os.environ) and has_tags(device),
+        device=device,
     )
 
 
@@ -72,6 +64,7 @@ class RankTopology:
     world_size: int
     cache: Path  # where the compiled sums are kept
     is_willing: bool = True  # whether this rank may share memory
+    device: torch.device = _CPU  # of what ranks exchange
     _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property
@@ -101,20 +94,22 @@ class RankTopology:
             data_bytes: what rooms for all that is to be summed take; the first way has them.
             is_scattered: whether to have `ScatteredSums`, too, which needs more connections.
         """
-        # A group of its own: its sums are begun in another thread.
-        scattered = distributed.new_group(list(ranks)) if is_scattered else None
-        number, group = next(self._numbers), distributed.new_group(list(ranks))
+        # A group of its own: its sums are begun in another thread, which only gloo can bear. NCCL
+        # has several algorithms and chooses by itself.
+        is_scattered = is_scattered and has_tags(self.device)
+        scattered = own_group(ranks, self.device) if is_scattered else None
+        number, group = next(self._numbers), own_group(ranks, self.device)
         of_host: dict[str, list[int]] = {}
         for rank in ranks:
             of_host.setdefault(self.hosts[rank], []).append(rank)
         is_shared = data_bytes > 0 and len(of_host) < len(ranks)
         leaders = None
         if is_shared and len(of_host) > 1:
-            leaders = distributed.new_group([mates[0] for mates in of_host.values()])
-        if not isinstance(group, distributed.ProcessGroup):
+            leaders = own_group((mates[0] for mates in of_host.values()), self.device)
+        if group is None:
             return {}  # this rank is no member
         sockets: dict[str, Sums] = {Algorithm.RING: SocketSums(group)}
-        if isinstance(scattered, distributed.ProcessGroup):
+        if scattered is not None:
             sockets[Algorithm.REDUCE_SCATTER] = ScatteredSums(scattered)
         if not is_shared:
             return sockets
@@ -129,10 +124,9 @@ class RankTopology:
             own.index(self.rank),
             patience_seconds=_PATIENCE_SECONDS,
         )
-        if leaders is None:
+        if len(of_host) == 1:
             return {Algorithm.SHARED: SharedSums(blocks, own, group), **sockets}
-        is_leader = isinstance(leaders, distributed.ProcessGroup)
-        between = BetweenHosts(leaders if is_leader else None)
+        between = BetweenHosts(leaders)
         return {Algorithm.HIERARCHICAL: SharedSums(blocks, own, group, between), **sockets}
 
     @property

@@ -6,7 +6,7 @@ averaged, so that all replicas go on with the same ones; counters are the same o
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from bayplan.running.collectives.sums import Sum
 from bayplan.running.compiled_stage import TakeGradient
 from bayplan.running.ranks.starting import exchange_flat
 
-__all__ = ["Gradients", "StageReplicas", "Versions", "average", "own_group"]
+__all__ = ["Gradients", "StageReplicas", "Versions", "average"]
 
 
 _MOST_SUMS = 1 << 16  # that are remembered; a training may go on for weeks
@@ -129,12 +129,6 @@ class StageReplicas:
     def __repr__(self) -> str:
         # It is an argument in graphs, whose text must be an expression of Python.
         return "StageReplicas()"
-
-
-def own_group(ranks: Iterable[int]) -> distributed.ProcessGroup | None:
-    """Make a process group, on all ranks at once; None on a rank that is no member."""
-    group = distributed.new_group(sorted(ranks))
-    return group if isinstance(group, distributed.ProcessGroup) else None
 
 
 class Versions:

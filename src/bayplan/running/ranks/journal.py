@@ -6,7 +6,6 @@ the fullest action are told by kind; what is more than they is made inside the a
 temporaries, scratch memory of kernels, and values that will be known by kind when it is done.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,9 +15,11 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.record import Event, Lane
 from bayplan.devices.meters import MemoryMeter
+from bayplan.devices.moments import Moment, clock_of
 
 __all__ = ["Journal", "PeakBreakdown"]
 
+_CPU = torch.device("cpu")
 _LANES = {
     ActionKind.SEND_FORWARD: Lane.SEND,
     ActionKind.SEND_BACKWARD: Lane.SEND,
@@ -34,6 +35,8 @@ _LANES = {
 class Journal:
     """Follows one rank through its steps; its text, for another thread, is the present action.
 
+    `device` is where its actions are done, later than they are begun.
+
     Attributes:
         now: the step and the position in its list.
         listener: hears of each action as well; what it takes counts for no action.
@@ -41,22 +44,23 @@ class Journal:
 
     listener: "PeakBreakdown | None" = None
 
-    def __init__(self, actions: Sequence[Action]) -> None:
+    def __init__(self, actions: Sequence[Action], device: torch.device = _CPU) -> None:
+        self._clock = clock_of(device)
         self.now = (0, 0)
         self._num_steps = 0  # begun
         self._open: int | None = None  # the position that began and did not end
         self._actions = actions
-        self._done: list[tuple[int, float, float]] = []  # of this step: position, begin, end
-        self._began = 0.0
-        self._updating: tuple[float, float] | None = None  # when the optimizer began and ended
+        self._done: list[tuple[int, Moment, Moment]] = []  # of this step: position, begin, end
+        self._began: Moment = 0.0
+        self._updating: tuple[Moment, Moment] | None = None  # when the optimizer began and ended
 
     def updating(self, update: Callable[[], object]) -> Callable[[], object]:
         """The optimizer's update, timed: the rest of its action is a wait for all-reduces."""
 
         def timed() -> object:
-            start = time.perf_counter()
+            start = self._clock()
             result = update()
-            self._updating = (start, time.perf_counter())
+            self._updating = (start, self._clock())
             return result
 
         return timed
@@ -74,10 +78,10 @@ class Journal:
             return
         if self.listener is not None:
             self.listener.began(position)
-        self._open, self._began = position, time.perf_counter()
+        self._open, self._began = position, self._clock()
 
     def ended(self, position: int) -> None:
-        self._done.append((position, self._began, time.perf_counter()))
+        self._done.append((position, self._began, self._clock()))
         self._open = None
         if self.listener is not None:
             self.listener.ended(position)
@@ -88,7 +92,7 @@ class Journal:
         return f"step {step}, stage {action.stage}, {action}"
 
     def events(self) -> tuple[Event, ...]:
-        start = self._done[0][1] if self._done else 0.0
+        start = float(self._done[0][1]) if self._done else 0.0
         return tuple(
             Event(
                 lane=lane,
@@ -97,7 +101,7 @@ class Journal:
                 seconds=ended - began,
             )
             for position, *span in self._done
-            for lane, began, ended in self._parts(position, *span)
+            for lane, began, ended in self._parts(position, *map(float, span))
         )
 
     def _parts(
@@ -106,7 +110,7 @@ class Journal:
         """An action, or the parts of an update: a wait, and what the optimizer computes."""
         kind = self._actions[position].kind
         if kind is ActionKind.UPDATE and self._updating is not None:
-            first, last = self._updating
+            first, last = map(float, self._updating)
             if began <= first <= last <= ended:
                 yield Lane.REDUCE, began, first
                 yield Lane.COMPUTE, first, last
@@ -127,24 +131,24 @@ class PeakBreakdown:
 
     def __init__(self, held: Held, meter: MemoryMeter) -> None:
         self._held, self._meter = held, meter
-        self._now: Counter[str] = Counter()
+        self._clock: Counter[str] = Counter()
         self._fullest: Counter[str] = Counter()
         self._most_bytes = -1
 
     def began(self, position: int) -> None:
         known: set[int] = set()
-        self._now = Counter()
+        self._clock = Counter()
         for kind, tensor in self._held():
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in known:
                 known.add(storage.data_ptr())
-                self._now[kind] += storage.nbytes()
+                self._clock[kind] += storage.nbytes()
         self._meter.reset_peak()
 
     def ended(self, position: int) -> None:
         peak_bytes = self._meter.peak_bytes
         if peak_bytes > self._most_bytes:
-            self._most_bytes, self._fullest = peak_bytes, self._now
+            self._most_bytes, self._fullest = peak_bytes, self._clock
 
     def by_kind(self, peak_bytes: int) -> dict[str, int]:
         """A peak of so many bytes by kind, the largest first; what has no kind is temporary."""

@@ -9,7 +9,7 @@ import atexit
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,11 @@ from bayplan.data.actions import Action
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Plan, RankPlan
+from bayplan.devices.device import device_of
 from bayplan.devices.machine import check_torch_version
+from bayplan.running.collectives.groups import Queues, has_tags, own_group
 from bayplan.running.collectives.sums import Sum, Sums, room_bytes
-from bayplan.running.collectives.topology import RankTopology, backend_of, open_topology
+from bayplan.running.collectives.topology import RankTopology, open_topology
 from bayplan.running.collectives.transports import (
     LARGE_BYTES,
     Mailboxes,
@@ -33,7 +35,7 @@ from bayplan.running.collectives.transports import (
     Transport,
     open_peer_memory,
 )
-from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions, own_group
+from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.rank_step import RankStep
 from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
@@ -57,13 +59,13 @@ class LossSums:
 
     Beside the loss go two numbers that show whether all ranks had the same batch (`BatchMark`).
     With stale weights, the loss of a batch comes `lag` batches later: to wait for the present one
-    would make every rank wait for the last stage. `sums` are over all ranks, used for nothing else.
+    would make every rank wait for the last stage. `sums` are over all ranks, used for nothing else;
+    `device` is that of the losses.
     """
 
-    def __init__(self, sums: Sums | None, lag: int) -> None:
+    def __init__(self, sums: Sums | None, lag: int, device: torch.device) -> None:
         assert sums is not None, "all ranks take part"
         self._sums, self._lag = sums, lag
-        device = torch.device("cpu")
         self._rooms = deque(sums.room(_NUM_LOSS_SUMS, _LOSS_DTYPE, device) for _ in range(lag + 1))
         self._owed: deque[tuple[Pending, torch.Tensor]] = deque()
 
@@ -134,7 +136,7 @@ def bind(
         watch.doing = "bind, before the first step"
         given = plan if isinstance(plan, Plan) else _read(plan)
         check_torch_version(given.torch_version)
-        taken = check_rank_plan(given, has_tags=backend_of(_device_of(model)) == "gloo")
+        taken = check_rank_plan(given, has_tags=has_tags(_device_of(model)))
         world_size, num_ranks = distributed.get_world_size(), len(taken.actions)
         if world_size != num_ranks:
             raise UsageError(
@@ -199,11 +201,13 @@ class PipelinedStep:
         self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
         self._marks: deque[BatchMark] = deque()  # of batches whose loss is owed
+        self._unchecked: deque[tuple[BatchMark, torch.Tensor]] = deque()  # with their sums
         self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
         self._sums: Mapping[tuple[int, ...], Sums] = {}  # by ranks that share gradients
-        self.journal = Journal([Action.parse(text) for text in plan.actions[self._rank]])
+        actions = [Action.parse(text) for text in plan.actions[self._rank]]
+        self.journal = Journal(actions, self._device)
         watch.doing = self.journal
 
     def __call__(self, *batch: Any) -> torch.Tensor:
@@ -260,7 +264,9 @@ class PipelinedStep:
         part = worker.run(batch_tensors(batch), self.journal)
         self._marks.append(mark)
         sums = self._loss_sums.add(mark.beside(part))
-        return torch.full((), math.nan, dtype=part.dtype) if sums is None else self._checked(sums)
+        if sums is None:
+            return torch.full((), math.nan, dtype=part.dtype, device=part.device)
+        return self._checked(sums)
 
     def flush(self) -> list[torch.Tensor]:
         """End all batches in flight, on all ranks at once; returns the losses still owed.
@@ -272,12 +278,24 @@ class PipelinedStep:
                 for _ in range(self._lag):
                     self._worker.run(None, self.journal)
                 self._worker.rest()
-            return [self._checked(sums) for sums in self._loss_sums.rest()]
+            losses = [self._checked(sums) for sums in self._loss_sums.rest()]
+            self._check_batches(0)
+            return losses
 
     def _checked(self, sums: torch.Tensor) -> torch.Tensor:
-        """A loss, once it is known that all ranks had the same batch."""
-        self._marks.popleft().check(sums)
+        """A loss, of which it is known, or soon will be, that all ranks had the same batch.
+
+        To look at the sums of a device is to wait for them. So a step looks at those of the one
+        before it, while its own are on their way.
+        """
+        self._unchecked.append((self._marks.popleft(), sums))
+        self._check_batches(int(not device_of(self._device).has_host_memory))
         return sums[0]
+
+    def _check_batches(self, num_left: int) -> None:
+        while len(self._unchecked) > num_left:
+            mark, sums = self._unchecked.popleft()
+            mark.check(sums)
 
     @property
     def _lag(self) -> int:
@@ -290,8 +308,8 @@ class PipelinedStep:
             plan=self._plan,
             step=replace(self._step, batch=batch),
             rank=self._rank,
-            has_tags=backend_of(self._device) == "gloo",
             swap=self._swap,
+            queues=self._queues,
             replicas=self._replicas,
             transports=self._transports,
         )
@@ -300,6 +318,8 @@ class PipelinedStep:
             self._holdings = Holdings(self._step.model, preparation.holders(), self._rank)
             self._sums = preparation.sums(self._topology)
             self._kept = preparation.gradients(self._sums), preparation.versions()
+        if self._queues is not None:
+            self._queues.open(preparation.links())
         worker = preparation.worker(
             self._groups, *self._kept, self.journal.updating(self._optimizer.step)
         )
@@ -315,6 +335,10 @@ class PipelinedStep:
     @cached_property
     def _topology(self) -> RankTopology:
         return open_topology(self._device)
+
+    @cached_property
+    def _queues(self) -> Queues | None:
+        return None if has_tags(self._device) else Queues(self._rank, self._device)
 
     @cached_property
     def _mailboxes(self) -> Mailboxes:
@@ -333,13 +357,14 @@ class PipelinedStep:
     @cached_property
     def _loss_sums(self) -> LossSums:
         ranks = range(distributed.get_world_size())
-        return LossSums(self._topology.sums(ranks, LossSums.needed_bytes(self._lag)), self._lag)
+        sums = self._topology.sums(ranks, LossSums.needed_bytes(self._lag))
+        return LossSums(sums, self._lag, self._device)
 
     @cached_property
     def _replicas(self) -> dict[int, StageReplicas]:
         """By stage of this rank, those that it synchronises BatchNorm with."""
         stages = sorted(self._plan.synchronised_stages)
-        groups = {stage: own_group(self._plan.stages[stage].devices) for stage in stages}
+        groups = {stage: self._group_of(self._plan.stages[stage].devices) for stage in stages}
         return {stage: StageReplicas(group) for stage, group in groups.items() if group is not None}
 
     @cached_property
@@ -347,5 +372,8 @@ class PipelinedStep:
         """Ranks that share a stage; groups are made in the same order everywhere."""
         shared = (stage.devices for stage in self._plan.stages if len(stage.devices) > 1)
         rank_sets = dict.fromkeys(tuple(sorted(devices)) for devices in shared)
-        groups = {ranks: own_group(ranks) for ranks in rank_sets}
+        groups = {ranks: self._group_of(ranks) for ranks in rank_sets}
         return {ranks: group for ranks, group in groups.items() if group is not None}
+
+    def _group_of(self, ranks: Iterable[int]) -> distributed.ProcessGroup | None:
+        return own_group(ranks, self._device)

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import distributed, nn
 
 from bayplan.costing.pricing import free_prices
 from bayplan.data.actions import Action
-from bayplan.data.errors import ForeignPlan, UsageError
+from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import RankPlan
 from bayplan.devices.device import device_of
 from bayplan.devices.machine import cache_directory
@@ -26,6 +26,7 @@ from bayplan.planning.pipelines.step_source import StageValues
 from bayplan.prepared_stages import PreparedStages
 from bayplan.rewriting.synchronised_norm import Replicas
 from bayplan.running.collectives.bucket_sums import GradientBucket
+from bayplan.running.collectives.groups import LinkKey, Queues
 from bayplan.running.collectives.sums import Sums, room_bytes
 from bayplan.running.collectives.topology import RankTopology
 from bayplan.running.collectives.transports import Transport
@@ -110,6 +111,12 @@ def check_buckets(plan: RankPlan, gradients: Sequence[Mapping[str, object]]) -> 
             )
 
 
+def _key(message: Message, *, is_back: bool) -> LinkKey:
+    ends = (message.sender, message.receiver)
+    sender, receiver = ends[::-1] if is_back else ends
+    return LinkKey(message.source_stage, message.target_stage, is_back, sender, receiver)
+
+
 _SALTS = 97  # few, as a tag has 31 bits
 _Groups = Mapping[tuple[int, ...], distributed.ProcessGroup]
 
@@ -120,7 +127,7 @@ class RankStep:
 
     Attributes:
         step: the model and its loss, with a batch of this size.
-        has_tags: whether the transport tells messages between two ranks apart.
+        queues: where the backend knows no tags, those of all links between ranks.
         replicas: by stage of this rank, those to synchronise BatchNorm with.
         transports: inside a host, where values are in a CPU's memory, instead of sockets.
     """
@@ -128,8 +135,8 @@ class RankStep:
     plan: RankPlan
     step: TrainingStep
     rank: int
-    has_tags: bool
     swap: RankSwap
+    queues: Queues | None = None
     replicas: Mapping[int, Replicas] = field(default_factory=dict)
     transports: tuple[Transport, ...] = ()
 
@@ -159,17 +166,13 @@ class RankStep:
             versions=versions,
             update=update,
             picker=picker,
+            ready={} if self.queues is None else self._proof.ready[self.rank],
         )
 
     def _picker(self, own: Sequence[Action]) -> tuple[Picker | None, Sequence[Sequence[int]]]:
         """Who chooses what comes next, and when sends are known to be received."""
         if self.plan.static_order:
             return None, self._proof.retire[self.rank]
-        if not self.has_tags:
-            raise UsageError(
-                "without static order messages overtake each other, which needs tags to tell them"
-                " apart: gloo has them, this backend has not; use gloo, or plan with static order"
-            )
         in_flight = self._proof.in_flight[self.rank]
         loose = loosen(self.pipeline, self.rank, own, in_flight=in_flight, lags=self.lags)
         return Picker(loose.needs, loose.takers, RECEIVES_AHEAD), loose.retire
@@ -187,6 +190,15 @@ class RankStep:
             needed_bytes[ranks] += room_bytes(count, members[0].dtype)
         of_all = {ranks: topology.sums(ranks, size) for ranks, size in needed_bytes.items()}
         return {ranks: sums for ranks, sums in of_all.items() if sums is not None}
+
+    def links(self) -> Iterator[LinkKey]:
+        """All that messages between ranks go over, on any of them."""
+        pipeline = self.pipeline
+        for is_back, pairs in ((False, pipeline.links), (True, pipeline.backward_links)):
+            for pair, micro_batch in product(pairs, range(pipeline.num_micro_batches)):
+                for message in pipeline.routing.messages(*pair, micro_batch):
+                    if not message.is_local:
+                        yield _key(message, is_back=is_back)
 
     def gradients(self, sums: Mapping[tuple[int, ...], Sums]) -> Gradients:
         """Of the parameters that this rank trains; `sums` by the method above."""
@@ -249,7 +261,7 @@ class RankStep:
 
     @cached_property
     def _proof(self) -> Proof:
-        return check_actions(self.pipeline, self._actions, has_tags=self.has_tags)
+        return check_actions(self.pipeline, self._actions, has_tags=self.queues is None)
 
     @property
     def _stages(self) -> tuple[int, ...]:
@@ -425,6 +437,9 @@ class RankStep:
         forms = self._forms_of(early, late, is_back=is_back, is_first=message.begin == last.begin)
         maker = late if is_back else early
         num_readers = sum(stage == maker for stage, _ in self._any_staged.carried.backward)
+        transports = self.transports if device_of(self._device).has_host_memory else ()
+        if self.queues is not None and peer != self.rank:
+            transports = (self.queues.of(_key(message, is_back=is_back)),)
         num_stages = len(self.plan.stages)
         number = (is_back * num_stages + early) * num_stages + late
         return Route(
@@ -435,7 +450,7 @@ class RankStep:
             is_shared=is_back and num_readers > 1,
             tag=_SALTS * (number * self.plan.num_micro_batches + index) + self._salt,
             comes=comes,
-            transports=self.transports if device_of(self._device).has_host_memory else (),
+            transports=transports,
         )
 
     def _forms_of(

@@ -4,7 +4,8 @@ Every rank is given the whole batch. One with a part of it, as a `DistributedSam
 with one that was shuffled otherwise, would train on other samples than its neighbours, and no
 number would look wrong. So each step's loss is summed up together with a number made of the batch's
 form and a few of its values: the sums of the numbers and of their squares show whether all are the
-same, and cost no message of their own. Values on a GPU are left out; to read them is to wait.
+same, and cost no message of their own. Values on a GPU are never read by the host, which would have
+to wait for them: the GPU makes the number.
 
 Every rank starts with the whole model. What only other ranks read is released, and comes back when
 somebody asks for the model's state: then all ranks must ask, as each has what others lack.
@@ -43,40 +44,50 @@ __all__ = [
 
 _BITS = 20  # so that squares of all ranks' numbers add up in a float64 without rounding
 _NUM_VALUES = 8  # of the first sample and of the last
+_PRIME = 7919  # sets places apart that are next to each other
 
 
 @dataclass(frozen=True)
 class BatchMark:
-    """The shapes and dtypes of a batch in words, and a number made of them and of a few values."""
+    """The shapes and dtypes of a batch in words, and a number made of them and of a few values.
+
+    `on_device` are numbers that a device has made of its values, to be added.
+    """
 
     form: str
     number: int
+    on_device: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> "BatchMark":
         form = form_of(tensors)
         number = zlib.crc32(form.encode())
-        for tensor in tensors:
-            if device_of(tensor.device).has_host_memory and tensor.numel():
-                number = zlib.crc32(_few_values(tensor), number)
-        return cls(form, number >> (32 - _BITS))
+        on_device: list[torch.Tensor] = []
+        for values in (_few_values(tensor) for tensor in tensors if tensor.numel()):
+            if device_of(values.device).has_host_memory:
+                number = zlib.crc32(values.numpy().tobytes(), number)
+            else:
+                on_device.append(_summed_up(values))
+        return cls(form, number >> (32 - _BITS), tuple(on_device))
 
     def beside(self, loss: torch.Tensor) -> torch.Tensor:
         """A part of the loss, with what is summed up beside it."""
-        number = float(self.number)
-        mark = torch.tensor([number, number * number], dtype=loss.dtype, device=loss.device)
-        return torch.cat([loss.reshape(1), mark])
+        number = torch.full((1,), float(self.number), dtype=loss.dtype, device=loss.device)
+        for more in self.on_device:
+            number = (number + more.to(loss.device)).remainder_(1 << _BITS)
+        return torch.cat([loss.reshape(1), number, number * number])
 
     def check(self, sums: torch.Tensor) -> None:
         """Raise UsageError on all ranks if the sums over them show that marks differ."""
         if are_alike(sums, distributed.get_world_size()):
             return
-        own = torch.tensor([self.number, zlib.crc32(self.form.encode())], device=sums.device)
+        numbers = [self.number, *map(int, self.on_device), zlib.crc32(self.form.encode())]
+        own = torch.tensor(numbers, device=sums.device)
         marks = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
         distributed.all_gather(marks, own)
         rows = [mark.tolist() for mark in marks]
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        if len({form for _, form in rows}) == 1:
+        if len({row[-1] for row in rows}) == 1:
             what = f"its form is the same, {self.form}, its values are not"
         else:
             what = f"rank {distributed.get_rank()} has {self.form}"
@@ -106,11 +117,17 @@ def form_of(tensors: Sequence[torch.Tensor]) -> str:
     )
 
 
-def _few_values(tensor: torch.Tensor) -> bytes:
+def _few_values(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes."""
     rows = tensor if tensor.dim() else tensor.reshape(1)
     first, last = rows[0].reshape(-1)[:_NUM_VALUES], rows[-1].reshape(-1)[-_NUM_VALUES:]
-    values = torch.cat([first, last]).detach()
-    return values.view(torch.uint8).numpy().tobytes()
+    return torch.cat([first, last]).detach().view(torch.uint8)
+
+
+def _summed_up(values: torch.Tensor) -> torch.Tensor:
+    """A number of bytes and of their places, made where they are; whole, as few are added."""
+    places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
+    return (values.double() * (places * _PRIME).remainder_(1 << _BITS)).sum(0, keepdim=True)
 
 
 class Holdings:

@@ -18,7 +18,7 @@ more, a part of the list has nothing to do and is passed over.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, count, islice
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class Worker:
         shared_buffers: that replicas of a stage average after a step, with the group of each.
         update: runs the optimizer, once all gradients are there.
         picker: chooses what comes next; None where that is the next of the list.
+        ready: by position, how many of the first actions must be done before a receive is posted;
+            0 where it is left out.
     """
 
     actions: Sequence[Action]
@@ -84,6 +86,7 @@ class Worker:
     versions: Versions
     update: Callable[[], object]
     picker: Picker | None = None
+    ready: Mapping[int, int] = field(default_factory=dict)
     _batch: list[torch.Tensor] = field(default_factory=list)
     _losses: list[torch.Tensor] = field(default_factory=list)
 
@@ -95,11 +98,10 @@ class Worker:
         self._sent: deque[list[Departure]] = deque()
         self._due: list[bool] = []
         self._positions: list[int] = []
-        self._receives: list[Arrival] = []
+        self._posts: dict[int, list[Arrival]] = {}  # by position, what is posted before it
         self._updates: list[int] = []
         self._reduces: list[int] = []  # buckets, in order
         self._num_pieces: Counter[str] = Counter()  # that add to each gradient
-        self._to_post: Iterator[Arrival] = iter(())
         self._number = 0  # of this call
         self._num_given = 0  # batches so far
 
@@ -116,6 +118,8 @@ class Worker:
         self._sent.append([])
         for position in self._walk(positions, journal):
             journal.began(position)
+            for arrival in self._posts.get(position, ()):
+                arrival.post()
             self._calls[position](position)
             for sent in self.retire[position]:
                 self._way_of(self.actions[sent]).departure.wait()
@@ -124,14 +128,14 @@ class Worker:
         self._batch = []
         self._wait_for_sends(2 if any(self.versions.lags) else 0)  # rule 3
         losses, self._losses = self._losses, []
-        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+        if losses:
+            return torch.stack(losses).sum()
+        device = next(iter(self.tensors.values())).device
+        return torch.zeros((), dtype=torch.float64, device=device)
 
     def _walk(self, positions: Sequence[int], journal: Journal) -> Iterable[int]:
-        """The positions in the order they are done, with receives posted ahead."""
+        """The positions in the order they are done."""
         if self.picker is None:
-            self._to_post = iter(self._receives)
-            for arrival in islice(self._to_post, RECEIVES_AHEAD):
-                arrival.post()
             return positions
         receives = [
             {
@@ -150,7 +154,7 @@ class Worker:
             self._due = due
             self._positions = [*compress(count(), due)]
             actions = [*compress(self.actions, due)]
-            self._receives = [self._way_of(act).arrival for act in actions if act.kind in _RECEIVES]
+            self._posts = {} if self.picker is not None else self._posts_ahead()
             self._updates = [
                 p for p in self._positions if self.actions[p].kind is ActionKind.UPDATE
             ]
@@ -162,6 +166,19 @@ class Worker:
                 for name in self.parts[act.stage, act.index].stage.graph.parameters
             )
         return self._positions
+
+    def _posts_ahead(self) -> dict[int, list[Arrival]]:
+        """Where receives are posted: a few ahead of the one that is waited for next."""
+        posts: dict[int, list[Arrival]] = {p: [] for p in self._positions}
+        receives = [p for p in self._positions if self.actions[p].kind in _RECEIVES]
+        to_post, num_ahead = deque(receives), RECEIVES_AHEAD
+        for position in self._positions:
+            num_ahead += self.actions[position].kind in _RECEIVES
+            while to_post and len(receives) - len(to_post) < num_ahead:
+                if self.ready.get(to_post[0], 0) > position:
+                    break
+                posts[position].append(self._way_of(self.actions[to_post.popleft()]).arrival)
+        return posts
 
     def rest(self) -> None:
         """After the last batch: wait for all sends, and begin anew with the next one."""
@@ -301,8 +318,6 @@ class Worker:
     def _receive(self, arrival: Arrival) -> None:
         if self.picker is not None:
             return  # it waited before it came to this
-        for following in islice(self._to_post, 1):
-            following.post()
         arrival.wait()
 
     def _send(self, departure: Departure, made: Mapping[Key | None, deque[Values]]) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import csv
 import hashlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from bayplan.data.exchange import Algorithm, BucketFile, ExchangeSettings, Tunin
 from bayplan.devices.device import device_of
 from bayplan.devices.machine import cache_directory
 from bayplan.running.collectives.data_parallel import DataParallel, exchange_of
+from bayplan.running.collectives.groups import own_group
 from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuner import Outcome, Purpose, Trial, Tuner
 
@@ -110,9 +110,9 @@ class Tuning:
     def step(self) -> Iterator[None]:
         """Train one step inside."""
         if len(self._seconds) < _WATCHED_STEPS:
-            begun_seconds = time.perf_counter()
+            begun_seconds = device_of(self._device).now()
             yield
-            self._seconds.append(time.perf_counter() - begun_seconds)
+            self._seconds.append(device_of(self._device).now() - begun_seconds)
             return
         if self._run is None:
             self._tuner = self._new_tuner() if self._is_first else None
@@ -136,9 +136,9 @@ class Tuning:
 
     def _new_tuner(self) -> Tuner:
         times = self._exchange.times
-        begun_seconds = min(times.ready.values(), default=times.done_seconds)
+        begun_seconds = min(times.ready_seconds.values(), default=float(times.done))
         typical_seconds = statistics.median(self._seconds[1:])
-        outside_seconds = max(0.0, typical_seconds - (times.done_seconds - begun_seconds))
+        outside_seconds = max(0.0, typical_seconds - (float(times.done) - begun_seconds))
         return Tuner(
             _candidates(self._exchange),
             lambda settings: outside_seconds + self._exchange.predict(settings),
@@ -199,8 +199,8 @@ class TunedRun:
             raise UsageError("tuning needs torch.distributed.init_process_group() first")
         self._tuner, self._apply, self._device = tuner, apply, device
         # Of its own, so that its messages never meet those of a step that is still on its way.
-        group = distributed.new_group()
-        assert isinstance(group, distributed.ProcessGroup), "every rank is a member"
+        group = own_group(range(distributed.get_world_size()), device)
+        assert group is not None, "every rank is a member"
         self._group = group
         self._trial: Trial | None = None
         self._setting: ExchangeSettings | None = None

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,21 @@ def real_models():
     return sys.modules[name].BUILDERS
 
 
-def build(model, num_samples, dtype="float64", *, seed=0):
-    """A step, the same in every process with this seed."""
+def build(model, num_samples, dtype="float64", *, seed=0, device="cpu"):
+    """A step, the same in every process with this seed; only on a CPU with dropout."""
+    step = build_on_cpu(model, num_samples, dtype, seed=seed)
+    if device == "cpu":
+        return step
+    for module in step.model.modules():
+        for name in ("p", "dropout"):  # of a layer, and of attention
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    batch = step.batch if isinstance(step.batch, tuple) else (step.batch,)
+    batch = tuple(tensor.to(device) for tensor in batch)
+    return replace(step, model=step.model.to(device), batch=batch)
+
+
+def build_on_cpu(model, num_samples, dtype, *, seed):
     torch.manual_seed(seed)
     if model not in ("plain", "mixed"):
         dtype = getattr(torch, dtype)
@@ -117,7 +131,7 @@ def loss_alone(alone, seen, plan):
 
 def train_alone(case, plan):
     """In this process; where the plan allows stale weights, with those each batch would see."""
-    alone = build(case["model"], case["batch"], case["dtype"])
+    alone = build(case["model"], case["batch"], case["dtype"], device=case.get("device", "cpu"))
     optimizer, named = optimizer_of(alone.model), dict(alone.model.named_parameters())
     lag_of = {
         name: plan.lags[bucket.stages[0]] if plan.lags else 0
@@ -153,7 +167,7 @@ def compare(case, plan):
     alone, alone_losses = train_alone(case, plan)
     random_state = torch.get_rng_state()
 
-    own = build(case["model"], case["batch"], case["dtype"])
+    own = build(case["model"], case["batch"], case["dtype"], device=case.get("device", "cpu"))
     batch = own.batch if isinstance(own.batch, tuple) else (own.batch,)
     step = bind(
         own.model, optimizer_of(own.model), plan, loss_fn=own.loss_fn, swap=case.get("swap")
@@ -182,7 +196,7 @@ def digest_of(losses, state):
     """Tells trainings apart by every bit of what came out."""
     digest = hashlib.sha256(repr(losses).encode())
     for tensor in state.values():
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

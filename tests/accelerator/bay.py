@@ -43,6 +43,7 @@ def register(library: Path, *, num_devices: int = 2) -> None:
     """Let torch know the device; once in a process."""
     global _library, _num_devices
     _library, _num_devices = ctypes.CDLL(str(library)), num_devices
+    _library.bay_num_synchronisations.restype = ctypes.c_int64
     _library.bay_enable(num_devices)
     torch.utils.rename_privateuse1_backend("bay")
     torch._register_device_module("bay", sys.modules[__name__])
@@ -84,6 +85,12 @@ def slow(
     finally:
         synchronize_all()
         _library.bay_set_speeds(*[ctypes.c_double(0.0)] * 3)
+
+
+def num_synchronisations() -> int:
+    """How often the host has waited for a device so far."""
+    assert _library is not None
+    return _library.bay_num_synchronisations()
 
 
 def has_failed() -> bool:

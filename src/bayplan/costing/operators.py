@@ -29,7 +29,7 @@ from torch import fx
 from bayplan import torch_compat
 from bayplan.costing.cache import cached_workspaces
 from bayplan.costing.measure import born_bytes
-from bayplan.costing.trials import may_crash, survives
+from bayplan.costing.trials import can_try, has_whole_numbers, may_crash, survives
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
@@ -135,9 +135,13 @@ def _callable_alone(
             _spread_groups(*values[0], **values[1])
         call = partial(operator, *values[0], **values[1])
         try:
-            is_tried = make is not made_up or may_crash(operator, args, kwargs)
-            if is_tried and not survives(call):
-                return None
+            is_first = make is made_up
+            if can_try((args, kwargs)):
+                is_tried = not is_first or may_crash(operator, args, kwargs)
+                if is_tried and not survives(call):
+                    return None
+            elif not is_first and has_whole_numbers((args, kwargs)):
+                return None  # an index out of bounds would be the end of the device
             call()
         except Exception as fault:  # not positive definite, of no length: whatever it minds
             if is_out_of_memory(fault):

@@ -21,7 +21,7 @@ from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
 from bayplan.devices.device import HOST, device_of
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
-from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
+from bayplan.tracing.hooks import num_hooks, on_copies, own_generators, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
 
 __all__ = [
@@ -114,14 +114,17 @@ def _plain_fault(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers and the random numbers back as they were."""
+    """Put a model's buffers, its generators and the random numbers back as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with ExitStack() as generators:
+    generators = [(each, each.get_state()) for each in own_generators(model.modules())]
+    with ExitStack() as defaults:
         for device in {HOST.where, *(parameter.device for parameter in model.parameters())}:
-            generators.enter_context(device_of(device).forked_generators())
+            defaults.enter_context(device_of(device).forked_generators())
         try:
             yield
         finally:
+            for generator, state in generators:
+                generator.set_state(state)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)

@@ -30,7 +30,7 @@ from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import InPieces, Verdict
-from bayplan.devices.device import default_device
+from bayplan.devices.device import HOST, default_device
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
@@ -456,7 +456,7 @@ def run(
         plan,
         prepared,
         num_steps=num_steps,
-        space=swap_space(swap, swap_size),
+        space=swap_space(swap, swap_size, device=prepared.model_device),
         on_step=lambda number, loss: on_progress(
             f"step {number + 1}, loss {loss:.4f}", number, num_steps
         ),
@@ -492,7 +492,8 @@ def planner_of(
 ) -> Planner:
     """A planner of one step, for any number of plans; arguments as for `plan`."""
     step = prepare(model, batch, loss_fn, again=again, on_progress=on_progress, **options)
-    space = swap_space(swap, swap_size)
+    device = step.model_device if step.is_here and swap is not None else HOST.where
+    space = swap_space(swap, swap_size, device=device)
     return Planner(
         step,
         cache=cache_directory(),
@@ -506,15 +507,20 @@ def planner_of(
     )
 
 
-def swap_space(directory: Path | str | None, size: str | int | None = None) -> SwapSpace | None:
-    """Where to swap to, its speed measured; None where nobody asked for it."""
+def swap_space(
+    directory: Path | str | None,
+    size: str | int | None = None,
+    *,
+    device: torch.device = HOST.where,
+) -> SwapSpace | None:
+    """Where to swap to from a device, its speed measured; None where nobody asked for it."""
     max_bytes = None if size is None else parse_bytes(size)
     if directory is None:
         if size is not None:
             raise UsageError(f"--swap-size {size} needs --swap-dir, the directory to swap to")
         return None
     try:
-        return SwapSpace.measured("cpu", Path(directory), max_bytes=max_bytes)
+        return SwapSpace.measured(device, Path(directory), max_bytes=max_bytes)
     except PlanBroken as fault:  # before anything runs, there is no plan to break
         raise UsageError(str(fault)) from None
 

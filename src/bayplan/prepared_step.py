@@ -113,6 +113,7 @@ def prepare(
         target, size = resolve_target(model), batch
     else:
         check_model(model, loss_fn)
+        _check_one_device(model)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
     return PreparedStep(
@@ -123,6 +124,20 @@ def prepare(
         device=load_device(device) if isinstance(device, str) else device,
         **options,
     )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices, which is a plan of the user's own."""
+    first_on: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        first_on.setdefault(parameter.device, name)
+    if len(first_on) > 1:
+        places = " and ".join(f"{name} is on {device}" for device, name in first_on.items())
+        raise UsageError(
+            f"the parameters of {type(model).__name__} are on {len(first_on)} devices ({places});"
+            " plans are for a model on one. Move it there with model.to(…), and for several"
+            " devices plan with a placement"
+        )
 
 
 def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Target:

@@ -457,13 +457,15 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream
 
 struct PinnedMemory final : at::HostAllocator {
   std::mutex mutex;
+  std::atomic<size_t> cap = SIZE_MAX;
   std::map<const char*, size_t> sizes;  // copies keep what they use, so it is freed when they end
 
   static void release(void* address);
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, at::kCPU};
     void* address = nullptr;
-    TORCH_CHECK(posix_memalign(&address, 64, size) == 0, "bay: the host has no memory to pin");
+    TORCH_CHECK(
+        size <= cap && posix_memalign(&address, 64, size) == 0, "bay: the host has no memory to pin");
     std::lock_guard lock(mutex);
     sizes[static_cast<char*>(address)] = size;
     return {address, address, &release, at::kCPU};
@@ -1002,6 +1004,7 @@ void bay_set_cap(int device, size_t bytes) {
   std::lock_guard lock(allocator.mutex);
   allocator.memories[device].cap = bytes;
 }
+void bay_set_pinned_cap(size_t bytes) { pinned.cap = bytes; }
 void bay_set_speeds(double kernel_seconds, double copy_seconds, double bytes_per_second) {
   speeds = {kernel_seconds, copy_seconds, bytes_per_second};
 }

@@ -67,6 +67,17 @@ def set_cap(size_bytes: int, device: Any = None) -> None:
 
 
 @contextmanager
+def pinned_cap(size_bytes: int) -> Iterator[None]:
+    """Let the host page-lock no more than so much at once."""
+    assert _library is not None
+    _library.bay_set_pinned_cap(ctypes.c_size_t(size_bytes))
+    try:
+        yield
+    finally:
+        _library.bay_set_pinned_cap(ctypes.c_size_t(2**64 - 1))
+
+
+@contextmanager
 def slow(
     *, kernel_seconds: float = 0.0, copy_seconds: float = 0.0, bytes_per_second: float = 0.0
 ) -> Iterator[None]:

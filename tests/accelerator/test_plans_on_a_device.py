@@ -5,18 +5,15 @@ that forgets to wait, or reads what it has not brought back, gets other bits tha
 Each test runs in a process that has the device registered (`own_process.py`).
 """
 
-from collections.abc import Callable
-
 import bay
 import pytest
 import torch
-from planned_steps import DECISIONS, DEVICE, FAST, Space, are_same, made, planned, trained
+from planned_steps import DECISIONS, DEVICE, are_same, made, planned, trained
 from torch import nn
 
 import bayplan
-from bayplan.planning.memory.orders import by_strategy
-from bayplan.planning.memory.strategies import swap
-from bayplan.running.swaps.lanes import PinnedLane
+from bayplan.data.errors import PlanBroken, UsageError
+from bayplan.data.units import format_bytes
 
 pytestmark = pytest.mark.alone  # results are late by so much: a busy machine is late as well
 
@@ -39,37 +36,6 @@ def test_mixed_precision_has_the_same_bits():
     planned(step, DECISIONS["all again"])
     assert are_same(trained(step, is_slow=True), plain)
     assert not plain[0].equal(trained(made(0.3))[0])
-
-
-class NeverWaits(PinnedLane):
-    """Brings back what is then read at once."""
-
-    def start_in(self, offset_bytes: int, target: torch.Tensor) -> Callable[[], None]:
-        super().start_in(offset_bytes, target)
-        return lambda: None
-
-
-class StartsEarly(PinnedLane):
-    """Takes out what has not been computed yet."""
-
-    def start_out(self, source: torch.Tensor, offset_bytes: int) -> Callable[[], None]:
-        with self._stream:
-            self._slot(offset_bytes, source).copy_(source, non_blocking=True)
-            done = torch.Event(DEVICE)
-            done.record(self._stream)
-        self._under_way[done] = source
-        return lambda: torch.accelerator.current_stream(0).wait_event(done)
-
-
-WRONG_LANES = {"never waits": NeverWaits, "starts early": StartsEarly}
-
-
-@pytest.mark.parametrize("lane", WRONG_LANES)
-def test_a_swap_in_the_wrong_order_has_other_bits(lane):
-    wrong = type("Wrong", (Space,), {"lane": WRONG_LANES[lane]})
-    plain, step = trained(made()), made()
-    planned(step, by_strategy("swap", swap(), tier=FAST), wrong)
-    assert not are_same(trained(step, is_slow=True), plain)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
@@ -108,8 +74,42 @@ def test_fit_says_what_a_device_ran_out_of():
     step.loss_fn(step.model(step.batch[0]), step.batch[1]).backward()
     torch.accelerator.empty_cache()
     bay.set_cap(torch.accelerator.memory_allocated(0) + 4096, 0)
-    with pytest.raises(torch.OutOfMemoryError, match="in a planned step, which asked for"):
+    told = (
+        r"in a planned step, which asked for .* Predicted: a peak of [\d.]+ KiB; on bay:0"
+        r" [\d.]+ \w+ of [\d.]+ \w+ are free, this process has [\d.]+ \w+ allocated and [\d.]+ \w+"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=told) as raised:
         step.loss_fn(step.model(step.batch[0]), step.batch[1]).backward()
+    assert isinstance(raised.value, PlanBroken)
+    predicted = format_bytes(bayplan.plan_of(step.model).order.peak_bytes)
+    assert f"a peak of {predicted}" in str(raised.value)
+
+
+def test_a_model_on_two_devices_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4).to("bay:0"), nn.Linear(4, 4).to("bay:1"))
+    batch = torch.ones(2, 4, device="bay:0")
+    told = r"on 2 devices \(0.weight is on bay:0 and 1.weight is on bay:1\)"
+    for verb in (bayplan.fit, bayplan.check, bayplan.plan):
+        with pytest.raises(UsageError, match=told):
+            verb(model, batch, lambda y: y.sum(), memory="1MiB")
+
+
+def test_a_model_on_the_second_device_has_the_bits_of_plain_training():
+    found = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        layers = [(nn.Linear(64, 64), nn.Sigmoid(), nn.Dropout(0.3)) for _ in range(4)]
+        model = nn.Sequential(*(layer for block in layers for layer in block)).to("bay:1")
+        batch = torch.randn(256, 64).to("bay:1")
+        if is_planned:
+            torch.compiler.reset()
+            bayplan.fit(model, batch, lambda y: y.sum(), memory="80%", time_limit_seconds=1)
+        torch.manual_seed(5)
+        with bay.slow(kernel_seconds=0.0005):
+            model(batch).sum().backward()
+        found.append([parameter.grad.cpu() for parameter in model.parameters()])
+        found[-1].append(bay.get_rng_state(1))
+    assert are_same(*found)
 
 
 def test_a_fitted_model_peaks_where_its_plan_says():

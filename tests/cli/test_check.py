@@ -74,6 +74,7 @@ def test_reserved_memory_of_a_cuda_device_is_told_beside_the_peak(bayplan):
 def test_limit_is_for_the_bytes_that_it_counts(bayplan):
     options = ("check", "resnet18", "--batch", 8, "--device", "titan-v", "--no-plan", "--json")
     verdict = verdict_of(bayplan(*options))
+    assert verdict.total_bytes is not None
     counted = {
         "live": verdict.plain_peak_bytes,
         "reserved": verdict.allocator.reserved_bytes,

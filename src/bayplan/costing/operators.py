@@ -63,6 +63,7 @@ class OperatorCosts:
     meter: MemoryMeter
     now: Callable[[], float] = time.perf_counter
     known: dict[str, Cost] = field(default_factory=dict)
+    waiting_seconds: float = 0.0  # of each timing, see there
 
     def __call__(self, node: fx.Node) -> Cost:
         return self.price(node.target, *arguments_of(node))
@@ -74,8 +75,9 @@ class OperatorCosts:
             alone = _run_alone(
                 operator, args, kwargs, meter=self.meter, now=self.now, repeats=_REPEATS
             )
+            seconds = max(0.0, alone.seconds - self.waiting_seconds)
             workspace_bytes = max(0, alone.peak_bytes - max(alone.kept_bytes, 0))
-            self.known[signature] = Cost(alone.seconds, workspace_bytes, alone.spread_seconds)
+            self.known[signature] = Cost(seconds, workspace_bytes, alone.spread_seconds)
         return self.known[signature]
 
 
@@ -266,7 +268,7 @@ def measured_workspaces(
     workspace_bytes: dict[int, int] = {}
     node_bytes = born_bytes(graph, granularity_bytes)
     device = next(step.model.parameters()).device
-    with open_meter(device, cache) as meter:
+    with open_meter(device, cache) as meter, device_of(device).forked_generators():
 
         def look_at(index: int, operator: Any, *arguments: Any) -> None:
             call = as_summed(operator, graph.nodes[index]), *arguments

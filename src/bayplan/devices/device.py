@@ -139,6 +139,9 @@ class Device(Protocol):
 
     def reset_peak(self) -> None: ...
 
+    def empty_cache(self) -> None:
+        """Give back what its allocator keeps for later."""
+
     def pinned(self, size_bytes: int) -> AbstractContextManager[torch.Tensor]:
         """Page-locked host memory that it copies to and from; `RuntimeError` if there is less."""
 
@@ -249,6 +252,9 @@ class Cpu(Device):
     def reset_peak(self) -> None:
         pass
 
+    def empty_cache(self) -> None:
+        pass
+
     @contextmanager
     def pinned(self, size_bytes: int) -> Iterator[torch.Tensor]:
         yield torch.empty(size_bytes, dtype=torch.uint8)
@@ -356,6 +362,9 @@ class Accelerator(Device):
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.where)
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
 
     @contextmanager
     def pinned(self, size_bytes: int) -> Iterator[torch.Tensor]:

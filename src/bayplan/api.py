@@ -30,7 +30,7 @@ from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import InPieces, Verdict
-from bayplan.devices.device import default_device
+from bayplan.devices.device import HOST, default_device
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
@@ -89,6 +89,7 @@ def check(
     loss_fn: LossFunction = None,
     *,
     memory: str | int | Limit | None = None,
+    limit_counts: str | None = None,
     device: str | DeviceKind | None = None,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
@@ -109,6 +110,9 @@ def check(
         loss_fn: as for `capture`; a target has its own.
         memory: the limit: `8GiB`, bytes, or a share of the plain peak, `40%`. By default what the
             device can give.
+        limit_counts: which bytes the limit is for: `live` ones of tensors, those that torch's
+            caching allocator has `reserved`, or the `total` with the context, which `nvidia-smi`
+            shows. By default `reserved` on CUDA devices, which run out of these, else `live`.
         device: a device that need not be here: `h100`, a device file, or a `DeviceKind`.
         optimizer: as for `capture`, or `sgd`, `adam`, `adamw`.
         autocast: dtype of mixed precision, or `bf16`, `fp16`.
@@ -128,6 +132,7 @@ def check(
         model,
         batch,
         loss_fn,
+        limit_counts=limit_counts,
         device=device,
         optimizer=optimizer,
         autocast=autocast,
@@ -137,8 +142,7 @@ def check(
     )
     memory_bytes = None
     if memory is not None:
-        limit = Limit.parse(memory)
-        memory_bytes = limit.size_bytes or limit.of(planner.step.plain_peak_bytes)
+        memory_bytes = planner.limit_bytes(Limit.parse(memory))
     step = planner.step
     assert isinstance(step, PreparedStep), "made above"
 
@@ -156,6 +160,7 @@ def check(
         memory_bytes=memory_bytes,
         profile=profile,
         planner=planner if may_plan else None,
+        counting=planner.counting,
         in_pieces=in_pieces if step.is_here and not step.update_in_backward else None,
         on_progress=on_progress,
     )
@@ -185,9 +190,10 @@ def plan(
             split that fits is searched for.
         **options: `optimizer`, `autocast` as for `check`; `pack` (whether activations may be
             packed, without loss), `swap` (a directory for activations that pay to be swapped),
-            `swap_size`, `time_limit_seconds`. For one device also `device`, `update_in_backward`
-            and `again` (measures and plans anew, and replaces what the cache has); for ranks the
-            fields of `RankPlanOptions`, such as `shares` and `num_micro_batches`.
+            `swap_size`, `time_limit_seconds`. For one device also `limit_counts` as for `check`,
+            `device`, `update_in_backward` and `again` (measures and plans anew, and replaces what
+            the cache has); for ranks the fields of `RankPlanOptions`, such as `shares` and
+            `num_micro_batches`.
 
     Raises:
         DoesNotFit: says what binds and the smallest limit that works.
@@ -273,6 +279,7 @@ def fit(
     loss_fn: LossFunction = None,
     *,
     memory: str | int | Limit,
+    limit_counts: str | None = None,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
     swap: Path | str | None = None,
@@ -298,6 +305,7 @@ def fit(
         model: will be changed in place, as by its own `compile`.
         batch, loss_fn: as for `capture`.
         memory: the limit for the whole step: `8GiB`, bytes, or a share of the plain peak, `40%`.
+        limit_counts: which bytes that is, as for `check`.
         optimizer: the one you train with, so that its state is counted; or as for `check`.
         autocast: dtype of mixed precision that you call the model under, or `bf16`, `fp16`.
         swap: a directory for activations that pay to be swapped; None swaps nothing.
@@ -337,6 +345,7 @@ def fit(
             batch,
             loss_fn,
             memory=memory,
+            limit_counts=limit_counts,
             optimizer=optimizer,
             autocast=autocast,
             swap=swap,
@@ -447,7 +456,7 @@ def run(
         plan,
         prepared,
         num_steps=num_steps,
-        space=swap_space(swap, swap_size),
+        space=swap_space(swap, swap_size, device=prepared.model_device),
         on_step=lambda number, loss: on_progress(
             f"step {number + 1}, loss {loss:.4f}", number, num_steps
         ),
@@ -477,12 +486,14 @@ def planner_of(
     swap_size: str | int | None = None,
     time_limit_seconds: float = 10.0,
     again: bool = False,
+    limit_counts: str | None = None,
     on_progress: Progress = no_progress,
     **options: Any,
 ) -> Planner:
     """A planner of one step, for any number of plans; arguments as for `plan`."""
     step = prepare(model, batch, loss_fn, again=again, on_progress=on_progress, **options)
-    space = swap_space(swap, swap_size)
+    device = step.model_device if step.is_here and swap is not None else HOST.where
+    space = swap_space(swap, swap_size, device=device)
     return Planner(
         step,
         cache=cache_directory(),
@@ -492,18 +503,24 @@ def planner_of(
         time_limit_seconds=time_limit_seconds,
         again=again,
         on_progress=on_progress,
+        counting=step.counting(limit_counts),
     )
 
 
-def swap_space(directory: Path | str | None, size: str | int | None = None) -> SwapSpace | None:
-    """Where to swap to, its speed measured; None where nobody asked for it."""
+def swap_space(
+    directory: Path | str | None,
+    size: str | int | None = None,
+    *,
+    device: torch.device = HOST.where,
+) -> SwapSpace | None:
+    """Where to swap to from a device, its speed measured; None where nobody asked for it."""
     max_bytes = None if size is None else parse_bytes(size)
     if directory is None:
         if size is not None:
             raise UsageError(f"--swap-size {size} needs --swap-dir, the directory to swap to")
         return None
     try:
-        return SwapSpace.measured("cpu", Path(directory), max_bytes=max_bytes)
+        return SwapSpace.measured(device, Path(directory), max_bytes=max_bytes)
     except PlanBroken as fault:  # before anything runs, there is no plan to break
         raise UsageError(str(fault)) from None
 

@@ -45,12 +45,14 @@ from bayplan.data.live_memory import replay_memory
 from bayplan.data.plan import Plan, Request
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
-from bayplan.data.units import Progress, no_progress
+from bayplan.data.units import LimitCounts, Progress, no_progress
 from bayplan.devices.device import GPU, HOST, Device, ObjectBytes, default_device, device_of
 from bayplan.devices.machine import cache_directory, num_threads
 from bayplan.models.targets import Target, resolve_target
+from bayplan.planning.memory.reserved import Counting
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.simulating.memory import simulate_step
+from bayplan.simulating.reserving import reserve_step
 from bayplan.step import (
     AUTOCASTS,
     OPTIMIZERS,
@@ -111,6 +113,7 @@ def prepare(
         target, size = resolve_target(model), batch
     else:
         check_model(model, loss_fn)
+        _check_one_device(model)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
     return PreparedStep(
@@ -121,6 +124,20 @@ def prepare(
         device=load_device(device) if isinstance(device, str) else device,
         **options,
     )
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices, which is a plan of the user's own."""
+    first_on: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        first_on.setdefault(parameter.device, name)
+    if len(first_on) > 1:
+        places = " and ".join(f"{name} is on {device}" for device, name in first_on.items())
+        raise UsageError(
+            f"the parameters of {type(model).__name__} are on {len(first_on)} devices ({places});"
+            " plans are for a model on one. Move it there with model.to(…), and for several"
+            " devices plan with a placement"
+        )
 
 
 def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Target:
@@ -370,6 +387,29 @@ class PreparedStep:
         if self.device is not None:
             return self.device.allocation_granularity_bytes
         return device_of(self.model_device).granularity_bytes
+
+    def counting(self, counts: str | None) -> Counting:
+        """Which bytes a limit is for: live, reserved or total; by default what would run out."""
+        if self.device is None:
+            can_reserve = device_of(self.model_device).has_known_allocator
+            context_bytes = None
+        else:
+            can_reserve = self.granularity_bytes == GPU.granularity_bytes
+            context_bytes = int(self.device.context_bytes.value)
+        if counts is None:
+            return Counting(LimitCounts.RESERVED if can_reserve else LimitCounts.LIVE)
+        asked = LimitCounts.parse(counts)
+        if asked is not LimitCounts.LIVE and not can_reserve:
+            raise UsageError(
+                f"--limit-counts {asked}: what the allocator of {self.device_name} reserves is not"
+                " predicted; a limit counts live bytes there"
+            )
+        return Counting(asked, context_bytes)
+
+    @cached_property
+    def plain_reserved_bytes(self) -> int:
+        """What torch's caching allocator takes for plain steps, scratch memory left out."""
+        return reserve_step(self.graph, [0] * len(self.graph.nodes)).reserved_bytes
 
     @cached_property
     def graph(self) -> StepGraph:

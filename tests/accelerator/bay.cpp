@@ -13,7 +13,10 @@
 // 4. New memory is filled with 0xFF (NaN, or -1) in the order of its stream, so what is read too early
 //    is noticed. As with CUDA, freed memory belongs to the stream that it was allocated for, and is
 //    given out there at once; other streams have to be told of with `record_stream`.
-// 5. Random numbers follow from a seed and an offset (16 bytes of state), which every operator that
+// 5. Every time that the host waits for the device as it would on CUDA is counted: synchronisations,
+//    copies that are waited for, results whose values or sizes the host asks for, memory that is
+//    given back to the driver. What this device waits for on its own account (2) is not.
+// 6. Random numbers follow from a seed and an offset (16 bytes of state), which every operator that
 //    draws moves on. They are not those of the CPU's generator.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -23,6 +26,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -30,6 +34,7 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -60,6 +65,8 @@ constexpr size_t kGranularity = 512;
 int num_devices = 1;
 thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_streams[kMaxDevices] = {};
+
+std::atomic<int64_t> num_synchronisations = 0;  // rule 5
 
 struct Speeds {  // set while nothing is under way
   double kernel_seconds = 0, copy_seconds = 0, bytes_per_second = 0;
@@ -209,8 +216,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const Stream stream) const override { return &queue(stream); }
   DeviceIndex deviceCount() const noexcept override { return num_devices; }
   bool queryStream(const Stream& stream) const override { return queue(stream).is_idle(); }
-  void synchronizeStream(const Stream& stream) const override { queue(stream).drain(); }
+  void synchronizeStream(const Stream& stream) const override {
+    ++num_synchronisations;
+    queue(stream).drain();
+  }
   void synchronizeDevice(const DeviceIndex device) const override {
+    ++num_synchronisations;
     synchronize(device < 0 ? current_device : device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override;
@@ -236,6 +247,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* handle) const override {
     if (handle == nullptr) return;
+    ++num_synchronisations;
     Event event = event_of(handle);
     uint64_t version;
     {
@@ -308,6 +320,7 @@ struct Allocator final : c10::DeviceAllocator {
     void* address = take(memory, stream, size);
     if (address == nullptr && !has_room(memory, size)) {
       lock.unlock();
+      ++num_synchronisations;
       synchronize(device);  // all that is pending is over then
       lock.lock();
       ++memory.stats.num_alloc_retries;
@@ -355,6 +368,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
     for (DeviceIndex device = 0; device < num_devices; ++device) {
+      ++num_synchronisations;
       synchronize(device);
       std::lock_guard lock(mutex);
       give_back(memories[device]);
@@ -443,13 +457,15 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream
 
 struct PinnedMemory final : at::HostAllocator {
   std::mutex mutex;
+  std::atomic<size_t> cap = SIZE_MAX;
   std::map<const char*, size_t> sizes;  // copies keep what they use, so it is freed when they end
 
   static void release(void* address);
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &release, at::kCPU};
     void* address = nullptr;
-    TORCH_CHECK(posix_memalign(&address, 64, size) == 0, "bay: the host has no memory to pin");
+    TORCH_CHECK(
+        size <= cap && posix_memalign(&address, 64, size) == 0, "bay: the host has no memory to pin");
     std::lock_guard lock(mutex);
     sizes[static_cast<char*>(address)] = size;
     return {address, address, &release, at::kCPU};
@@ -477,7 +493,7 @@ void PinnedMemory::release(void* address) {
   ::free(address);
 }
 
-// ---- random numbers: rule 5
+// ---- random numbers: rule 6
 
 struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
@@ -500,7 +516,7 @@ struct Generator final : c10::GeneratorImpl {
     memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    Tensor state = at::empty({16}, at::TensorOptions(at::kByte).device(at::kCPU));
+    Tensor state = at::detail::empty_cpu({16}, at::TensorOptions(at::kByte));
     memcpy(state.mutable_data_ptr(), &seed_, 8);
     memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &offset_, 8);
     return state.getIntrusivePtr();
@@ -760,6 +776,8 @@ struct Call {
 };
 
 void by_cpu(const c10::OperatorHandle& op, Stack* stack) {
+  for (auto tag : {at::Tag::data_dependent_output, at::Tag::dynamic_output_shape})
+    if (op.hasTag(tag)) ++num_synchronisations;
   Call(op, stack)(op, op.hasTag(at::Tag::nondeterministic_seeded));
 }
 
@@ -832,7 +850,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool is_non_blocking) {
     if (rows) copy(rows / 2, rows);
     else target.copy_(source);
   });
-  if (!is_free && !(comes && is_non_blocking)) queue.drain();
+  if (!is_free && !(comes && is_non_blocking)) {
+    ++num_synchronisations;
+    queue.drain();
+  }
   return to;
 }
 
@@ -874,6 +895,35 @@ int64_t attention_kernel(
   return 0;  // composed of other operators
 }
 
+// torch runs LSTM cells of such a device in one kernel, which the CPU does not have.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& of_input, const Tensor& of_hidden, const Tensor& cell,
+    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  Tensor sums = of_input + of_hidden;
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) sums = sums + *bias;
+  const auto parts = sums.chunk(4, 1);
+  const Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), fresh = parts[2].tanh(),
+               out = parts[3].sigmoid();
+  Tensor after = forget * cell + in * fresh;
+  return {out * after.tanh(), after, at::cat({in, forget, fresh, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& of_hidden, const std::optional<Tensor>& of_cell, const Tensor& before,
+    const Tensor& after, const Tensor& workspace, bool has_bias) {
+  const auto parts = workspace.chunk(4, 1);
+  const Tensor in = parts[0], forget = parts[1], fresh = parts[2], out = parts[3];
+  const Tensor shown = after.tanh();
+  const Tensor hidden = of_hidden && of_hidden->defined() ? *of_hidden : at::zeros_like(after);
+  Tensor cell = hidden * out * (1 - shown * shown);
+  if (of_cell && of_cell->defined()) cell = cell + *of_cell;
+  Tensor gates = at::cat(
+      {cell * fresh * in * (1 - in), cell * before * forget * (1 - forget),
+       cell * in * (1 - fresh * fresh), hidden * shown * out * (1 - out)}, 1);
+  return {gates, cell * forget, has_bias ? gates.sum(0) : Tensor()};
+}
+
 using Boxed = torch::CppFunction;
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(Boxed::makeFromBoxedFunction<&by_cpu>());
@@ -892,6 +942,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", attention_kernel);
+  library.impl("_thnn_fused_lstm_cell", lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("convolution_overrideable", Boxed::makeFromBoxedFunction<&convolution>());
   library.impl(
       "convolution_backward_overrideable", Boxed::makeFromBoxedFunction<&convolution_backward>());
@@ -952,6 +1004,7 @@ void bay_set_cap(int device, size_t bytes) {
   std::lock_guard lock(allocator.mutex);
   allocator.memories[device].cap = bytes;
 }
+void bay_set_pinned_cap(size_t bytes) { pinned.cap = bytes; }
 void bay_set_speeds(double kernel_seconds, double copy_seconds, double bytes_per_second) {
   speeds = {kernel_seconds, copy_seconds, bytes_per_second};
 }
@@ -963,6 +1016,7 @@ void bay_set_random_state(int device, const uint64_t* state) {
   auto* generator = default_generator(device).get<Generator>();
   generator->seed_ = state[0], generator->offset_ = state[1];
 }
+int64_t bay_num_synchronisations() { return num_synchronisations; }
 void bay_fail(const char* reason) { fail(reason); }
 int bay_has_failed() {
   std::lock_guard lock(failing);

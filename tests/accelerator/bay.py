@@ -43,6 +43,7 @@ def register(library: Path, *, num_devices: int = 2) -> None:
     """Let torch know the device; once in a process."""
     global _library, _num_devices
     _library, _num_devices = ctypes.CDLL(str(library)), num_devices
+    _library.bay_num_synchronisations.restype = ctypes.c_int64
     _library.bay_enable(num_devices)
     torch.utils.rename_privateuse1_backend("bay")
     torch._register_device_module("bay", sys.modules[__name__])
@@ -66,6 +67,17 @@ def set_cap(size_bytes: int, device: Any = None) -> None:
 
 
 @contextmanager
+def pinned_cap(size_bytes: int) -> Iterator[None]:
+    """Let the host page-lock no more than so much at once."""
+    assert _library is not None
+    _library.bay_set_pinned_cap(ctypes.c_size_t(size_bytes))
+    try:
+        yield
+    finally:
+        _library.bay_set_pinned_cap(ctypes.c_size_t(2**64 - 1))
+
+
+@contextmanager
 def slow(
     *, kernel_seconds: float = 0.0, copy_seconds: float = 0.0, bytes_per_second: float = 0.0
 ) -> Iterator[None]:
@@ -84,6 +96,12 @@ def slow(
     finally:
         synchronize_all()
         _library.bay_set_speeds(*[ctypes.c_double(0.0)] * 3)
+
+
+def num_synchronisations() -> int:
+    """How often the host has waited for a device so far."""
+    assert _library is not None
+    return _library.bay_num_synchronisations()
 
 
 def has_failed() -> bool:

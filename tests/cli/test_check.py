@@ -14,8 +14,9 @@ from bayplan.devices.device import Cpu
 
 SIZE = r"[\d.]+ [KMGT]?i?B"
 SECONDS = r"[\d.]+ (s|ms|us)"
-FITS = re.compile(rf"fits: plain peak [\d.]+( [KMGT]?i?B)? of {SIZE}, {SECONDS} per plain step")
-DOES_NOT_FIT = re.compile(rf"does not fit: plain peak {SIZE}, limit {SIZE}, {SIZE} too much; .+")
+PEAK = "plain (?:peak|reserved memory)"
+FITS = re.compile(rf"fits: {PEAK} [\d.]+( [KMGT]?i?B)? of {SIZE}, {SECONDS} per plain step")
+DOES_NOT_FIT = re.compile(rf"does not fit: {PEAK} {SIZE}, limit {SIZE}, {SIZE} too much; .+")
 
 
 def verdict_of(outcome) -> Verdict:
@@ -45,7 +46,9 @@ def test_reference_model_on_a_device_that_is_not_here_does_not_fit(bayplan):
     assert "on h100" in outcome.out
     assert "time derived from the device's figures, nothing ran" in outcome.out
     assert "CUDA context" in outcome.out.splitlines()[-1]
-    assert "fragmentation" in outcome.out.splitlines()[-1]
+    assert "fragmentation" not in outcome.out.splitlines()[-1]
+    live = bayplan("check", "resnet18", *options, "--memory", "100MiB", "--limit-counts", "live")
+    assert "fragmentation" in live.out.splitlines()[-1]
 
 
 def test_reserved_memory_of_a_cuda_device_is_told_beside_the_peak(bayplan):
@@ -61,9 +64,46 @@ def test_reserved_memory_of_a_cuda_device_is_told_beside_the_peak(bayplan):
     assert verdict.allocator.allocated_bytes < verdict.allocator.reserved_bytes
     assert verdict.allocator.reserved_bytes < verdict.total_bytes
     assert verdict.runs_out == ""
-    tight = bayplan(*options, "--memory", verdict.plain_peak_bytes)
-    assert tight.code == 0  # a limit is for live bytes
-    assert "but the device is out of memory: " in tight.out
+    tight = (*options, "--memory", verdict.plain_peak_bytes)
+    assert bayplan(*tight).code == 3
+    by_live = bayplan(*tight, "--limit-counts", "live")
+    assert by_live.code == 0
+    assert "but the device is out of memory: " in by_live.out
+
+
+def test_limit_is_for_the_bytes_that_it_counts(bayplan):
+    options = ("check", "resnet18", "--batch", 8, "--device", "titan-v", "--no-plan", "--json")
+    verdict = verdict_of(bayplan(*options))
+    assert verdict.total_bytes is not None
+    counted = {
+        "live": verdict.plain_peak_bytes,
+        "reserved": verdict.allocator.reserved_bytes,
+        "total": verdict.total_bytes,
+    }
+    assert verdict.limit_counts == "reserved"
+    for counts, size_bytes in counted.items():
+        asked = (*options, "--limit-counts", counts, "--memory")
+        assert bayplan(*asked, size_bytes).code == 0
+        refused = bayplan(*asked, size_bytes - 1)
+        assert refused.code == 3
+        assert verdict_of(refused).plain_bytes == size_bytes
+
+
+def test_plans_reserve_no_more_than_their_limit(bayplan):
+    options = ("check", "resnet18", "--batch", 32, "--device", "titan-v", "--time-limit", 1)
+    options += ("--memory", "70%", "--json")
+    by_live = verdict_of(bayplan(*options, "--limit-counts", "live")).planned
+    verdict = verdict_of(bayplan(*options))
+    assert not verdict.plain_fits
+    assert verdict.limit_bytes == int(0.7 * verdict.allocator.reserved_bytes)
+    assert verdict.planned.peak_bytes < verdict.planned.reserved_bytes <= verdict.limit_bytes
+    assert (by_live.reserved_bytes, verdict.planned_bytes) == (None, verdict.planned.reserved_bytes)
+
+
+def test_bytes_that_nobody_can_count_are_refused(bayplan, project, check_refusal):
+    asked = ("check", "train:build", "--memory", "1GiB", "--limit-counts")
+    check_refusal(bayplan(*asked, "reserved"), 2, "a limit counts live bytes there")
+    check_refusal(bayplan(*asked, "some"), 2, "it counts live, reserved or total bytes")
 
 
 def test_no_memory_is_reserved_on_a_cpu(bayplan, project):
@@ -72,7 +112,8 @@ def test_no_memory_is_reserved_on_a_cpu(bayplan, project):
 
 
 def test_unit_is_said_once_when_it_is_the_same(bayplan, project):
-    outcome = bayplan("check", "train:build", "--device", "h100", "--memory", "100MiB")
+    options = ("--device", "h100", "--memory", "100MiB", "--limit-counts", "live")
+    outcome = bayplan("check", "train:build", *options)
     assert re.match(r"fits: plain peak \d\.\d of 100\.0 MiB, ", outcome.out)
 
 
@@ -128,6 +169,7 @@ def test_limit_here_is_what_is_free(bayplan, project, monkeypatch):
 
 def test_peak_at_the_limit_fits_and_one_byte_less_does_not(bayplan, project):
     options = ("check", "train:build", "--device", "h100", "--no-plan", "--json")
+    options += ("--limit-counts", "live")
     peak_bytes = verdict_of(bayplan(*options)).plain_peak_bytes
     assert bayplan(*options, "--memory", f"{peak_bytes}B").code == 0
     assert bayplan(*options, "--memory", f"{peak_bytes - 1}B").code == 3
@@ -136,7 +178,7 @@ def test_peak_at_the_limit_fits_and_one_byte_less_does_not(bayplan, project):
 @pytest.mark.parametrize("where", [("--device", "h100"), ()], ids=["derived", "measured"])
 def test_each_suggested_change_really_fits(bayplan, project, where):
     options = ["check", "train:build", "--batch", 96, "--memory", "3MiB", *where]
-    options += ["--no-plan", "--json"]
+    options += ["--no-plan", "--json", "--limit-counts", "live"]
     outcome = bayplan(*options)
     assert outcome.code == 3
     changes = verdict_of(outcome).would_fit
@@ -163,6 +205,8 @@ def test_suggested_batch_is_the_largest_that_fits(bayplan, project):
         "3MiB",
         "--no-plan",
         "--json",
+        "--limit-counts",
+        "live",
     )
     suggested = verdict_of(bayplan(*options, "--batch", 96)).would_fit[0]
     batch = int(suggested.removeprefix("--batch "))
@@ -172,6 +216,7 @@ def test_suggested_batch_is_the_largest_that_fits(bayplan, project):
 
 def test_lighter_optimizer_is_suggested_and_fits(bayplan, project):
     options = ("check", "train:build", "--batch", 1, "--device", "h100", "--json")
+    options += ("--limit-counts", "live")
     heavy = verdict_of(bayplan(*options)).plain_peak_bytes
     light = verdict_of(bayplan(*options, "--optimizer", "sgd")).plain_peak_bytes
     assert light < heavy
@@ -182,6 +227,7 @@ def test_lighter_optimizer_is_suggested_and_fits(bayplan, project):
 
 def test_suggested_memory_is_enough_and_no_mebibyte_more(bayplan, project):
     options = ("check", "train:build", "--batch", 1, "--device", "h100", "--json")
+    options += ("--limit-counts", "live")
     verdict = verdict_of(bayplan(*options, "--memory", "100KiB"))
     suggested = parse_bytes(verdict.would_fit[-1].removeprefix("--memory "))
     assert verdict.plain_peak_bytes <= suggested < verdict.plain_peak_bytes + 2**20
@@ -375,6 +421,7 @@ def test_profile_is_kept_between_answers_and_renewed_when_asked(
 
 def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_project):
     options = ("check", "train:deep", "--device", "h100", "--memory", "8MiB", "--time-limit", 1)
+    options += ("--limit-counts", "live")
     outcome = bayplan(*options)
     assert outcome.code == 0
     line = outcome.out.splitlines()[0]
@@ -397,6 +444,7 @@ def test_step_that_fits_with_a_plan_says_so_and_what_it_costs(bayplan, deep_proj
 
 def test_limit_may_be_a_share_of_the_plain_peak(bayplan, deep_project, check_refusal):
     options = ("check", "train:deep", "--device", "h100", "--time-limit", 1)
+    options += ("--limit-counts", "live")
     outcome = bayplan(*options, "--memory", "75%", "--json")
     assert outcome.code == 0
     verdict = verdict_of(outcome)

@@ -106,8 +106,8 @@ def test_number_of_threads_matters(tmp_path):
         "{",
         "[]",
         '{"schema": "bayplan/plan", "version": 1, "prices": {}}',
-        '{"schema": "bayplan/operator-prices", "version": 2, "prices": {"relu": [-1.0, 0]}}',
-        '{"schema": "bayplan/operator-prices", "version": 2, "prices": {"relu": [1.0, -5]}}',
+        '{"schema": "bayplan/operator-prices", "version": 3, "prices": {"relu": [-1.0, 0]}}',
+        '{"schema": "bayplan/operator-prices", "version": 3, "prices": {"relu": [1.0, -5]}}',
     ],
 )
 def test_damaged_file_is_made_anew(tmp_path, damage):

@@ -29,7 +29,7 @@ def test_random_operators_get_the_generators_state(name):
     repeats.make_repeatable(graph)
     (drawn,) = graph.find_nodes(op="call_function", target=repeats.draw)
     (state,) = graph.find_nodes(op="call_function", target=repeats.generator_state)
-    assert drawn.args[1] is state
+    assert drawn.args[1:3] == (torch.device("cpu"), state)
     assert state.meta["val"].dtype == torch.uint8
     assert list(graph.nodes).index(state) < list(graph.nodes).index(drawn)
 
@@ -64,12 +64,12 @@ def test_drawing_again_gives_the_same_and_the_generator_goes_on(name):
     plain_state = torch.get_rng_state()
     torch.manual_seed(0)
     state = repeats.generator_state("cpu")
-    first = repeats.draw(RANDOM[name], state, x)
+    first = repeats.draw(RANDOM[name], x.device, state, x)
     assert torch.equal(torch.get_rng_state(), plain_state)
     torch.rand(7)  # others draw in between
     between = torch.get_rng_state()
     for _ in range(2):
-        again = repeats.draw_again(RANDOM[name], state, x)
+        again = repeats.draw_again(RANDOM[name], x.device, state, x)
         assert torch.equal(torch.get_rng_state(), between)
         for one, two, three in zip(
             *([value] if isinstance(value, torch.Tensor) else value for value in

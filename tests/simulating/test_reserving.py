@@ -4,8 +4,9 @@ import pytest
 
 from bayplan.data.errors import DoesNotFit
 from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind
+from bayplan.data.program import Op, Program
 from bayplan.simulating.allocator_settings import AllocatorSettings
-from bayplan.simulating.reserving import reserve_step
+from bayplan.simulating.reserving import reserve_program, reserve_step
 
 MIB = 1 << 20
 PHASES = {"f": Phase.FORWARD, "b": Phase.BACKWARD, "u": Phase.UPDATE}
@@ -82,3 +83,73 @@ def test_within_a_capacity_unused_segments_go_back():
 def test_settings_are_those_of_the_allocator():
     graph = step_of("ff", (40, StorageKind.TEMPORARY, 0, 0), (50, StorageKind.TEMPORARY, 1, 1))
     assert reserved(graph, settings=AllocatorSettings(expandable_segments=True)) == (50, 60)
+
+
+# A planned step, whose program is a parameter, an activation and its gradient.
+
+UPDATE = step_of("fbu", (12, StorageKind.OPTIMIZER_STATE, None, None))
+
+
+def planned(*ops, sizes=(30, 40, 30), outputs=(2,), **fields):
+    program = Program(
+        buffers=tuple(size * MIB for size in sizes),
+        ops=tuple(Op(seconds=0.0, **op) for op in ops),
+        first_backward=1,
+        inputs=frozenset({0}),
+        outputs=frozenset(outputs),
+        resident_bytes=12 * MIB,
+        **fields,
+    )
+    peaks = reserve_program(program, UPDATE)
+    return peaks.allocated_bytes / MIB, peaks.reserved_bytes / MIB
+
+
+FORWARD = {"name": "relu", "reads": (0,), "writes": (1,)}
+BACKWARD = {"name": "relu_backward", "reads": (1,), "writes": (2,)}
+CALLERS = {"name": "update", "reads": (2,), "writes": (), "is_callers": True, "can_repeat": False}
+
+
+def test_a_program_is_replayed_like_a_graph():
+    graph = step_of(
+        "fb",
+        (30, StorageKind.PARAMETER, None, None),
+        (12, StorageKind.PARAMETER, None, None),  # the state, which no update makes here
+        (40, StorageKind.ACTIVATION, 0, 1),
+        (30, StorageKind.GRADIENT, 1, None),
+    )
+    no_state = Program(
+        buffers=(30 * MIB, 40 * MIB, 30 * MIB),
+        ops=(Op(seconds=0.0, **FORWARD), Op(seconds=0.0, **BACKWARD)),
+        first_backward=1,
+        inputs=frozenset({0}),
+        outputs=frozenset({2}),
+        resident_bytes=12 * MIB,
+    )
+    peaks = reserve_program(no_state, step_of("fb"))
+    assert (peaks.allocated_bytes / MIB, peaks.reserved_bytes / MIB) == reserved(graph)
+
+
+def test_the_state_of_a_planned_step_comes_with_its_first_update():
+    # As above: the state takes a part of what the activation had, which the next step misses.
+    assert planned(FORWARD, BACKWARD) == (100, 100)
+    assert planned(FORWARD, BACKWARD, CALLERS) == (112, 140)
+
+
+def test_memory_that_is_taken_over_is_not_taken_again():
+    takes_over = {**BACKWARD, "takes_over": (1,)}
+    apart = planned(FORWARD, BACKWARD, sizes=(30, 40, 40))
+    # What forward hands on is not overwritten, so the second op of backward does it.
+    again = {"name": "neg", "reads": (2,), "writes": (3,)}
+    sizes = (30, 40, 40, 40)
+    two = planned(FORWARD, BACKWARD, again, sizes=sizes, outputs=(3,))
+    joined = planned(FORWARD, takes_over, {**again, "takes_over": (2,)}, sizes=sizes, outputs=(3,))
+    assert (apart, two, joined) == ((110, 110), (110, 110), (110, 110))
+    held = {"name": "add", "reads": (1, 2), "writes": (3,)}
+    assert planned(FORWARD, BACKWARD, held, sizes=sizes, outputs=(3,)) == (150, 150)
+    over = {**held, "takes_over": (2,)}
+    assert planned(FORWARD, BACKWARD, over, sizes=sizes, outputs=(3,)) == (110, 110)
+
+
+def test_products_of_a_planned_step_have_their_workspace():
+    product = {**FORWARD, "name": "mm_3"}
+    assert planned(product, BACKWARD)[1] == 100 + 20

@@ -38,6 +38,7 @@ def check(
     *,
     batch: options.Batch = None,
     memory: options.Memory = None,
+    limit_counts: options.LimitCounts = None,
     max_batch: options.Flag = False,
     plan: bool = True,
     pack: options.Pack = True,
@@ -81,6 +82,7 @@ def check(
 
         asked: dict[str, Any] = {
             "batch": batch,
+            "limit_counts": limit_counts,
             "device": kind,
             "optimizer": optimizer,
             "autocast": autocast,

@@ -24,6 +24,7 @@ __all__ = [
     "Device",
     "Flag",
     "Json",
+    "LimitCounts",
     "Memory",
     "Optimizer",
     "Output",
@@ -44,6 +45,14 @@ Flag = Annotated[bool, Parameter(negative="")]
 Memory = Annotated[
     str | None, Parameter(allow_leading_hyphen=True)
 ]  # to say what is wrong in -1GiB
+LimitCounts = Annotated[
+    str | None,
+    Parameter(
+        help="Which bytes the limit is for: live ones of tensors, those that torch's caching"
+        " allocator has reserved, or the total with the context, which nvidia-smi shows. Default:"
+        " reserved on CUDA devices, else live."
+    ),
+]
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"])]
 
 Target = Annotated[str, Parameter(help="A reference model, or module:function of your own.")]

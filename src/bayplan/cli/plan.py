@@ -56,6 +56,7 @@ def plan(
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
     batch: options.Batch = None,
     memory: options.Memory = None,
+    limit_counts: options.LimitCounts = None,
     pareto: options.Flag = False,
     strategy: str = "auto",
     device: options.Device = None,
@@ -101,6 +102,7 @@ def plan(
     if cluster is not None or many.is_given:
         _refuse_beside_placement(
             memory=memory,
+            limit_counts=limit_counts,
             pareto=pareto,
             strategy=strategy != "auto",
             device=device,
@@ -117,6 +119,8 @@ def plan(
         return options.show(made, text, json=json, output=output)
     if pareto and (memory is not None or strategy != "auto"):
         raise UsageError("--pareto plans for many limits by itself; leave --memory and --strategy")
+    if pareto and limit_counts not in (None, "live"):
+        raise UsageError(f"--pareto plans by live bytes; leave --limit-counts {limit_counts}")
     if not pareto and memory is None and strategy == "auto":
         raise UsageError("say the limit with --memory, like 8GiB or 40%, or ask for --pareto")
     from bayplan.data.units import Limit
@@ -133,6 +137,7 @@ def plan(
         planner = api.planner_of(
             target,
             batch,
+            limit_counts="live" if pareto else limit_counts,
             device=kind,
             update_in_backward=update_in_backward,
             again=again,

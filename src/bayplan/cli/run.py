@@ -142,7 +142,7 @@ def run(
             given,
             step,
             num_steps=steps,
-            space=api.swap_space(swap_dir, swap_size),
+            space=api.swap_space(swap_dir, swap_size, device=step.model_device),
             path=output,
             on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
         )

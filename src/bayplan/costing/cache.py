@@ -30,7 +30,7 @@ _Noun = TypeVar("_Noun", bound=msgspec.Struct)
 
 class OperatorPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: str = "bayplan/operator-prices"
-    version: int = 2  # raised when an operator of ours becomes another
+    version: int = 3  # raised when an operator of ours becomes another
     prices: Prices
 
     def __post_init__(self) -> None:

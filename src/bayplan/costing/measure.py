@@ -4,6 +4,9 @@ Steps alternate between plain ones, timed as a whole, and watched ones, in which
 timed in place, with warm caches and real neighbours. The fastest repeat of each counts, because
 noise only adds. What a plain step takes beyond the sum of its operators is overhead; where the sum
 is larger (watching costs a little), the operators are scaled down so that the step comes out right.
+
+On an accelerator each operator is waited for. What that adds to its time is measured and taken off;
+what a device waits for launches in a plain step is then part of the overhead.
 """
 
 import statistics
@@ -25,7 +28,13 @@ from bayplan.devices.meters import MemoryMeter, open_meter
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import as_summed
 
-__all__ = ["born_bytes", "clock_function", "measure_profile", "profile_step"]
+__all__ = [
+    "born_bytes",
+    "clock_function",
+    "measure_profile",
+    "profile_step",
+    "waiting_seconds",
+]
 
 
 def born_bytes(graph: StepGraph, granularity_bytes: int) -> list[int]:
@@ -39,8 +48,36 @@ def born_bytes(graph: StepGraph, granularity_bytes: int) -> list[int]:
 
 def clock_function(clock: Clock, device: torch.device) -> Callable[[], float]:
     """A function that tells the time; it first waits for an accelerator."""
-    here = device_of(device)
-    return time.thread_time if clock is Clock.CPU and here.counts_cpu_time else here.now
+    own = device_of(device)
+    if clock is Clock.CPU and own.counts_cpu_time:
+        return time.thread_time
+    return own.now if own.is_accelerator else time.perf_counter
+
+
+_NUM_LAUNCHED, _NUM_TIMED = 50, 5
+
+
+def waiting_seconds(now: Callable[[], float], device: torch.device) -> float:
+    """What a timing of one kernel on an accelerator takes beyond that kernel and its launch.
+
+    The device begins late, and the host hears late that it is done. Kernels of a step follow each
+    other without that; so it is what a kernel that does next to nothing takes alone, over what it
+    takes as one of many.
+    """
+    if not device_of(device).is_accelerator:
+        return 0.0
+    number = torch.zeros(1, device=device)
+
+    def seconds(num_kernels: int) -> float:
+        start = now()
+        for _ in range(num_kernels):
+            number.add_(1)
+        return now() - start
+
+    seconds(_NUM_LAUNCHED)  # warms it
+    alone = min(seconds(1) for _ in range(_NUM_TIMED))
+    in_a_row = min(seconds(_NUM_LAUNCHED) for _ in range(_NUM_TIMED)) / _NUM_LAUNCHED
+    return max(0.0, alone - in_a_row)
 
 
 def measure_profile(
@@ -63,6 +100,7 @@ def measure_profile(
         granularity_bytes: the allocator's rounding, as the simulation uses it.
     """
     now = clock_function(clock, device)
+    waiting = waiting_seconds(now, device)
     whole: list[float] = []
     watches: list[_Watch] = []
     with torch_compat.running_eagerly():  # as it was captured
@@ -73,7 +111,7 @@ def measure_profile(
                 step()
                 whole.append(now() - start)
             on_progress(2 * repeat + 1, 2 * repeats)
-            watch = _Watch(graph, meter, now)
+            watch = _Watch(graph, meter, now, waiting)
             with watch:
                 step()
             if watch.expected is not None:
@@ -155,13 +193,15 @@ def profile_step(
 class _Watch(torch_compat.OperatorWatch):
     """Times every operator of one step and reads the meter around it."""
 
-    def __init__(self, graph: StepGraph, meter: MemoryMeter, now: Callable[[], float]) -> None:
+    def __init__(
+        self, graph: StepGraph, meter: MemoryMeter, now: Callable[[], float], waiting: float
+    ) -> None:
         super().__init__()
         self.seconds: list[float] = []
         self.grown_bytes: list[int] = []
         self._nodes = graph.nodes
         self._meter = meter
-        self._now = now
+        self._now, self._waiting = now, waiting
 
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.expected is not None:
@@ -172,7 +212,7 @@ class _Watch(torch_compat.OperatorWatch):
         live_bytes = self._meter.live_bytes
         start = self._now()
         output = func(*args, **kwargs)
-        self.seconds.append(max(0.0, self._now() - start))
+        self.seconds.append(max(0.0, self._now() - start - self._waiting))
         self.grown_bytes.append(self._meter.peak_bytes - live_bytes)
         return output
 

@@ -29,7 +29,7 @@ from torch import fx
 from bayplan import torch_compat
 from bayplan.costing.cache import cached_workspaces
 from bayplan.costing.measure import born_bytes
-from bayplan.costing.trials import may_crash, survives
+from bayplan.costing.trials import can_try, has_whole_numbers, may_crash, survives
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
 from bayplan.data.profile import Profile
@@ -63,6 +63,7 @@ class OperatorCosts:
     meter: MemoryMeter
     now: Callable[[], float] = time.perf_counter
     known: dict[str, Cost] = field(default_factory=dict)
+    waiting_seconds: float = 0.0  # of each timing, see there
 
     def __call__(self, node: fx.Node) -> Cost:
         return self.price(node.target, *arguments_of(node))
@@ -74,8 +75,9 @@ class OperatorCosts:
             alone = _run_alone(
                 operator, args, kwargs, meter=self.meter, now=self.now, repeats=_REPEATS
             )
+            seconds = max(0.0, alone.seconds - self.waiting_seconds)
             workspace_bytes = max(0, alone.peak_bytes - max(alone.kept_bytes, 0))
-            self.known[signature] = Cost(alone.seconds, workspace_bytes, alone.spread_seconds)
+            self.known[signature] = Cost(seconds, workspace_bytes, alone.spread_seconds)
         return self.known[signature]
 
 
@@ -135,9 +137,13 @@ def _callable_alone(
             _spread_groups(*values[0], **values[1])
         call = partial(operator, *values[0], **values[1])
         try:
-            is_tried = make is not made_up or may_crash(operator, args, kwargs)
-            if is_tried and not survives(call):
-                return None
+            is_first = make is made_up
+            if can_try((args, kwargs)):
+                is_tried = not is_first or may_crash(operator, args, kwargs)
+                if is_tried and not survives(call):
+                    return None
+            elif not is_first and has_whole_numbers((args, kwargs)):
+                return None  # an index out of bounds would be the end of the device
             call()
         except Exception as fault:  # not positive definite, of no length: whatever it minds
             if is_out_of_memory(fault):
@@ -262,7 +268,7 @@ def measured_workspaces(
     workspace_bytes: dict[int, int] = {}
     node_bytes = born_bytes(graph, granularity_bytes)
     device = next(step.model.parameters()).device
-    with open_meter(device, cache) as meter:
+    with open_meter(device, cache) as meter, device_of(device).forked_generators():
 
         def look_at(index: int, operator: Any, *arguments: Any) -> None:
             call = as_summed(operator, graph.nodes[index]), *arguments

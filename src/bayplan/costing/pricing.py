@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices, kept_prices
-from bayplan.costing.measure import clock_function
+from bayplan.costing.measure import clock_function, waiting_seconds
 from bayplan.costing.operators import OperatorCosts, arguments_of, signature_of_call
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
@@ -63,15 +63,22 @@ def measured_prices(
 ) -> Iterator[OperatorCosts]:
     """Prices by running each distinct operator alone on a device that is here.
 
+    Random numbers go on as if nothing had run, and the memory is given back.
+
     Args:
         anew: see `kept_prices`.
     """
+    own, now = device_of(device), clock_function(clock, device)
     with (
         torch_compat.outside_tracing(),
+        own.forked_generators(),
         open_meter(device, cache) as meter,
         kept_prices(cache, device=device, clock=clock, method=meter.method, anew=anew) as known,
     ):
-        yield OperatorCosts(meter, clock_function(clock, device), known)
+        num_before = len(known)
+        yield OperatorCosts(meter, now, known, waiting_seconds(now, device))
+        if len(known) > num_before:
+            own.empty_cache()
 
 
 @dataclass(frozen=True)

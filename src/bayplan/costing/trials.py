@@ -17,7 +17,7 @@ import torch
 from bayplan import torch_compat
 from bayplan.devices.device import device_of
 
-__all__ = ["may_crash", "survives"]
+__all__ = ["can_try", "has_whole_numbers", "may_crash", "survives"]
 
 aten = torch.ops.aten
 
@@ -49,20 +49,25 @@ def may_crash(operator: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(operator, torch_compat.OpOverload):
         is_given = bool(args) and isinstance(args[0], torch_compat.OpOverload)
         return is_given and may_crash(args[0], args[1:], kwargs)
-    by_value = [
-        tensor
-        for tensor in torch_compat.tensors_in((args, kwargs))
-        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    ]
-    if (
-        not by_value
-        or not device_of(by_value[0].device).runs_cpu_kernels
-        or not hasattr(os, "fork")
-    ):
-        return False
     # Pointwise operators compute with integers and read nothing by them.
     is_harmless = operator.is_view or torch.Tag.pointwise in operator.tags
-    return not is_harmless and operator.overloadpacket not in _INDEXED
+    is_harmless = is_harmless or operator.overloadpacket in _INDEXED
+    return not is_harmless and has_whole_numbers((args, kwargs))
+
+
+def has_whole_numbers(arguments: Any) -> bool:
+    return any(
+        not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        for tensor in torch_compat.tensors_in(arguments)
+    )
+
+
+def can_try(arguments: Any) -> bool:
+    """Whether a call can be tried in a child: devices other than the CPU do not survive a fork."""
+    leaves = torch_compat.tree_leaves(arguments)
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    devices |= {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+    return hasattr(os, "fork") and all(device_of(device).runs_cpu_kernels for device in devices)
 
 
 def survives(call: Callable[[], Any]) -> bool:

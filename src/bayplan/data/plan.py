@@ -15,6 +15,7 @@ from bayplan.data.actions import Action, ActionKind
 from bayplan.data.errors import CheckedStruct, ForeignPlan, check_at_least_1, check_index
 from bayplan.data.placement import Placement
 from bayplan.data.program import Program
+from bayplan.data.units import LimitCounts
 
 __all__ = [
     "Bucket",
@@ -64,6 +65,8 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
         packs: names of the values that are kept in packed form.
         strategy: who chose it.
         peak_bytes, seconds: predicted; `plain_...` for the step without a plan.
+        reserved_bytes: predicted of torch's caching allocator; None where a limit of live bytes
+            was asked for.
         gap: how much faster an optimal order could be at most, as a share; None if unknown.
         time_ratio_spread: how far `time_ratio` may be off.
         price_spread: how far the prices of operators may be off, as a share of them all.
@@ -81,6 +84,7 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     gap: float | None = None
     time_ratio_spread: float = 0.0
     price_spread: float = 0.0
+    reserved_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.schedule:
@@ -296,11 +300,13 @@ class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="de
 
     Attributes:
         graph_fingerprint: of the captured step.
+        limit_counts: which bytes `limit_bytes` is for; predicted peaks are of live ones.
         decisions: the order by activation, for readers; those not named are kept.
         peak_moment: what sets the predicted peak, for readers.
     """
 
     graph_fingerprint: str
+    limit_counts: LimitCounts = LimitCounts.LIVE
     order: StepOrder
     decisions: tuple[Decision, ...] = ()
     peak_moment: PeakMoment | None = None

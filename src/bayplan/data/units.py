@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 
 from bayplan.data.errors import UsageError
 
 __all__ = [
     "Limit",
+    "LimitCounts",
     "Progress",
     "format_bytes",
     "format_count",
@@ -136,3 +138,32 @@ class Limit:
 
     def __str__(self) -> str:
         return f"{self.share:.0%}" if self.size_bytes is None else format_bytes(self.size_bytes)
+
+
+class LimitCounts(StrEnum):
+    """Which bytes a limit is for.
+
+    Attributes:
+        LIVE: of tensors, as the allocator rounds them.
+        RESERVED: that torch's caching allocator has taken from the driver, in use or kept for
+            later, which is what a GPU runs out of.
+        TOTAL: these and the context, as `nvidia-smi` shows them.
+    """
+
+    LIVE = "live"
+    RESERVED = "reserved"
+    TOTAL = "total"
+
+    @property
+    def words(self) -> str:
+        """What is compared with such a limit."""
+        return {"live": "peak", "reserved": "reserved memory"}.get(self, "memory with its context")
+
+    @classmethod
+    def parse(cls, text: "str | LimitCounts") -> "LimitCounts":
+        try:
+            return cls(text)
+        except ValueError:
+            raise UsageError(
+                f"a limit cannot count {text!r}; it counts live, reserved or total bytes"
+            ) from None

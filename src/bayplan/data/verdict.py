@@ -4,6 +4,7 @@ import msgspec
 
 from bayplan.data.profile import Origin
 from bayplan.data.record import AllocatorPeaks, LiveStorage
+from bayplan.data.units import LimitCounts
 
 __all__ = ["Finding", "InPieces", "PlanSummary", "Verdict"]
 
@@ -12,6 +13,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What a plan costs.
 
     Attributes:
+        peak_bytes: of live tensors.
+        reserved_bytes: of torch's caching allocator; None where a limit counts live bytes.
         time_ratio: its step time over that of the plain step.
         time_ratio_spread: how far that may be off.
         price_spread: how far the prices of its operators may be off, as a share of them all.
@@ -25,6 +28,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_swapped: int
     time_ratio_spread: float = 0.0
     price_spread: float = 0.0
+    reserved_bytes: int | None = None
 
 
 class InPieces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +54,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         batch: None for the target's own.
         fits: plainly, or with the plan in `planned`.
         plain_fits: without a plan.
+        limit_counts: which bytes the limit is for.
+        context_bytes: of the device, where they count.
         plain_peak_bytes, plain_step_seconds: of the step without a plan.
         plain_step_spread_seconds: how far the time may be off, by the spread of its inputs.
         time_origin: whether the time was measured, scaled or derived.
@@ -75,6 +81,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fits: bool
     plain_fits: bool
     limit_bytes: int
+    limit_counts: LimitCounts = LimitCounts.LIVE
+    context_bytes: int | None = None
     plain_peak_bytes: int
     plain_step_seconds: float
     plain_step_spread_seconds: float
@@ -91,6 +99,25 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allocator: AllocatorPeaks | None = None
     total_bytes: int | None = None
     runs_out: str = ""
+
+    @property
+    def plain_bytes(self) -> int:
+        """What of the plain step is compared with the limit."""
+        return self._counted(
+            self.plain_peak_bytes, None if self.allocator is None else self.allocator.reserved_bytes
+        )
+
+    @property
+    def planned_bytes(self) -> int:
+        """What of the plan is compared with the limit."""
+        assert self.planned is not None, "a verdict with a plan"
+        return self._counted(self.planned.peak_bytes, self.planned.reserved_bytes)
+
+    def _counted(self, live_bytes: int, reserved_bytes: int | None) -> int:
+        if self.limit_counts is LimitCounts.LIVE or reserved_bytes is None:
+            return live_bytes
+        is_total = self.limit_counts is LimitCounts.TOTAL
+        return reserved_bytes + ((self.context_bytes or 0) if is_total else 0)
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -80,6 +80,7 @@ class Device(Protocol):
         has_allocator_bytes: whether torch's allocator for it counts what it gives out.
         granularity_bytes: the rounding of its allocator.
         reserves: whether its allocator keeps what is freed for later.
+        has_known_allocator: whether what it reserves can be predicted (`simulating/allocator.py`).
         object_bytes: what torch's objects take of its memory.
         not_counted: what no prediction of its peak includes.
     """
@@ -92,6 +93,7 @@ class Device(Protocol):
     has_wide_autocast: bool
     granularity_bytes: int
     reserves: bool
+    has_known_allocator: bool
     object_bytes: ObjectBytes
     not_counted: tuple[str, ...]
 
@@ -136,6 +138,9 @@ class Device(Protocol):
         """The largest of each since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
+
+    def empty_cache(self) -> None:
+        """Give back what its allocator keeps for later."""
 
     def pinned(self, size_bytes: int) -> AbstractContextManager[torch.Tensor]:
         """Page-locked host memory that it copies to and from; `RuntimeError` if there is less."""
@@ -211,7 +216,7 @@ class Cpu(Device):
     has_host_memory = runs_cpu_kernels = counts_cpu_time = True
     has_wide_autocast = False
     granularity_bytes = 64
-    reserves = False
+    reserves = has_known_allocator = False
     # Objects lie in the host's memory, so they count where tensors lie there, too. Fitted to twenty
     # models with torch 2.13 on x86-64. Those of tensors are whole multiples of the allocator's
     # rounding, as everything that a plan counts.
@@ -245,6 +250,9 @@ class Cpu(Device):
         return psutil.virtual_memory().total
 
     def reset_peak(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
         pass
 
     @contextmanager
@@ -290,6 +298,7 @@ class Accelerator(Device):
     has_wide_autocast = True  # torch has one list for all of them
     granularity_bytes = 512
     reserves = True
+    has_known_allocator = False
     object_bytes = ObjectBytes()
     not_counted = (
         "the device's context",
@@ -353,6 +362,9 @@ class Accelerator(Device):
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.where)
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
 
     @contextmanager
     def pinned(self, size_bytes: int) -> Iterator[torch.Tensor]:
@@ -419,6 +431,7 @@ class Cuda(Accelerator):
         "fragmentation and blocks the caching allocator keeps",
         "cuDNN and cuBLAS workspaces",
     )
+    has_known_allocator = True
     generator_state_bytes = 16  # of a device that need not be here
     has_pinned_copies = True
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,6 @@ __all__ = [
 
 def describe_machine() -> dict[str, str]:
     """What kernels are timed on: versions, processor, threads, and settings that choose others."""
-    settings = {
-        "float32 matmul": torch.get_float32_matmul_precision().removeprefix("highest"),
-        "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "",
-        "oneDNN": "" if torch.backends.mkldnn.enabled else "off",
-    }
     return {
         "bayplan": metadata.version("bayplan"),
         "torch": str(torch.__version__),
@@ -36,8 +32,42 @@ def describe_machine() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
-        **{name: value for name, value in settings.items() if value},  # as torch comes: none
+        **{
+            name: str(value())
+            for name, (value, *as_torch_comes) in _SETTINGS.items()
+            if value() not in as_torch_comes
+        },
     }
+
+
+_backends: Any = torch.backends  # many of its attributes are made when it is imported
+# What makes torch choose other kernels, and its values as torch comes. Each backend is asked alone:
+# `torch.get_float32_matmul_precision` fails where they differ.
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, False),
+    "oneDNN": (lambda: _backends.mkldnn.enabled, True),
+    "oneDNN float32 products": (lambda: _backends.mkldnn.matmul.fp32_precision, "none", "ieee"),
+    "oneDNN float32 convolutions": (lambda: _backends.mkldnn.conv.fp32_precision, "none", "ieee"),
+    "CUDA float32 products": (lambda: _backends.cuda.matmul.fp32_precision, "none", "ieee"),
+    "CUDA float16 reductions": (
+        lambda: _backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        True,
+    ),
+    "CUDA bfloat16 reductions": (
+        lambda: _backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        True,
+    ),
+    "CUDA float16 sums": (lambda: _backends.cuda.matmul.allow_fp16_accumulation, False),
+    "cuDNN": (lambda: _backends.cudnn.enabled, True),
+    "cuDNN benchmark": (lambda: _backends.cudnn.benchmark, False),
+    "cuDNN deterministic": (lambda: _backends.cudnn.deterministic, False),
+    "cuDNN float32 convolutions": (lambda: _backends.cudnn.conv.fp32_precision, "tf32"),
+    "cuDNN float32 recurrences": (lambda: _backends.cudnn.rnn.fp32_precision, "tf32"),
+    "flash attention": (_backends.cuda.flash_sdp_enabled, True),
+    "memory-efficient attention": (_backends.cuda.mem_efficient_sdp_enabled, True),
+    "cuDNN attention": (_backends.cuda.cudnn_sdp_enabled, True),
+    "composed attention": (_backends.cuda.math_sdp_enabled, True),
+}
 
 
 def machine_key() -> str:

@@ -9,9 +9,17 @@ from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Choice
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import RunRecord
-from bayplan.data.units import Limit, Progress, format_bytes, limit_text, no_progress
+from bayplan.data.units import (
+    Limit,
+    LimitCounts,
+    Progress,
+    format_bytes,
+    limit_text,
+    no_progress,
+)
 from bayplan.data.verdict import InPieces, PlanSummary, Verdict
 from bayplan.planning.memory.planner import PlannableStep, Planner
+from bayplan.planning.memory.reserved import LIVE, Counting
 from bayplan.simulating.reserving import reserve_step
 
 __all__ = ["CheckableStep", "check", "judge", "largest_batch"]
@@ -47,6 +55,7 @@ def check(
     memory_bytes: int | None = None,
     profile: Profile | None = None,
     planner: Planner | None = None,
+    counting: Counting = LIVE,
     in_pieces: Callable[[int], InPieces] | None = None,
     on_progress: Progress = no_progress,
 ) -> Verdict:
@@ -55,6 +64,8 @@ def check(
     Args:
         step: on the device asked about.
         memory_bytes: the limit; what the device has free by default.
+        counting: which bytes the limit is for; of reserved ones, what a device has free is enough
+            if the allocator can serve the step by giving back what it keeps.
         profile: measured before; the step's own by default.
         planner: of the same step; looks for a plan where the plain step does not fit.
         in_pieces: plans a forward that is not one graph within so many bytes.
@@ -64,34 +75,43 @@ def check(
         step.check_profile(profile)
     costs = step.profile if profile is None else profile
     record = step.simulated(costs)
-    limit_bytes = memory_bytes or step.device_memory_bytes(costs)
+    limit_bytes = memory_bytes or step.device_memory_bytes(costs) + counting.beside_bytes
+    runs_out = _runs_out(record, step.graph, costs, limit_bytes - counting.beside_bytes)
+    counted_bytes = counted(record, counting)
+    # With all of the device, the allocator gives back what it keeps before it fails.
+    is_capped = memory_bytes is None and counting.counts is not LimitCounts.LIVE
+    plain_fits = counted_bytes <= limit_bytes or (
+        is_capped and record.peak_bytes <= limit_bytes - counting.beside_bytes and not runs_out
+    )
     changes: list[str] = []
     planned: PlanSummary | None = None
     smallest_bytes: int | None = None
     pieces: InPieces | None = None
-    if record.peak_bytes > limit_bytes and planner is not None:
+    if not plain_fits and planner is not None:
         try:
-            planned, smallest_bytes = _planned(planner, limit_bytes, record.peak_bytes)
+            planned, smallest_bytes = _planned(planner, limit_bytes, counted_bytes)
         except NotOneGraph:
             if in_pieces is None:
                 raise
             pieces = in_pieces(limit_bytes)
             planned, smallest_bytes = pieces.planned, pieces.smallest_bytes
-    if record.peak_bytes > limit_bytes and planned is None:
-        search = _Changes(step, costs, limit_bytes, on_progress)
-        changes += search.of_the_step(record.peak_bytes)
+    if not plain_fits and planned is None:
+        search = _Changes(step, costs, limit_bytes, counting, on_progress)
+        changes += search.of_the_step(record)
         if memory_bytes is None:
-            changes += search.of_the_device(record.peak_bytes)
+            changes += search.of_the_device(counted_bytes)
         else:
             if smallest_bytes is not None:
                 way = "a plan" if pieces is None else "bayplan.fit"
                 changes.append(f"--memory {limit_text(smallest_bytes)} and {way}")
-            changes.append(f"--memory {limit_text(record.peak_bytes)}")
+            changes.append(f"--memory {limit_text(counted_bytes)}")
     spreads = [costs.spread_share, 0.0 if planned is None else planned.price_spread]
     return judge(
         record,
         step.graph,
         limit_bytes=limit_bytes,
+        counting=counting,
+        plain_fits=plain_fits,
         batch=step.samples,
         optimizer=step.optimizer_name,
         time_origin=costs.origin,
@@ -99,8 +119,15 @@ def check(
         planned=planned,
         in_pieces=pieces,
         price_spread=0.0 if costs.origin is Origin.DERIVED else max(spreads),
-        runs_out=_runs_out(record, step.graph, costs, limit_bytes),
+        runs_out=runs_out,
     )
+
+
+def counted(record: RunRecord, counting: Counting) -> int:
+    """What of a replayed plain step is compared with a limit."""
+    allocator = record.devices[0].allocator
+    reserved_bytes = None if allocator is None else allocator.reserved_bytes
+    return counting.of(record.peak_bytes, reserved_bytes)
 
 
 def _runs_out(record: RunRecord, graph: StepGraph, costs: Profile, limit_bytes: int) -> str:
@@ -116,7 +143,7 @@ def _runs_out(record: RunRecord, graph: StepGraph, costs: Profile, limit_bytes: 
 
 
 def _planned(
-    planner: Planner, limit_bytes: int, plain_peak_bytes: int
+    planner: Planner, limit_bytes: int, plain_bytes: int
 ) -> tuple[PlanSummary | None, int | None]:
     """A plan within the limit; or None, and the smallest limit found that has one.
 
@@ -131,13 +158,15 @@ def _planned(
         return None, refusal.smallest_bytes
     except CaptureError as fault:  # captured, but not traceable as one graph
         raise type(fault)(
-            f"the plain step's peak is {format_bytes(plain_peak_bytes)}, the limit"
+            f"the plain step's {planner.counting.counts.words} is {format_bytes(plain_bytes)}, the"
+            " limit"
             f" {format_bytes(limit_bytes)}, and no plan can be made: {fault} (--no-plan, in Python"
             " may_plan=False, asks about the plain step alone)"
         ) from fault.__cause__
     counts = Counter(decision.choice for decision in planner.decisions(order))
     summary = PlanSummary(
         peak_bytes=order.peak_bytes,
+        reserved_bytes=order.reserved_bytes,
         time_ratio=order.time_ratio,
         num_recomputed=counts[Choice.RECOMPUTE],
         num_packed=counts[Choice.PACK],
@@ -152,16 +181,21 @@ class _Changes:
     """The search for changes that would make a step fit, each tried before it is named."""
 
     def __init__(
-        self, step: CheckableStep, profile: Profile, limit_bytes: int, on_progress: Progress
+        self,
+        step: CheckableStep,
+        profile: Profile,
+        limit_bytes: int,
+        counting: Counting,
+        on_progress: Progress,
     ) -> None:
-        self._step, self._profile = step, profile
+        self._step, self._profile, self._counting = step, profile, counting
         self._limit_bytes, self._on_progress = limit_bytes, on_progress
         self._num_tried = 0
 
-    def of_the_step(self, peak_bytes: int) -> Iterator[str]:
+    def of_the_step(self, record: RunRecord) -> Iterator[str]:
         """The largest batch, mixed precision, and a lighter optimizer."""
         step = self._step
-        batch = self._largest_batch(peak_bytes)
+        batch = self._largest_batch(record)
         if batch:
             yield f"--batch {batch}"
         half = step.half_precision
@@ -180,13 +214,21 @@ class _Changes:
                 yield f"--device {larger.device_name}"
                 return
 
-    def _largest_batch(self, peak_bytes: int) -> int:
-        """Found by scaling the profile, which is quick, and then held against one of its own."""
+    def _largest_batch(self, record: RunRecord) -> int:
+        """Found by scaling the profile, which is quick, and then held against one of its own.
+
+        What counts beside live bytes is taken to be as much as of the step that does not fit.
+        """
         samples = self._step.samples
         if samples is None:
             return 0
+        peak_bytes = record.peak_bytes
+        beside_bytes = counted(record, self._counting) - peak_bytes
         batch = largest_batch(
-            self._estimate, limit_bytes=self._limit_bytes, batch=samples, peak_bytes=peak_bytes
+            self._estimate,
+            limit_bytes=max(self._limit_bytes - beside_bytes, 1),
+            batch=samples,
+            peak_bytes=peak_bytes,
         )
         for _ in range(_MAX_RETRIES):
             if not batch or self._fits(self._step.at(batch)):
@@ -206,7 +248,7 @@ class _Changes:
         if not self._is_captured(changed) or changed.peak_without_workspace > limit_bytes:
             return False
         try:
-            return changed.simulated().peak_bytes <= limit_bytes
+            return counted(changed.simulated(), self._counting) <= limit_bytes
         except BayplanError:  # captured, but a kernel refuses it: a dtype it does not know
             return False
 
@@ -224,6 +266,8 @@ def judge(
     graph: StepGraph,
     *,
     limit_bytes: int,
+    counting: Counting = LIVE,
+    plain_fits: bool | None = None,
     batch: int | None,
     optimizer: str,
     time_origin: Origin,
@@ -233,10 +277,12 @@ def judge(
     price_spread: float = 0.0,
     runs_out: str = "",
 ) -> Verdict:
-    """Return whether the plain record's peak is within the limit, with all that explains it.
+    """Return whether a plain record is within the limit, with all that explains it.
 
-    A plan, where one is given, is within the limit.
+    A plan, where one is given, is within the limit. `plain_fits` is by what counts unless given.
     """
+    if plain_fits is None:
+        plain_fits = counted(record, counting) <= limit_bytes
     device = record.devices[0]
     assert device.peak_node is not None, "a simulated record knows its peak"
     node = graph.nodes[device.peak_node]
@@ -246,9 +292,11 @@ def judge(
         device=device.device,
         batch=batch,
         optimizer=optimizer,
-        fits=device.peak_bytes <= limit_bytes or planned is not None,
-        plain_fits=device.peak_bytes <= limit_bytes,
+        fits=plain_fits or planned is not None,
+        plain_fits=plain_fits,
         limit_bytes=limit_bytes,
+        limit_counts=counting.counts,
+        context_bytes=counting.context_bytes,
         plain_peak_bytes=device.peak_bytes,
         plain_step_seconds=record.typical_step_seconds,
         plain_step_spread_seconds=record.step_spread_seconds,
@@ -257,7 +305,7 @@ def judge(
         peak_by_kind=device.peak_by_kind,
         peak_place=place,
         largest=device.largest,
-        not_counted=record.not_counted,
+        not_counted=tuple(each for each in record.not_counted if not counting.includes(each)),
         would_fit=would_fit,
         planned=planned,
         in_pieces=in_pieces,

@@ -11,7 +11,7 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Choice, Decision, DevicePlan, Plan, StepOrder
 from bayplan.data.profile import BUSY_SPREAD
 from bayplan.data.record import MESSAGE, DeviceRecord, RunRecord
-from bayplan.data.units import format_bytes, format_seconds
+from bayplan.data.units import LimitCounts, format_bytes, format_seconds
 
 __all__ = [
     "KIND_WORDS",
@@ -123,21 +123,28 @@ def plan_line(plan: DevicePlan) -> str:
     order = plan.order
     share = order.peak_bytes / order.plain_peak_bytes if order.plain_peak_bytes else 1.0
     return (
-        f"planned peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain), planned step"
+        f"planned peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain)"
+        f"{_reserved_text(order)}, planned step"
         f" {format_seconds(order.seconds)}"
         f" ({ratio_text(order.time_ratio, order.time_ratio_spread)} x plain);"
         f" {choice_counts(plan.decisions)}"
     )
 
 
+def _reserved_text(order: StepOrder) -> str:
+    if order.reserved_bytes is None:
+        return ""
+    return f", {format_bytes(order.reserved_bytes)} reserved"
+
+
 def fit_line(plan: DevicePlan, *, seconds: float, is_kept: bool) -> str:
     """What `fit` did: the limit, what is predicted within it, and how long that took."""
     order = plan.order
-    limit = "" if plan.limit_bytes is None else f" {format_bytes(plan.limit_bytes)}"
+    limit = "" if plan.limit_bytes is None else f" {limit_text(plan).removeprefix('limit ')}"
     how = "with a plan of the cache, ready" if is_kept else "planned"
     return (
         f"{plan.model} fits{limit}: planned peak {format_bytes(order.peak_bytes)}"
-        f" (plain {format_bytes(order.plain_peak_bytes)}), planned step"
+        f" (plain {format_bytes(order.plain_peak_bytes)}){_reserved_text(order)}, planned step"
         f" {ratio_text(order.time_ratio, order.time_ratio_spread)} x plain"
         f" ({choice_counts(plan.decisions)}); {how} in {format_seconds(seconds)}"
     )
@@ -172,7 +179,11 @@ def explanation_text(plan: DevicePlan) -> str:
 
 
 def limit_text(plan: Plan) -> str:
-    return "no limit" if plan.limit_bytes is None else f"limit {format_bytes(plan.limit_bytes)}"
+    if plan.limit_bytes is None:
+        return "no limit"
+    counts = plan.limit_counts if isinstance(plan, DevicePlan) else LimitCounts.LIVE
+    of = "" if counts is LimitCounts.LIVE else f" of {counts} bytes"
+    return f"limit {format_bytes(plan.limit_bytes)}{of}"
 
 
 def choice_lines(decisions: Sequence[Decision]) -> list[str]:

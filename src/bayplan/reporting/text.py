@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from bayplan.data.graph import StepGraph
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import AllocatorPeaks, LiveStorage, RunRecord, Source
-from bayplan.data.units import format_bytes, format_count, format_seconds
+from bayplan.data.units import LimitCounts, format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
 from bayplan.reporting.plans import count_text, kind_lines, ratio_text, share_text
 from bayplan.reporting.ranks import ranks_text
@@ -27,11 +27,12 @@ _ORIGIN_WORDS = {
 
 
 def verdict_line(verdict: Verdict) -> str:
-    plain_bytes, limit_bytes = verdict.plain_peak_bytes, verdict.limit_bytes
+    plain_bytes, limit_bytes = verdict.plain_bytes, verdict.limit_bytes
     plain, limit = format_bytes(plain_bytes), format_bytes(limit_bytes)
+    peak = verdict.limit_counts.words
     if verdict.plain_fits:
         seconds = format_seconds(verdict.plain_step_seconds)
-        return f"fits: plain peak {_of(plain_bytes, limit_bytes)}, {seconds} per plain step"
+        return f"fits: plain {peak} {_of(plain_bytes, limit_bytes)}, {seconds} per plain step"
     planned = verdict.planned
     if planned is not None:
         ways = (
@@ -42,16 +43,16 @@ def verdict_line(verdict: Verdict) -> str:
         done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
         return (
             f"fits {'with a plan' if verdict.in_pieces is None else 'in pieces, with bayplan.fit'}:"
-            f" planned peak {_of(planned.peak_bytes, limit_bytes)} at"
+            f" planned {peak} {_of(verdict.planned_bytes, limit_bytes)} at"
             f" {ratio_text(planned.time_ratio, planned.time_ratio_spread)} x the plain step's time"
             f" ({done or 'rewritten at no cost'});"
-            f" plain peak {plain}"
+            f" plain {peak} {plain}"
         )
     over = format_bytes(plain_bytes - limit_bytes)
     change = (
         f"would fit: {verdict.would_fit[0]}" if verdict.would_fit else "no change tried would help"
     )
-    return f"does not fit: plain peak {plain}, limit {limit}, {over} too much; {change}"
+    return f"does not fit: plain {peak} {plain}, limit {limit}, {over} too much; {change}"
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -64,6 +65,7 @@ def verdict_text(verdict: Verdict) -> str:
         f" optimizer {verdict.optimizer}, on {verdict.device}",
         f"one plain step {format_seconds(verdict.plain_step_seconds)} ± {spread}"
         f" ({_ORIGIN_WORDS[verdict.time_origin]})",
+        *_peak_lines(verdict),
         *_allocator_lines(verdict.allocator, verdict.total_bytes),
         *([f"but {verdict.runs_out}"] if verdict.runs_out else []),
         "",
@@ -85,6 +87,15 @@ def verdict_text(verdict: Verdict) -> str:
         lines += ["", "what would make it fit", *(f"  {change}" for change in verdict.would_fit)]
     lines += ["", "not counted: " + "; ".join(verdict.not_counted)]
     return "\n".join(lines)
+
+
+def _peak_lines(verdict: Verdict) -> list[str]:
+    """Peaks of live bytes, where the first line is of others."""
+    if verdict.limit_counts is LimitCounts.LIVE:
+        return []
+    planned = verdict.planned
+    with_plan = "" if planned is None else f", with the plan {format_bytes(planned.peak_bytes)}"
+    return [f"peak of live tensors: plain {format_bytes(verdict.plain_peak_bytes)}{with_plan}"]
 
 
 def _allocator_lines(allocator: AllocatorPeaks | None, total_bytes: int | None) -> list[str]:

@@ -7,8 +7,9 @@ of a plane. Each kernel here has its way back, and the two together give the ver
 Bits follow the elements' order in memory, so that no dense tensor is ever copied, whatever its
 memory format; tensors with gaps or overlaps go row by row. On the CPU two kernels of ours
 (`packed.c`) do the most common work: the signs of float32. The rest is done in chunks that keep
-temporary memory small, by numpy on the CPU and by torch elsewhere; nothing here has been run on a
-GPU. Given tensors without data, as in tracing, all return such tensors.
+temporary memory small, by numpy on the CPU and by torch elsewhere, where the host never waits for
+the device; nothing here has been run on a GPU. Given tensors without data, as in tracing, all
+return such tensors.
 """
 
 import ctypes
@@ -35,9 +36,10 @@ __all__ = [
 
 aten = torch.ops.aten
 
-_CHUNK = 2**18  # elements at a time, a multiple of 8: 1 MiB as float32, which caches hold
+# Elements at a time, multiples of 8: on a CPU 1 MiB as float32, which caches hold; elsewhere as
+# many as keep a device busy for longer than it takes to launch the kernels.
+_CPU_CHUNK, _DEVICE_CHUNK = 2**18, 2**22
 _INDEX_DTYPES = (torch.uint8, torch.uint16, torch.int32)
-_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)  # the first element is the lowest bit
 _SOURCE = Path(__file__).with_name("packed.c")
 _FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
@@ -51,7 +53,7 @@ def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.
     bits = _empty_bits(mask)
     if _has_data(mask):
         flat = _flat(_in_order(mask, stride))
-        for part, place in _chunks(flat.numel()):
+        for part, place in _chunks(flat):
             bits[place] = _packed(flat[part])
     return bits
 
@@ -61,7 +63,7 @@ def unpack_bits(bits: torch.Tensor, shape: Sequence[int], stride: Sequence[int])
     mask = _empty_in_order(bits, shape, stride, torch.bool)
     if _has_data(bits):
         flat = _flat(mask)
-        for part, place in _chunks(flat.numel()):
+        for part, place in _chunks(flat):
             flat[part] = _unpacked(bits[place], part.stop - part.start).view(torch.bool)
     return mask
 
@@ -83,7 +85,7 @@ def pack_positive(
         if kernels is not None:
             kernels.pack_above(flat.data_ptr(), flat.numel(), threshold, bits.data_ptr())
             return bits
-        for part, place in _chunks(flat.numel()):
+        for part, place in _chunks(flat):
             bits[place] = _packed(_passes(flat[part], threshold))
     return bits
 
@@ -126,8 +128,8 @@ def threshold_backward_from_bits(
         kernels.pass_gradient(*addresses, 1, source.numel(), target.data_ptr())
         return result
     # The operator itself, on ones and zeros in the place of the output.
-    passed = gradient.new_empty(min(_CHUNK, source.numel()))
-    for part, place in _chunks(source.numel()):
+    passed = gradient.new_empty(min(_chunk(source), source.numel()))
+    for part, place in _chunks(source):
         here = passed[: part.stop - part.start]
         here.copy_(_unpacked(bits[place], here.numel()))
         aten.threshold_backward(source[part], here, 0, grad_input=target[part])
@@ -234,10 +236,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _chunks(numel: int) -> Iterator[tuple[slice, slice]]:
+def _chunk(flat: torch.Tensor) -> int:
+    return _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK
+
+
+def _chunks(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Where each chunk's elements lie, and where their bits."""
-    for start in range(0, numel, _CHUNK):
-        stop = min(start + _CHUNK, numel)
+    for start in range(0, flat.numel(), _chunk(flat)):
+        stop = min(start + _chunk(flat), flat.numel())
         yield slice(start, stop), slice(start // 8, math.ceil(stop / 8))
 
 
@@ -266,11 +272,18 @@ def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _packed_by_torch(mask: torch.Tensor) -> torch.Tensor:
-    rows = torch.nn.functional.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=mask.device)
-    return (rows * weights).sum(1, dtype=torch.uint8)
+    if rest := mask.numel() % 8:
+        mask = torch.nn.functional.pad(mask, (0, 8 - rest))
+    return (mask.view(torch.uint8).view(-1, 8) << _places(mask)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked_by_torch(bits: torch.Tensor, numel: int) -> torch.Tensor:
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
-    return (bits[:, None] & weights).ne(0).view(-1)[:numel].to(torch.uint8)
+    return (bits[:, None] >> _places(bits)).bitwise_and_(1).view(-1)[:numel]
+
+
+def _places(beside: torch.Tensor) -> torch.Tensor:
+    """The place of each element's bit in its byte, the first one lowest.
+
+    Made on the device: a list of numbers would be copied there, and the host would wait for that.
+    """
+    return torch.arange(8, dtype=torch.uint8, device=beside.device)

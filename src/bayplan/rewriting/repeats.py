@@ -199,7 +199,7 @@ def make_repeatable(graph: fx.Graph) -> None:
             state = graph.call_function(generator_state, (device,))
             with torch_compat.fake_mode_of([output]):
                 state.meta = {"val": generator_state(device)}
-            arguments = (node.target, state, *node.args)
+            arguments = (node.target, output.device, state, *node.args)
             drawn = graph.create_node("call_function", draw, arguments, node.kwargs, node.name)
             drawn.meta = dict(node.meta)
         node.replace_all_uses_with(drawn)
@@ -214,15 +214,17 @@ def generator_state(device: str) -> torch.Tensor:
 
 
 @fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
-def draw(operator: Callable[..., Any], _: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Run a random operator for the first time."""
+def draw(
+    operator: Callable[..., Any], _: torch.device, __: torch.Tensor, /, *args: Any, **options: Any
+) -> Any:
+    """Run a random operator for the first time, with numbers of a device's generator."""
     return operator(*args, **options)
 
 
 def as_drawn(graph: fx.Graph) -> None:
     """Let random operators that run for the first time take no state; unread ones go."""
     for node in graph.find_nodes(op="call_function", target=draw):
-        operator, _, *arguments = node.args
+        operator, _, _, *arguments = node.args
         # torch takes 30 microseconds to call an operator that is written in Python.
         node.target = _dropout if operator is torch.ops.bayplan.dropout.default else operator
         node.args = tuple(arguments)
@@ -232,12 +234,16 @@ def as_drawn(graph: fx.Graph) -> None:
 
 
 def draw_again(
-    operator: Callable[..., Any], state: torch.Tensor, *args: Any, **options: Any
+    operator: Callable[..., Any],
+    device: torch.device,
+    state: torch.Tensor,
+    /,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Run a random operator as it ran before; the generator goes on as if it had not."""
     if torch_compat.is_faking():  # where states have no values
         return operator(*args, **options)
-    device = next(part for part in (*args, state) if isinstance(part, torch.Tensor)).device
     own = device_of(device)
     with own.forked_generators():
         own.set_generator_state(state)

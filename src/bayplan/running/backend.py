@@ -112,7 +112,9 @@ class PlannedBackend:
 
     def _compile(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         run, updates = compile_graph(module), self.context.updates
-        return explained_run(run if updates is None else updates.checked(run, module.graph))
+        order = self.orders[-1] if self.orders else None  # torch compiles what it has just cut
+        run = run if updates is None else updates.checked(run, module.graph)
+        return explained_run(run, order)
 
     def _partition(
         self,

@@ -19,9 +19,11 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
-from bayplan.devices.device import HOST, device_of
+from bayplan.data.plan import StepOrder
+from bayplan.data.units import format_bytes
+from bayplan.devices.device import HOST, Device, device_of
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
-from bayplan.tracing.hooks import num_hooks, on_copies, refused_hooks
+from bayplan.tracing.hooks import num_hooks, on_copies, own_generators, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
 
 __all__ = [
@@ -114,29 +116,39 @@ def _plain_fault(
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers and the random numbers back as they were."""
+    """Put a model's buffers, its generators and the random numbers back as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with ExitStack() as generators:
+    generators = [(each, each.get_state()) for each in own_generators(model.modules())]
+    with ExitStack() as defaults:
         for device in {HOST.where, *(parameter.device for parameter in model.parameters())}:
-            generators.enter_context(device_of(device).forked_generators())
+            defaults.enter_context(device_of(device).forked_generators())
         try:
             yield
         finally:
+            for generator, state in generators:
+                generator.set_state(state)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
 
-def explained_run(run: Run) -> Run:
-    """A compiled graph's run whose errors are ours: of the plan's own kernels, in both phases."""
+def explained_run(run: Run, order: StepOrder | None = None) -> Run:
+    """A compiled graph's run whose errors are ours: of the plan's own kernels, in both phases.
+
+    Args:
+        order: what it carries out, whose predictions are told beside what is there.
+    """
 
     def explained(arguments: list[Any]) -> Any:
+        tensors = (each for each in arguments if isinstance(each, torch.Tensor))
+        device = next((each.device for each in tensors), HOST.where)
         try:
             return run(arguments)
         except BayplanError:
             raise
         except Exception as fault:
-            raise also_ours(fault) from fault
+            promise = "" if order is None else _promise(order, device_of(device))
+            raise also_ours(fault, promise) from fault
 
     return torch_compat.boxed(explained)
 
@@ -177,8 +189,12 @@ def _refuse_second_derivative(_: Any) -> None:
     )
 
 
-def also_ours(fault: Exception) -> BayplanError:
-    """An error as a `BayplanError` that is caught by the fault's own class, too."""
+def also_ours(fault: Exception, promise: str = "") -> BayplanError:
+    """An error as a `BayplanError` that is caught by the fault's own class, too.
+
+    Args:
+        promise: what was planned and what there is, for the text of one that says memory ran out.
+    """
     if isinstance(fault, BayplanError):
         return fault
     kind = PlanBroken if is_out_of_memory(fault) else CaptureError
@@ -188,7 +204,7 @@ def also_ours(fault: Exception) -> BayplanError:
     except TypeError:  # made in a way of its own
         made = None
     ours = made if isinstance(made, BayplanError) else kind(str(fault))
-    ours.args = (_out_of_memory_text(fault),) if kind is PlanBroken else fault.args
+    ours.args = (_out_of_memory_text(fault, promise),) if kind is PlanBroken else fault.args
     ours.__dict__.update(fault.__dict__)
     if kind is CaptureError:
         ours.add_note("bayplan: raised in a step of a planned model")
@@ -206,10 +222,27 @@ def _joined_class(kind: type[BayplanError], other: type[Exception]) -> type[Bayp
         return kind
 
 
-def _out_of_memory_text(fault: Exception) -> str:
+def _out_of_memory_text(fault: Exception, promise: str) -> str:
     wanted = asked_memory(fault)
     return (
         f"out of memory in a planned step, which asked for {wanted}: the limit of the plan is more"
-        " than the device had free. Fit the model with a lower `memory`, use a smaller batch, or"
-        " stop other processes"
+        f" than the device had free. {promise}Fit the model with a lower `memory`, use a smaller"
+        " batch, or stop other processes"
+    )
+
+
+def _promise(order: StepOrder, device: Device) -> str:
+    """What a plan predicted, and what there is now, while all that the step made is alive."""
+    reserved = order.reserved_bytes
+    of_reserved = "" if reserved is None else f" and {format_bytes(reserved)} reserved"
+    there = f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} are free"
+    if device.has_allocator_bytes:
+        live = device.live
+        there += (
+            f", this process has {format_bytes(live.allocated)} allocated and"
+            f" {format_bytes(live.reserved)} reserved"
+        )
+    return (
+        f"Predicted: a peak of {format_bytes(order.peak_bytes)}{of_reserved}; on {device.where}"
+        f" {there}. "
     )

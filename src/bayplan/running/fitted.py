@@ -15,10 +15,11 @@ from bayplan.costing.cache import Prices
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.errors import CaptureError, DoesNotFit, NotOneGraph, UsageError
 from bayplan.data.plan import DevicePlan, StepOrder
-from bayplan.data.units import Limit, Progress, format_bytes, no_progress
+from bayplan.data.units import Limit, LimitCounts, Progress, format_bytes, no_progress
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.planning.memory.planner import device_plan
+from bayplan.planning.memory.reserved import WithinReserved, by_counting, plain_bytes
 from bayplan.prepared_step import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
@@ -49,7 +50,7 @@ class Fitting:
         pieces: what runs instead where the forward is not one graph; `plans` is empty then.
     """
 
-    decide: FastestWithin
+    decide: FastestWithin | WithinReserved
     graph_fingerprint: str
     known: dict[str, Any]
     plans: dict[str, DevicePlan] = field(default_factory=dict)
@@ -72,6 +73,7 @@ def fit(
     loss_fn: LossFunction = None,
     *,
     memory: str | int | Limit,
+    limit_counts: str | None = None,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
     swap: Path | str | None = None,
@@ -95,7 +97,9 @@ def fit(
     )
     device, limit = prepared.model_device, Limit.parse(memory)
     space = None if swap is None else SwapSpace.measured(device, Path(swap))
-    decide = FastestWithin(
+    counting = prepared.counting(limit_counts)
+    limit_bytes = limit.size_bytes or limit.of(plain_bytes(counting, prepared))
+    search = FastestWithin(
         limit,
         cache=cache_directory(),
         machine=machine_key(),
@@ -107,13 +111,14 @@ def fit(
         on_progress=lambda share: on_progress("planning", int(100 * share), 100),
     )
     fitting = Fitting(
-        decide,
+        by_counting(counting, search, prepared),
         prepared.graph.fingerprint,
         {
             "model": prepared.graph.model,
             "cluster_fingerprint": prepared.device_name,
             "torch_version": prepared.torch_version,
-            "limit_bytes": limit.of(prepared.plain_peak_bytes),
+            "limit_bytes": limit_bytes,
+            "limit_counts": counting.counts,
             "predicted_seconds": 0.0,  # of the whole step: nobody has priced loss and update
         },
     )
@@ -133,11 +138,16 @@ def fit(
     except NotOneGraph:
         if fullgraph or updates is not None:
             raise
-        limit_bytes = limit.of(prepared.plain_peak_bytes)
-        decide = replace(decide, limit=Limit(size_bytes=limit_bytes))
+        if counting.counts is not LimitCounts.LIVE:
+            warnings.warn(
+                "the forward is not one graph, and of its pieces only live bytes are predicted: the"
+                " limit is kept by these, and torch's allocator reserves more",
+                stacklevel=3,
+            )
+        search = replace(search, limit=Limit(size_bytes=limit_bytes))
         try:
             fitting.pieces = bind_pieces(
-                prepared.step, optimizer_source(optimizer), decide, context
+                prepared.step, optimizer_source(optimizer), search, context
             )
         except DoesNotFit as refusal:
             # Compiled pieces may keep more than what is run as it is written.

@@ -1,7 +1,8 @@
-"""What a plain step makes torch's caching allocator reserve on a CUDA device.
+"""What a step makes torch's caching allocator reserve on a CUDA device: plain, or as planned.
 
-A graph says when each storage is born and released. Handed to the simulated allocator in that
-order, step after step, they give the segments that a training loop ends up with:
+A graph says when each storage is born and released, a program the same of its buffers. Handed to
+the simulated allocator in that order, step after step, they give the segments that a training loop
+ends up with:
 
     parameters, buffers, batch | step: gradients of the step before are dropped
                                |       at each node: what is born, workspace; then what is released
@@ -11,14 +12,17 @@ Steps are repeated until one takes no new segment.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from bayplan.data.graph import Phase, StepGraph, StorageKind
+from bayplan.data.program import Program
 from bayplan.data.record import AllocatorPeaks
 from bayplan.simulating.allocator import Block, CachingAllocator
 from bayplan.simulating.allocator_settings import AllocatorSettings
+from bayplan.simulating.schedule import plain_schedule, replay_schedule
 
-__all__ = ["reserve_step"]
+__all__ = ["reserve_program", "reserve_step"]
 
 _MAX_STEPS = 8
 # torch keeps a workspace for cuBLAS for each thread that multiplies, from its first product on: 2 x
@@ -35,7 +39,7 @@ def reserve_step(
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
 ) -> AllocatorPeaks:
-    """Repeat a step until the allocator needs no more.
+    """Repeat a plain step until the allocator needs no more.
 
     Args:
         workspace_bytes: the scratch memory of each node.
@@ -45,11 +49,72 @@ def reserve_step(
     Raises:
         DoesNotFit: the driver has no more, though all that is not in use was given back.
     """
-    allocator = CachingAllocator(settings, capacity_bytes=capacity_bytes)
-    steps = _Steps(graph, workspace_bytes, allocator)
+    storages = graph.storages
+    there = [
+        index
+        for index, storage in enumerate(storages)
+        if storage.born is None and storage.kind is not StorageKind.OPTIMIZER_STATE
+    ]
+    there.sort(key=lambda index: storages[index].kind is StorageKind.INPUT)
+    return _repeated(
+        [storages[index].size_bytes for index in there],
+        list(_graph_events(graph, workspace_bytes)),
+        CachingAllocator(settings, capacity_bytes=capacity_bytes),
+    )
+
+
+def reserve_program(
+    program: Program, graph: StepGraph, *, settings: AllocatorSettings | None = None
+) -> AllocatorPeaks:
+    """Repeat a planned step until the allocator needs no more.
+
+    Args:
+        program: whose plain order is the plan, with repeats and swaps unrolled.
+        graph: of the same step as captured, whose update is that of the plan, too.
+        settings: of the allocator; torch's own by default.
+    """
+    states_bytes = sum(
+        storage.size_bytes
+        for storage in graph.storages
+        if storage.kind is StorageKind.OPTIMIZER_STATE
+    )
+    targets_bytes = max(0, program.resident_bytes - states_bytes)
+    return _repeated(
+        [*(program.buffers[buffer] for buffer in sorted(program.inputs)), targets_bytes],
+        list(_program_events(program, graph)),
+        CachingAllocator(settings),
+    )
+
+
+class _Event(NamedTuple):
+    """Something is allocated, or freed if its size is 0; what lasts is allocated once and kept."""
+
+    key: Hashable
+    size_bytes: int = 0
+    is_lasting: bool = False
+
+
+def _repeated(
+    there: Iterable[int], events: Sequence[_Event], allocator: CachingAllocator
+) -> AllocatorPeaks:
+    """A training loop of one step, in which some sizes are there from the start."""
+    for size_bytes in filter(None, there):
+        allocator.allocate(size_bytes)
+    live: dict[Hashable, Block] = {}
+    lasting: set[Hashable] = set()
     for _ in range(_MAX_STEPS):
         before_bytes = allocator.peak_reserved_bytes
-        steps.run()
+        for key in list(live):  # left by the step before
+            allocator.free(live.pop(key))
+        for key, size_bytes, is_lasting in events:
+            if is_lasting:
+                if key not in lasting:
+                    lasting.add(key)
+                    allocator.allocate(size_bytes)
+            elif size_bytes:
+                live[key] = allocator.allocate(size_bytes)
+            elif key in live:
+                allocator.free(live.pop(key))
         if allocator.peak_reserved_bytes == before_bytes:
             break
     return AllocatorPeaks(
@@ -58,54 +123,67 @@ def reserve_step(
     )
 
 
-class _Steps:
-    """A training loop of one step."""
+def _graph_events(
+    graph: StepGraph, workspace_bytes: Sequence[int], *, is_update_only: bool = False
+) -> Iterator[_Event]:
+    """What each node of a graph allocates and frees."""
+    born: dict[int, list[int]] = defaultdict(list)
+    released: dict[int, list[int]] = defaultdict(list)
+    states: list[int] = []
+    for index, storage in enumerate(graph.storages):
+        if not storage.size_bytes:
+            continue
+        if storage.born is not None:
+            born[storage.born].append(index)
+            if storage.released is not None:
+                released[storage.released].append(index)
+        elif storage.kind is StorageKind.OPTIMIZER_STATE:
+            states.append(index)
+    for index, node in enumerate(graph.nodes):
+        if node.phase is Phase.UPDATE:
+            for state in states:
+                yield _Event(("state", state), graph.storages[state].size_bytes, is_lasting=True)
+            states = []
+        elif is_update_only:
+            continue
+        operator = node.op.split(".")[1]
+        yield from _multiplied(operator, is_backward=node.phase is Phase.BACKWARD)
+        for storage in born[index]:
+            yield _Event(("storage", storage), graph.storages[storage].size_bytes)
+        yield from _scratch(workspace_bytes[index])
+        for storage in released[index]:
+            yield _Event(("storage", storage))
 
-    def __init__(
-        self, graph: StepGraph, workspace_bytes: Sequence[int], allocator: CachingAllocator
-    ) -> None:
-        self._graph, self._workspace_bytes, self._allocator = graph, workspace_bytes, allocator
-        self._left: list[Block] = []  # by the step before
-        self._born: dict[int, list[int]] = defaultdict(list)
-        self._released: dict[int, list[int]] = defaultdict(list)
-        self._states: list[int] = []
-        self._multiplied: set[bool] = set()  # in backward, and elsewhere
-        first: dict[bool, list[int]] = {True: [], False: []}
-        for index, storage in enumerate(graph.storages):
-            if not storage.size_bytes:
-                continue
-            if storage.born is not None:
-                self._born[storage.born].append(index)
-                if storage.released is not None:
-                    self._released[storage.released].append(index)
-            elif storage.kind is StorageKind.OPTIMIZER_STATE:
-                self._states.append(index)
-            else:
-                first[storage.kind is StorageKind.INPUT].append(index)
-        self._allocate(first[False] + first[True])
 
-    def run(self) -> None:
-        live: dict[int, Block] = {}
-        for block in self._left:
-            self._allocator.free(block)
-        for index, node in enumerate(self._graph.nodes):
-            if node.phase is Phase.UPDATE and self._states:
-                self._allocate(self._states)
-                self._states = []
-            self._multiply(node.op, is_backward=node.phase is Phase.BACKWARD)
-            born = self._born[index]
-            live.update(zip(born, self._allocate(born), strict=True))
-            if self._workspace_bytes[index]:
-                self._allocator.free(self._allocator.allocate(self._workspace_bytes[index]))
-            for storage in self._released[index]:
-                self._allocator.free(live.pop(storage))
-        self._left = list(live.values())
+def _program_events(program: Program, graph: StepGraph) -> Iterator[_Event]:
+    """What each op of a plan allocates and frees; the update as the graph has it."""
+    replay = replay_schedule(program, plain_schedule(program))
+    holder = list(range(len(program.buffers)))  # of a buffer's memory, which another may take over
+    no_workspace = [0] * len(graph.nodes)
+    for index, op in enumerate(program.ops):
+        yield from _multiplied(
+            op.name.rstrip("_0123456789"), is_backward=index >= program.first_backward
+        )
+        taken = replay.taken_over[index]
+        if taken is not None:
+            holder[op.writes[0]] = holder[taken]
+        else:
+            for buffer in op.writes:
+                if program.buffers[buffer]:
+                    yield _Event(buffer, program.buffers[buffer])
+        if op.is_callers and op.name == "update":
+            yield from _graph_events(graph, no_workspace, is_update_only=True)
+        else:
+            yield from _scratch(op.workspace_bytes)
+        for buffer in replay.releases[index]:
+            yield _Event(holder[buffer])
 
-    def _multiply(self, op: str, *, is_backward: bool) -> None:
-        if is_backward not in self._multiplied and op.split(".")[1] in _PRODUCTS:
-            self._multiplied.add(is_backward)
-            self._allocator.allocate(_BLAS_WORKSPACE_BYTES)
 
-    def _allocate(self, storages: Sequence[int]) -> list[Block]:
-        sizes = (self._graph.storages[index].size_bytes for index in storages)
-        return [self._allocator.allocate(size_bytes) for size_bytes in sizes]
+def _multiplied(operator: str, *, is_backward: bool) -> Iterator[_Event]:
+    if operator in _PRODUCTS:
+        yield _Event(("products", is_backward), _BLAS_WORKSPACE_BYTES, is_lasting=True)
+
+
+def _scratch(size_bytes: int) -> Iterator[_Event]:
+    if size_bytes:
+        yield from (_Event("workspace", size_bytes), _Event("workspace"))

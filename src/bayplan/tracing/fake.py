@@ -225,8 +225,8 @@ class _Copier:
                 return copied(thing, self.memo)
         except (TypeError, RuntimeError, NotImplementedError, SystemError) as fault:
             raise out_of_memory(fault) or CaptureError(
-                f"the {name} cannot be copied for capture: {fault}; keep open files, locks,"
-                " generators and the like out of its attributes"
+                f"the {name} cannot be copied for capture: {fault}; keep open files, locks"
+                " and the like out of its attributes"
             ) from fault
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,19 @@ be copied is shared.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
 
-__all__ = ["copied", "hooked_text", "num_hooks", "on_copies", "refused_hooks"]
+__all__ = ["copied", "hooked_text", "num_hooks", "on_copies", "own_generators", "refused_hooks"]
 
 _Thing = TypeVar("_Thing")
 _Memo = dict[int, Any]
@@ -31,6 +32,8 @@ def copied(thing: _Thing, memo: _Memo | None = None) -> _Thing:
     memo = {} if memo is None else memo
     modules = [module for each in _modules_in(thing) for module in each.modules()]
     tables = [(module, torch_compat.hooks_of(module)) for module in modules]
+    for generator in own_generators(modules):  # whose states are not copied as tensors are
+        memo.setdefault(id(generator), generator.clone_state())
     with ExitStack() as after:
         for _, of_module in tables:
             for table in filter(None, of_module):
@@ -42,6 +45,12 @@ def copied(thing: _Thing, memo: _Memo | None = None) -> _Thing:
         for table, own in zip(of_module, of_copy, strict=True):
             own.update({key: _looking(_private(hook, memo)) for key, hook in table.items()})
     return made
+
+
+def own_generators(modules: Iterable[nn.Module]) -> list[torch.Generator]:
+    """The random generators that modules hold as attributes."""
+    values = (value for module in modules for value in vars(module).values())
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def _looking(hook: Callable[..., Any]) -> Callable[..., Any]:

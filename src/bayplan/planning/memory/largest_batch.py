@@ -9,7 +9,7 @@ size fit is tried first at the next one; a search comes last.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from bayplan.data.units import Limit, no_progress
 from bayplan.planning.memory.bounds import least_peak
 from bayplan.planning.memory.orders import order_of
 from bayplan.planning.memory.planner import ASSUMED_TIER, STRATEGIES, Planner, strategy_named
+from bayplan.planning.memory.reserved import by_counting
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.memory.strategies import Strategy
 from bayplan.planning.memory.swaps import choose_swaps
@@ -98,6 +99,10 @@ def _shape(program: Program) -> tuple[object, ...]:
     return program.first_backward, ops
 
 
+def _live_bytes(program: Program) -> int:
+    return replay_schedule(program, plain_schedule(program)).peak_bytes
+
+
 Packs = tuple[str, ...]  # what is packed in a variant of a step
 
 
@@ -110,12 +115,14 @@ class FittingWay:
         search_seconds: for each search; None searches nothing.
         tier: where the search may swap buffers to; None repeats only.
         cache_dir: see `SearchOptions`.
+        counted: what of a program's plain order counts in the limit.
     """
 
     strategies: Sequence[Strategy]
     search_seconds: float | None = None
     tier: Tier | None = None
     cache_dir: Path | None = None
+    counted: Callable[[Program], int] = _live_bytes
     _searched: dict[Packs, list[Arrangement]] = field(default_factory=dict)
 
     def find(
@@ -124,7 +131,7 @@ class FittingWay:
         """One of the variants with an arrangement within the limit; None where there is none."""
         for packs, arrangement in self._candidates(programs, limit_bytes):
             arranged = arrangement.apply(programs[packs]).program
-            if replay_schedule(arranged, plain_schedule(arranged)).peak_bytes <= limit_bytes:
+            if self.counted(arranged) <= limit_bytes:
                 return packs, arrangement
         return None
 
@@ -257,14 +264,15 @@ class _Search:
     def _way(self, name: str) -> FittingWay:
         planner = self._planner
         if name != "auto":
-            return FittingWay([strategy_named(name, tier=planner.tier)])
+            strategies = [strategy_named(name, tier=planner.tier)]
+            return FittingWay(strategies, counted=planner.counted)
         others = [
             strategy_named(other, tier=planner.tier)
             for other in STRATEGIES
             if other != "auto" and (other not in _SWAPPING or planner.tier is not None)
         ]
         seconds = _SEARCH_SHARE * planner.time_limit_seconds
-        return FittingWay(others, seconds, planner.tier, planner.cache)
+        return FittingWay(others, seconds, planner.tier, planner.cache, planner.counted)
 
     def _order(
         self, name: str, way: FittingWay, programs: Mapping[Packs, Program], batch: int
@@ -285,9 +293,10 @@ class _Search:
         )
         if name != "auto":
             return order
-        fastest = self._planner.within(Limit(size_bytes=self._limit_bytes))
+        planner, step = self._planner, self._planner.step.at(batch)
+        search = planner.within(Limit(size_bytes=self._limit_bytes))
         try:
-            faster = fastest(self._planner.step.at(batch).traced)
+            faster = by_counting(planner.counting, search, step)(step.traced)
         except DoesNotFit:
             return order
         return min(order, faster, key=lambda order: order.seconds)

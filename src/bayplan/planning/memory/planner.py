@@ -11,7 +11,8 @@ from bayplan.data import files
 from bayplan.data.errors import FileFault, UsageError, did_you_mean
 from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Decision, DevicePlan, Request, StepOrder
-from bayplan.data.units import Limit, Progress, no_progress
+from bayplan.data.program import Program
+from bayplan.data.units import Limit, LimitCounts, Progress, no_progress
 from bayplan.planning.memory.decisions import decisions_of, peak_moment
 from bayplan.planning.memory.orders import (
     FastestWithin,
@@ -22,8 +23,10 @@ from bayplan.planning.memory.orders import (
     pack_variants,
     planned_bytes,
 )
+from bayplan.planning.memory.reserved import LIVE, Counting, by_counting, plain_bytes
 from bayplan.planning.memory.search import Planned, pareto, smallest_peak
 from bayplan.planning.memory.strategies import Strategy, checkpoint, keep, ome, swap
+from bayplan.simulating.reserving import reserve_program
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Arrangement, Tier, arrangement_of
 
@@ -67,6 +70,8 @@ class PlannableStep(Protocol):
     @property
     def plain_peak_bytes(self) -> int: ...
     @property
+    def plain_reserved_bytes(self) -> int: ...
+    @property
     def outside_seconds(self) -> float: ...
     def at(self, batch: int) -> "PlannableStep": ...
 
@@ -95,6 +100,7 @@ class Planner:
         tier: how fast activations are swapped; None plans no swaps of its own.
         time_limit_seconds: for the search of one plan.
         again: search even where a plan is kept, and replace that.
+        counting: which bytes limits are for.
     """
 
     step: PlannableStep
@@ -105,6 +111,7 @@ class Planner:
     time_limit_seconds: float = 10.0
     again: bool = False
     on_progress: Progress = no_progress
+    counting: Counting = LIVE
 
     def order(self, limit: Limit, *, strategy: str = "auto") -> StepOrder:
         """Decide one plan.
@@ -114,11 +121,26 @@ class Planner:
         """
         step = self.step
         if strategy == "auto":
-            return self.within(limit, plain_peak_bytes=step.plain_peak_bytes)(step.traced)
+            search = self.within(limit, plain_peak_bytes=step.plain_peak_bytes)
+            return by_counting(self.counting, search, step)(step.traced)
         tier = self.tier or ASSUMED_TIER
         chosen = strategy_named(strategy, tier=tier)
         decide = by_strategy(strategy, chosen, plain_peak_bytes=step.plain_peak_bytes, tier=tier)
         return decide(step.traced)
+
+    def limit_bytes(self, limit: Limit) -> int:
+        """A limit, whose share is of the plain step's bytes that count."""
+        if limit.size_bytes is not None:
+            return limit.size_bytes
+        return limit.of(plain_bytes(self.counting, self.step))
+
+    def counted(self, program: Program) -> int:
+        """What counts of the plan that a program's plain order is."""
+        live_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
+        if self.counting.counts is LimitCounts.LIVE:
+            return live_bytes
+        peaks = reserve_program(program, self.step.graph)
+        return self.counting.of(live_bytes, peaks.reserved_bytes)
 
     def within(self, limit: Limit, *, plain_peak_bytes: int | None = None) -> FastestWithin:
         """Our own strategy with this planner's settings, for the step at any batch size."""
@@ -218,7 +240,8 @@ class Planner:
             graph_fingerprint=step.graph.fingerprint,
             cluster_fingerprint=step.device_name,
             torch_version=step.torch_version,
-            limit_bytes=None if limit is None else limit.of(step.plain_peak_bytes),
+            limit_bytes=None if limit is None else self.limit_bytes(limit),
+            limit_counts=self.counting.counts,
             request=request,
             predicted_seconds=order.seconds + step.outside_seconds,
         )

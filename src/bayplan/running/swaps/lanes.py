@@ -17,6 +17,10 @@ that are overwritten within seconds, as in every step, may never reach the disk 
 With a CPU as the device, streams and events are empty and copies happen at once: that tests all the
 bookkeeping and none of the overlap.
 
+`StagedLane` (accelerators whose host does not page-lock as much): bytes wait in a file as those of
+a CPU do, and pass through a little pinned memory on the way. A thread does that, so the computation
+goes on meanwhile; but whoever needs a copy waits on the host.
+
 NOTE [ Order without record_stream ]
 1. The lane waits for the computing stream before each copy: going out, the bytes must have been
    computed; coming in, the fresh memory may still be read by kernels queued before it was freed.
@@ -52,6 +56,7 @@ __all__ = [
     "Lane",
     "Layout",
     "PinnedLane",
+    "StagedLane",
     "TierError",
     "Wait",
     "extent_of",
@@ -211,6 +216,51 @@ def _open_file(directory: Path, size_bytes: int) -> IO[bytes]:
             f" ({fault.strerror}); use a smaller --swap-size, or another --swap-dir"
         ) from fault
     return file
+
+
+_STAGE_BYTES = 4 * 2**20
+
+
+class StagedLane(FileLane):
+    """Moves bytes of an accelerator's tensors to and from a file, through a stage on the host."""
+
+    def __init__(self, device: torch.device, *, capacity_bytes: int, directory: Path) -> None:
+        super().__init__(device, capacity_bytes=capacity_bytes, directory=directory)
+        self._own = device_of(device)
+        self._stream = self._own.new_stream()
+        self._stage_owner = ExitStack()
+        try:
+            self._stage = self._stage_owner.enter_context(self._own.pinned(_STAGE_BYTES))
+        except RuntimeError:  # not even that much; the host then waits for each copy
+            self._stage = torch.empty(_STAGE_BYTES, dtype=torch.uint8)
+
+    def close(self) -> None:
+        super().close()
+        self._stage_owner.close()
+
+    def _start(self, transfer: Transfer, extent: torch.Tensor, offset_bytes: int) -> Wait:
+        begun = self._own.new_event()
+        begun.record(self._own.current_stream())  # rule 1
+        job = partial(self._carry, transfer, extent, offset_bytes, begun)
+        return partial(_wait_for, self._thread.submit(job))
+
+    def _carry(
+        self, transfer: Transfer, extent: torch.Tensor, offset_bytes: int, begun: Any
+    ) -> None:
+        """Runs in the thread; the device is through with the extent when it returns."""
+        is_out = transfer is os.pwritev
+        with self._own.on_stream(self._stream):
+            self._stream.wait_event(begun)
+            for start in range(0, len(extent), _STAGE_BYTES):
+                part = extent[start : start + _STAGE_BYTES]
+                stage = self._stage[: len(part)]
+                if is_out:
+                    stage.copy_(part, non_blocking=True)
+                    self._stream.synchronize()
+                _move(transfer, self._file, stage, offset_bytes + start)
+                if not is_out:
+                    part.copy_(stage, non_blocking=True)
+                    self._stream.synchronize()
 
 
 class PinnedLane:

@@ -14,6 +14,7 @@ out, beside the computation. Between begin and end the tensor's memory belongs t
 may write to it going out, or touch it coming in.
 """
 
+import warnings
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +30,7 @@ from bayplan.running.swaps.lanes import (
     Lane,
     Layout,
     PinnedLane,
+    StagedLane,
     TierError,
     Wait,
     extent_of,
@@ -249,7 +251,8 @@ def open_tier(device: torch.device, *, capacity_bytes: int, directory: Path) -> 
     """Open what a device swaps to; close it, or use it in a `with` block.
 
     On a CPU that is a file: its pages in the kernel's cache are memory too, but memory that can be
-    taken back. On an accelerator it is pinned host memory, and the directory does not matter.
+    taken back. On an accelerator it is pinned host memory; where the host gives less of that, a
+    file again, which a warning says.
 
     Raises:
         TierError: The space is not there; the message says how much is.
@@ -257,7 +260,16 @@ def open_tier(device: torch.device, *, capacity_bytes: int, directory: Path) -> 
     """
     own = device_of(device)
     if own.has_pinned_copies:
-        return SwapStore(PinnedLane(device, capacity_bytes=capacity_bytes))
+        try:
+            return SwapStore(PinnedLane(device, capacity_bytes=capacity_bytes))
+        except TierError as fault:
+            warnings.warn(
+                f"{fault}. Activations go to a file in {directory} instead, which takes longer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        lane = StagedLane(device, capacity_bytes=capacity_bytes, directory=directory)
+        return SwapStore(lane)
     if own.is_accelerator:
         raise UsageError(f"cannot swap from a {device.type} device: it has no streams to copy on")
     return SwapStore(FileLane(device, capacity_bytes=capacity_bytes, directory=directory))

@@ -163,7 +163,7 @@ def draw_for_pieces(module: fx.GraphModule, streams: Streams) -> None:
         if node.target not in (draw, draw_again) or DRAW not in node.meta:
             continue
         name = node.meta[DRAW]
-        _, state, values, _ = node.args
+        _, _, state, values, _ = node.args
         if state.target is generator_state:
             state.target, state.args = Streams.ticket, (name,)
             state.meta[SWAPPER] = streams

@@ -1,4 +1,4 @@
-"""Small C files of ours, compiled on first use with the system's compiler and kept.
+"""Small C and C++ files of ours, compiled on first use with the system's compiler and kept.
 
 No wheel per platform and no build step: a machine that can run PyTorch from source nearly always
 has `cc`, and those that have none get a clear reason, with which the caller falls back.
@@ -15,12 +15,13 @@ from pathlib import Path
 
 __all__ = ["CompileFailed", "compile_library", "load_library"]
 
-_COMPILERS = ("cc", "gcc", "clang")
+_COMPILERS = {".c": ("cc", "gcc", "clang"), ".cpp": ("c++", "g++", "clang++")}
+_LANGUAGES = {".c": "C", ".cpp": "C++"}
 _COMPILE_SECONDS = 120
 
 
 class CompileFailed(RuntimeError):
-    """The C file cannot be made into a library here; the message says why."""
+    """The file cannot be made into a library here; the message says why."""
 
 
 def compile_library(
@@ -43,10 +44,12 @@ def compile_library(
     target = cache_dir / f"{source.stem}-{platform.machine()}-{digest}.so"
     if target.exists():
         return target
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compilers = _COMPILERS[source.suffix]
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
+        language = _LANGUAGES[source.suffix]
         raise CompileFailed(
-            f"no C compiler ({', '.join(_COMPILERS)}) on PATH; install one, "
+            f"no {language} compiler ({', '.join(compilers)}) on PATH; install one, "
             f"or put {target.name} compiled elsewhere into {cache_dir}"
         )
     try:
@@ -74,7 +77,7 @@ def load_library(
     libraries: tuple[str, ...] = (),
     loader: type[ctypes.CDLL] = ctypes.CDLL,
 ) -> ctypes.CDLL:
-    """Compile a C file as `compile_library` does, and load it.
+    """Compile a file as `compile_library` does, and load it.
 
     Args:
         cache_dir: None, or a directory that cannot be written, compiles for this process alone.

@@ -298,15 +298,22 @@ class PreparedStages:
     def on_kinds(self, kinds: Sequence[DeviceKind], *, where: str) -> "PreparedStages":
         optimizer = self.optimizer
         if self.question is not None:
-            optimizer = self.question.changed(device=kinds[0]).optimizer_source()
+            optimizer = self._question_on(kinds[0]).optimizer_source()
         return replace(self, optimizer=optimizer, costs=KindCosts(tuple(kinds), where))
+
+    def _question_on(self, kind: DeviceKind) -> PreparedStep:
+        """The whole step on a kind of device, with the operators its stages are traced with."""
+        assert self.question is not None, "a plan says what it was made for"
+        return self.question.changed(device=kind, operators_of_device=False)
 
     def unpriced(self) -> "PreparedStages":
         return replace(self, costs=KindCosts())
 
-    def alone(self, kind: DeviceKind) -> OneDeviceStep:
+    def alone(self, kind: DeviceKind, fingerprint: str) -> OneDeviceStep:
         assert self.question is not None, "a plan says what it was made for"
         here, there = self.question, self.question.changed(device=kind)
+        if there.graph.fingerprint != fingerprint:  # planned here, with the operators of here
+            there = self._question_on(kind)
         unrounded = replace(there.context, granularity_bytes=1, prices=free_prices)
         return OneDeviceStep(
             num_samples=here.samples,

@@ -47,6 +47,7 @@ from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import LimitCounts, Progress, no_progress
 from bayplan.devices.device import GPU, HOST, Device, ObjectBytes, default_device, device_of
+from bayplan.devices.fake_gpu import FakeGpu, why_no_fake_gpu
 from bayplan.devices.machine import cache_directory, num_threads
 from bayplan.models.targets import Target, resolve_target
 from bayplan.planning.memory.reserved import Counting
@@ -231,6 +232,8 @@ class PreparedStep:
         optimizer: a key of `OPTIMIZERS`, an optimizer, or a function from parameters to one.
         autocast: a key of `AUTOCASTS`.
         device: the kind of device asked about; None for the device here.
+        operators_of_device: whether the step is captured with the operators of that device, and not
+            with those of the device that the model is on.
         update_in_backward: whether plans update each parameter as soon as its gradient is complete.
         clock: for pricing operators here.
         again: measures anew, and replaces what the cache has of the step and its operators.
@@ -242,6 +245,7 @@ class PreparedStep:
     optimizer: str | OptimizerSource = "adamw"
     autocast: str = "none"
     device: DeviceKind | None = None
+    operators_of_device: bool = True
     update_in_backward: bool = False
     clock: Clock = Clock.WALL
     again: bool = False
@@ -279,7 +283,8 @@ class PreparedStep:
     @property
     def _key(self) -> tuple[object, ...]:
         device = None if self.device is None else self.device.name
-        return self.samples, self.optimizer, self.autocast, self.update_in_backward, device
+        options = self.update_in_backward, self.operators_of_device
+        return self.samples, self.optimizer, self.autocast, *options, device
 
     def larger_devices(self, memory_bytes: int) -> Iterator["PreparedStep"]:
         """The step on devices of the catalogue with at least this much memory, smallest first."""
@@ -307,6 +312,40 @@ class PreparedStep:
     def is_here(self) -> bool:
         """Whether the step is asked about on this machine."""
         return self.device is None
+
+    @cached_property
+    def gpu(self) -> FakeGpu | None:
+        """The GPU whose operators are captured on fake tensors; None for the model's own device."""
+        kind = self.device if self.operators_of_device else None
+        if kind is None or not kind.architecture or why_no_fake_gpu():
+            return None
+        gpu = FakeGpu.of(kind.architecture)
+        if self.autocast == "bf16" and not gpu.has_bfloat16:
+            raise UsageError(
+                f"{kind.name} ({kind.architecture}) has no bfloat16 arithmetic, which begins with"
+                " sm_80, so --autocast bf16 would only be slow there; use --autocast fp16"
+            )
+        return gpu
+
+    @property
+    def operators_note(self) -> str:
+        """What to know of the operators that are captured for a device that is not here."""
+        kind = self.device if self.operators_of_device else None
+        if kind is None:
+            return ""
+        if not kind.architecture:
+            return (
+                f"CPU operators stand in for those of {kind.name}, whose file does not say its"
+                " architecture; add a line such as `architecture: sm_90`"
+            )
+        if self.gpu is None:
+            return f"CPU operators stand in for those of {kind.name}: {why_no_fake_gpu()}"
+        if not self.gpu.is_nvidia:
+            return (
+                f"{kind.name} runs CUDA's operators through HIP; captured are those without cuDNN's"
+                " attention, with cuDNN's others standing in for MIOpen's"
+            )
+        return ""
 
     @property
     def optimizer_name(self) -> str:
@@ -356,8 +395,14 @@ class PreparedStep:
                 f"no parameter of {self.target.name!r} requires a gradient, so there is nothing to"
                 " train; check `requires_grad`"
             )
+        if self.gpu is not None:
+            _check_one_device(model)
         return TrainingStep(
-            model=model, batch=batch, loss_fn=loss_fn, autocast=AUTOCASTS[self.autocast]
+            model=model,
+            batch=batch,
+            loss_fn=loss_fn,
+            autocast=AUTOCASTS[self.autocast],
+            gpu=None if self.gpu is None else self.gpu.present,
         )
 
     def build(self) -> TrainingStep:
@@ -414,7 +459,7 @@ class PreparedStep:
     @cached_property
     def graph(self) -> StepGraph:
         """The whole step as captured, plain."""
-        key = (self.samples, self.optimizer, self.autocast, self.is_here)
+        key = (self.samples, self.optimizer, self.autocast, self.is_here, self.gpu)
         if key not in self.shared.graphs:
             self.on_progress("capturing", 0, 1)
             self.shared.graphs[key] = capture_step(
@@ -620,6 +665,19 @@ class PreparedStep:
             return sum(profile.seconds[index] for index in nodes)
         with self.prices_here(self.model_device) as costs:
             return seconds_of_nodes(self.step, nodes, costs, optimizer=self.optimizer_source())
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse a model that is split, of which nobody can say what of it would be on a GPU."""
+    places: dict[str, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        places.setdefault(tensor.device.type, name)
+    if len(places) > 1:
+        listed = ", ".join(f"{name} on {place}" for place, name in places.items())
+        raise UsageError(
+            f"the model is on {len(places)} devices ({listed}), and a step is asked about on one;"
+            " move all of it to one of them first"
+        )
 
 
 def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRecord:

@@ -55,6 +55,8 @@ class TrainingStep:
         loss_fn: of output and targets, of the output alone, or None if the output holds its loss.
         optimizer: None leaves the update out.
         autocast: the dtype of mixed precision, None for none.
+        gpu: a context in which torch takes a GPU to be there: copies on fake tensors are on `cuda`
+            then, wherever the model is. None for copies on the model's device.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class TrainingStep:
     loss_fn: LossFunction = None
     optimizer: torch.optim.Optimizer | None = None
     autocast: torch.dtype | None = None
+    gpu: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:
         check_model(self.model, self.loss_fn)
@@ -93,6 +96,10 @@ class TrainingStep:
             on_phase(Phase.UPDATE)
             self.optimizer.step()
         return loss.detach()
+
+    def on_gpu(self) -> contextlib.AbstractContextManager[None]:
+        """Where copies on fake tensors are made and run; does nothing without a GPU to fake."""
+        return contextlib.nullcontext() if self.gpu is None else self.gpu()
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast that forward and loss run under; does nothing where there is none."""

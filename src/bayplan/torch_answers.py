@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "KNOWN",
     "answer_as_eager",
+    "answers_of_gpu",
     "break_after",
     "known_arrays",
     "left_outside",
@@ -84,6 +85,23 @@ def unnoticed_fakes() -> Iterator[None]:
         del FakeTensor.__format__
         del home.__getattr__  # pyrefly: ignore[missing-attribute]
         home.FakeTensor = FakeTensor
+
+
+@contextmanager
+def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
+    """Let autocast work for `cuda` where there is no GPU, as it does where there is one."""
+    common, home = torch.cuda.amp.common, torch.cuda
+    before = common.amp_definitely_not_available, home.is_bf16_supported
+
+    def supports_bfloat16(including_emulation: bool = True) -> bool:
+        return has_bfloat16 or including_emulation
+
+    common.amp_definitely_not_available = lambda: False
+    home.is_bf16_supported = supports_bfloat16
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, home.is_bf16_supported = before
 
 
 @contextmanager

@@ -306,12 +306,13 @@ def replayed_views() -> AbstractContextManager[Any]:
 def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
     """Replace what an operator does on fake tensors, for the process.
 
-    `rule` is called with torch's own fake kernel and the operator's arguments.
+    `rule` is called with torch's own fake kernel (None where it has none) and the operator's
+    arguments.
     """
     from torch._decomp import decomposition_table, meta_table
     from torch._subclasses.fake_impls import op_implementations_dict
 
-    otherwise = decomposition_table.get(operator) or meta_table[operator]
+    otherwise = decomposition_table.get(operator) or meta_table.get(operator)
 
     def run(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -319,7 +320,8 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
 
     # Operators with an entry here are not decomposed on fake tensors, but looked up in the other
     # table. Decompositions stay what they are for other compilers.
-    meta_table.setdefault(operator, otherwise)
+    if otherwise is not None:
+        meta_table.setdefault(operator, otherwise)
     op_implementations_dict[operator] = run
     FakeTensorMode.cache_clear()
 

@@ -63,6 +63,7 @@ def loss_memory(
             batch=((), *targets) if targets else (),
             loss_fn=fake.loss_fn,
             autocast=fake.autocast,
+            gpu=fake.gpu,
         )
     graph = capture_step(alone)
     workspaces = [0] * len(graph.nodes)

@@ -1,5 +1,6 @@
 """`DeviceKind`: a device as the roofline sees it, each figure with its source."""
 
+import re
 from enum import StrEnum
 
 import msgspec
@@ -79,6 +80,8 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         vector_flops_per_s: peak rate of work that cannot use matrix units.
         efficiency: share of the binding peak that each op class really reaches.
         launch_seconds: fixed cost of one operator.
+        architecture: of a GPU, as compilers name it (`sm_90`, `gfx942`); empty where it is unknown.
+            torch chooses operators by it.
         allocation_granularity_bytes: the allocator's rounding.
         convolutions: what float32 convolutions reach by kind, where that is known finer than by
             `efficiency`; all of `ConvolutionKind`, or none.
@@ -98,6 +101,7 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     vector_flops_per_s: Figure
     efficiency: dict[OpClass, Figure]
     launch_seconds: Figure
+    architecture: str = ""
     allocation_granularity_bytes: int = 512
     convolutions: dict[ConvolutionKind, ChannelRate] = {}
     convolution_backward: Figure | None = None
@@ -124,5 +128,10 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             figure = getattr(self, name)
             if figure is not None and not figure.value > 0:
                 raise ValueError(f"{name} is {figure.value}, must be more than 0")
+        if self.architecture and not re.fullmatch(r"sm_[0-9]{2,3}|gfx[0-9a-f]+", self.architecture):
+            raise ValueError(
+                f"architecture is {self.architecture!r}, must be NVIDIA's like sm_90, or AMD's like"
+                " gfx942"
+            )
         if self.allocation_granularity_bytes < 1:
             raise ValueError("allocation_granularity_bytes must be at least 1")

@@ -261,7 +261,7 @@ def warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[Traini
 
     Where the step asks for values that are not known, all of its forward's are computed.
     """
-    with same_generators(), explained(), ExitStack() as stack:
+    with same_generators(), explained(), step.on_gpu(), ExitStack() as stack:
         fake = None
         try:
             fake = _warmed(step, optimizer, stack, knows_all=False)

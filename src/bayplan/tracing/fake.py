@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
-from bayplan.devices.device import HOST
+from bayplan.devices.device import GPU, HOST, device_of
 from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
+from bayplan.tracing.fake_cuda import correct_fake_cuda
 from bayplan.tracing.fake_lstm import correct_fake_lstm
 from bayplan.tracing.fake_norms import correct_fake_norms
 from bayplan.tracing.fake_products import correct_fake_products
@@ -62,6 +63,7 @@ def correct_fakes() -> None:
     correct_fake_norms()
     correct_fake_lstm()
     correct_fake_products()
+    correct_fake_cuda()
 
 
 @contextmanager
@@ -106,10 +108,13 @@ def build_without_memory(build: Callable[[], _Thing]) -> _Thing:
 
 
 def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
-    """Copy a step onto fake tensors; to be called inside `without_memory`."""
+    """Copy a step onto fake tensors; to be called inside `without_memory`, and `step.on_gpu`."""
     _check_can_be_captured(step.model)
     mode = torch_compat.current_fake_mode()
-    copier = _Copier(knows_all=isinstance(mode, KnownValues) and mode.knows_all)
+    copier = _Copier(
+        knows_all=isinstance(mode, KnownValues) and mode.knows_all,
+        device=None if step.gpu is None else torch.device(GPU.where.type, 0),
+    )
     tensors = [*step.model.parameters(), *step.model.buffers()]
     if isinstance(optimizer, torch.optim.Optimizer):
         state = torch_compat.tensors_in(list(optimizer.state.values()))
@@ -130,6 +135,7 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
         loss_fn = copier.copy(loss_fn, "loss")
     if optimizer is not None:
         _check_trains(optimizer, model, loss_fn)
+        _update_all_at_once(optimizer)
     return replace(step, model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer)
 
 
@@ -174,11 +180,24 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
         )
 
 
+def _update_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of CUDA parameters update them all in one call, where torch's default does.
+
+    torch itself does not choose this form for fake tensors.
+    """
+    for group in optimizer.param_groups:
+        is_open = group.get("foreach", False) is None and not group.get("fused")
+        if is_open and all(
+            device_of(parameter.device).is_accelerator for parameter in group["params"]
+        ):
+            group["foreach"] = not group.get("differentiable", False)
+
+
 class _Copier:
     """Makes fake tensors, one storage for one storage, and remembers them for `deepcopy`."""
 
-    def __init__(self, *, knows_all: bool) -> None:
-        self._knows_all = knows_all
+    def __init__(self, *, knows_all: bool, device: torch.device | None = None) -> None:
+        self._knows_all, self._device = knows_all, device
         self.memo: dict[int, Any] = {}
         self._base_of_storage: dict[int, torch.Tensor] = {}
         self._keep: list[torch.Tensor] = []  # ids stay unique only while their owners live
@@ -230,7 +249,7 @@ class _Copier:
             ) from fault
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = HOST.where if tensor.is_meta else tensor.device
+        device = self._device or (HOST.where if tensor.is_meta else tensor.device)
         key = torch_compat.storage_key(tensor.untyped_storage())
         if key not in self._base_of_storage:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -40,11 +40,11 @@ class Joint:
 
 def trace_step(step: TrainingStep, context: MemoryContext) -> TracedStep:
     """Return the joint graph of a step's model as the backend will see it when it runs."""
-    with without_memory() as mode:
+    with step.on_gpu(), without_memory() as mode:
         fake = fake_step(step, None)
     if context.updates is not None:
         context = replace(context, updates=context.updates.of_copy(fake.model))
-    with mode, fake.precision():
+    with step.on_gpu(), mode, fake.precision():
         inputs = split_batch(fake.batch, fake.loss_fn)[0]
         joint = joint_of(fake.model, inputs, context.loss.gradients)
     # Outside: torch has traced it on fake tensors of its own.

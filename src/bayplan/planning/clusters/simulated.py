@@ -357,7 +357,7 @@ def _device_record(
 def _simulate_alone(plan: DevicePlan, source: StepSource, cluster: Cluster) -> _Simulated:
     """A plan for one device, as it runs on the first device of a cluster."""
     kind = cluster.kind_of(0)
-    step = source.alone(kind)
+    step = source.alone(kind, plan.graph_fingerprint)
     if plan.graph_fingerprint not in step.fingerprints:
         raise ForeignPlan(
             f"the plan is for a step with fingerprint {plan.graph_fingerprint}, {source.name} at"

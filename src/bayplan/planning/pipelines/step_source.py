@@ -237,4 +237,9 @@ class StepSource(Protocol):
             also: operators that layers begin with in any case.
         """
 
-    def alone(self, kind: DeviceKind) -> OneDeviceStep: ...
+    def alone(self, kind: DeviceKind, fingerprint: str) -> OneDeviceStep:
+        """The whole step on a device, as a plan of that fingerprint was made for it.
+
+        Plans that were made for this machine have its operators, those made for a kind of device
+        have the operators of that kind.
+        """

@@ -44,9 +44,9 @@ def _are_alike(small: WholeStep, large: WholeStep) -> bool:
 
 
 def _traced(step: TrainingStep, num_samples: int) -> WholeStep:
-    with without_memory() as mode:
+    with step.on_gpu(), without_memory() as mode:
         fake = fake_step(replace(step, batch=resize_batch(step.batch, num_samples)), None)
-    with mode, fake.precision():
+    with step.on_gpu(), mode, fake.precision():
         joint = joint_of(_WithLoss(fake), split_batch(fake.batch, fake.loss_fn))
     joint.module.graph.eliminate_dead_code()
     origins = tuple(_origins(joint.inputs, fake))

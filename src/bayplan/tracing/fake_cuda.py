@@ -1,0 +1,128 @@
+"""What cuDNN's kernels make, where torch's fake kernels say something else or nothing.
+
+A recurrent layer keeps a reserve for its backward, which torch's fake kernel has empty; the
+backward itself has no fake kernel. The gradients of all its weights are parts of one buffer, as the
+weights are.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from bayplan import torch_compat
+
+__all__ = ["correct_fake_cuda"]
+
+aten = torch.ops.aten
+_Rule = Callable[..., Any]
+
+
+@cache
+def correct_fake_cuda() -> None:
+    """Let fake kernels of CUDA's own operators make what the real ones make.
+
+    For the process: torch has one table of fake kernels.
+    """
+    torch_compat.set_fake_kernel(aten._cudnn_rnn.default, _recurrent)
+    torch_compat.set_fake_kernel(aten._cudnn_rnn_backward.default, _recurrent_backward)
+    torch_compat.set_fake_kernel(aten.cudnn_batch_norm.default, _batch_norm)
+    torch_compat.set_fake_kernel(aten.cudnn_batch_norm_backward.default, _batch_norm_backward)
+
+
+_LSTM = 2  # among cuDNN's modes: plain with ReLU, plain with tanh, LSTM, GRU
+_KEPT_ROWS = (1, 1, 5, 6)  # by mode, what a layer keeps per step, sample and hidden unit
+
+
+def _recurrent(otherwise: _Rule, image: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    output, last, last_cell, reserve, buffer = otherwise(image, *rest)
+    mode, num_hidden, projected, num_layers = rest[5:9]
+    dropout, train, is_bidirectional = rest[10:13]
+    if train:
+        num_directions = 2 if is_bidirectional else 1
+        units = output.numel() // (output.shape[-1] or 1) * num_hidden * num_directions
+        num_bytes = _reserve_bytes(
+            units,
+            mode=mode,
+            num_layers=num_layers,
+            num_directions=num_directions,
+            element_bytes=image.element_size(),
+            projected_share=projected / num_hidden,
+            has_dropout=dropout > 0,
+        )
+        reserve = reserve.new_empty(num_bytes)
+    return output, last, last_cell, reserve, buffer
+
+
+def _reserve_bytes(
+    units: int,
+    *,
+    mode: int,
+    num_layers: int,
+    num_directions: int,
+    element_bytes: int,
+    projected_share: float,
+    has_dropout: bool,
+) -> int:
+    """What cuDNN keeps of a recurrent layer for its backward.
+
+    Gates and cells of each layer, outputs between layers, and a bit per number dropped. So answers
+    cuDNN 9.20's `cudnnGetRNNTempSpaceSizes`, which needs no GPU; a P100 had it as well
+    (pytorch/pytorch#2895: an LSTM of four layers keeps 736,000,000 bytes, a GRU 864,000,000).
+
+    Args:
+        units: steps times samples times hidden units, in all directions.
+    """
+    rows = float(_KEPT_ROWS[mode])
+    if projected_share:
+        rows += 1 + projected_share
+    between = num_layers - 1
+    size = units * (num_layers * rows + between) * element_bytes + 256
+    return int(size + (units * num_directions * between / 8 if has_dropout else 0))
+
+
+def _recurrent_backward(_: _Rule | None, image: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    weights, hidden, cell, asked = rest[0], rest[3], rest[4], rest[-1]
+    of_image, of_hidden, of_cell, of_weights = asked
+    gradients: list[torch.Tensor] = []
+    if of_weights:
+        buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
+        parts = buffer.split([weight.numel() for weight in weights])
+        gradients = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+    return (
+        torch.empty_like(image) if of_image else None,
+        torch.empty_like(hidden) if of_hidden else None,
+        torch.empty_like(cell) if of_cell and cell is not None else None,
+        gradients,
+    )
+
+
+def _batch_norm(
+    _: _Rule,
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    *__: float,
+) -> tuple[torch.Tensor, ...]:
+    """Statistics have the weight's dtype, and the reserve is empty.
+
+    It is for an activation that is fused, which torch never asks for. For a BatchNorm alone, cuDNN
+    9.20's `cudnnGetBatchNormalizationTrainingExReserveSpaceSize` answers 0.
+    """
+    num_channels = image.shape[1] if training else 0
+    statistics = (weight.new_empty(num_channels) for _ in range(2))
+    return _like(image), *statistics, image.new_empty(0, dtype=torch.uint8)
+
+
+def _batch_norm_backward(
+    _: _Rule, image: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    return _like(image), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _like(image: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(image, memory_format=torch_compat.suggested_format(image))

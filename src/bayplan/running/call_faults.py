@@ -140,14 +140,18 @@ def explained_run(run: Run, order: StepOrder | None = None) -> Run:
     """
 
     def explained(arguments: list[Any]) -> Any:
-        tensors = (each for each in arguments if isinstance(each, torch.Tensor))
-        device = next((each.device for each in tensors), HOST.where)
+        # A list: a generator that is not run to its end would keep a tensor alive.
+        devices = [each.device for each in arguments if isinstance(each, torch.Tensor)]
         try:
             return run(arguments)
         except BayplanError:
             raise
         except Exception as fault:
-            promise = "" if order is None else _promise(order, device_of(device))
+            promise = (
+                ""
+                if order is None
+                else _promise(order, device_of(devices[0] if devices else HOST.where))
+            )
             raise also_ours(fault, promise) from fault
 
     return torch_compat.boxed(explained)

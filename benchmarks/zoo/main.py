@@ -72,7 +72,21 @@ def main() -> None:
         except KeyboardInterrupt:
             say("interrupted: what is measured so far is kept")
             pool.shutdown(cancel_futures=True)
+    rows = _with_others(given, rows)
     finish(__file__, {"rows": rows, **_summary(rows)}, columns=COLUMNS, arguments=given)
+
+
+def _with_others(given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured now, with its commit; where only some models are, the others' last rows."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    rows = [{**row, "commit": commit.stdout.strip() or "unknown"} for row in rows]
+    latest = Path(__file__).parent / "results" / "latest.json"
+    if given.quick or given.models or not given.only or not latest.exists():
+        return rows
+    new = {(row["model"], row["precision"]): row for row in rows}
+    old = {(row["model"], row["precision"]): row for row in json.loads(latest.read_text())["rows"]}
+    return list((old | new).values())
 
 
 def _jobs(given: argparse.Namespace) -> list[tuple[str, str]]:

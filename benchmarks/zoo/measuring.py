@@ -2,7 +2,9 @@
 
 Every training starts from the same seeds. After each step losses, gradients, parameters, buffers
 and the random state are compared bit by bit. Peaks are those of a recording, of this model's
-tensors and all that its step allocates. Then steps take turns, one thread, by processor time.
+tensors and all that its steps allocate: the highest of several steps, so that of one that keeps all
+its layers where they are dropped at random, which is the one that is predicted. Then steps take
+turns, one thread, by processor time.
 """
 
 import argparse
@@ -49,6 +51,7 @@ OWN: dict[str, tuple[str, Builder]] = {
 }
 _CPU = torch.device("cpu")
 _STEPS = 3
+_RECORDED = 8  # steps, so that one that drops layers at random keeps all of them in one of these
 _LEAST_BYTES = 1  # a limit that no step keeps, to hear of the smallest that one does
 _MOST_LIMITS = 5  # steps that drop layers at random may each need another one
 
@@ -229,7 +232,7 @@ def _planned(make: Callable[[], TrainingStep], memory: str | int, seconds: float
 
 
 def _trained(step: TrainingStep, others_bytes: int = 0) -> Trained:
-    """Train from one seed, then record two steps, less what other models of the process take."""
+    """Train from one seed, then record steps, less what other models of the process take."""
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(1)
     digests = []
@@ -242,7 +245,7 @@ def _trained(step: TrainingStep, others_bytes: int = 0) -> Trained:
         del loss
     gc.collect()
     with bayplan.record() as recording:
-        for _ in range(2):
+        for _ in range(_RECORDED):
             step()
     return Trained(step, digests, recording.result.steady_peak_bytes - others_bytes)
 

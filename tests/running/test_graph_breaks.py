@@ -14,6 +14,7 @@ from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
 from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import prepare
+from bayplan.running.fitted import fitting_of
 
 WIDTH, SAMPLES = 64, 1024
 
@@ -212,26 +213,46 @@ def test_backend_refuses_what_follows_a_break():
 class Dropping(nn.Module):
     """Drops blocks at random, so that steps run more or fewer pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], torch.Tensor]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.blocks, self.draw = nn.ModuleList([block() for _ in range(3)]), draw
+        self.scale = nn.Parameter(torch.ones([]))  # so that there is always something to train
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for each in self.blocks:
-            if torch.rand([]) < 0.5:
+            if self.draw() < 0.5:
                 x = each(x)
-        return x
+        return x * self.scale
+
+
+def fitted_dropping(draw: Callable[[], torch.Tensor], memory: str) -> tuple[Loop, Loop]:
+    """Plain and fitted."""
+    torch.manual_seed(0)
+    model, batch = Dropping(draw), torch.rand(SAMPLES, WIDTH)
+    plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
+    with pytest.warns(UserWarning, match="is not one graph"):
+        bayplan.fit(
+            model, batch, mean, memory=memory, optimizer=fitted.optimizer, time_limit_seconds=0.5
+        )
+    return plain, fitted
+
+
+def test_step_that_keeps_all_blocks_is_the_one_that_is_planned(planner_cache):
+    """It was planned as the first draw went, and anew inside the loop, far above the limit."""
+    plain, fitted = fitted_dropping(lambda: torch.rand([]), "70%")
+    assert all(map(torch.equal, plain.trained(6), fitted.trained(6)))
+    peak_bytes = max(fitted.peak_bytes(planner_cache) for _ in range(16))
+    fitting = fitting_of(fitted.model)
+    assert fitting.pieces is not None
+    (plan,) = fitting.pieces.plans
+    assert peak_bytes <= fitting.known["limit_bytes"]
+    assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
 @pytest.mark.slow
 def test_step_that_runs_more_pieces_is_planned_anew(planner_cache):
-    torch.manual_seed(0)
-    model, batch = Dropping(), torch.rand(SAMPLES, WIDTH, requires_grad=True)
-    plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
-    with pytest.warns(UserWarning, match="is not one graph"):
-        bayplan.fit(model, batch, mean, memory="8MiB", time_limit_seconds=0.5)
-    expected, results = plain.trained(6), fitted.trained(6)
-    assert all(map(torch.equal, expected, results))
+    plain, fitted = fitted_dropping(lambda: torch.rand(2)[0], "8MiB")
+    assert all(map(torch.equal, plain.trained(6), fitted.trained(6)))
 
 
 def test_errors_of_the_model_stay_its_own(planner_cache):

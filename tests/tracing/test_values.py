@@ -240,3 +240,34 @@ class Overwriting(Asking):
 def test_branch_on_what_was_changed_in_place_is_not_guessed():
     with pytest.raises(CaptureError, match="Data-dependent"):
         bayplan.fit(Overwriting(), padded(0), sum_of, memory="1MiB", fullgraph=True)
+
+
+class DropsLayers(nn.Module):
+    """Drops layers at random: `keeps` says which numbers keep one."""
+
+    def __init__(self, keeps: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+        self.keeps = keeps
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.keeps(torch.rand([])):
+                x = layer(x)
+        return x + self.layers[0].bias
+
+
+@pytest.mark.parametrize("keeps", [lambda number: number < 0.5, lambda number: number >= 0.5])
+def test_the_step_that_keeps_all_layers_is_captured(keeps):
+    """Layers that are dropped at random once made every figure that of one draw."""
+    graph = bayplan.capture(DropsLayers(keeps), torch.ones(2, 8), lambda output: output.sum())
+    assert sum(node.op == "aten.addmm.default" for node in graph.nodes) == 6
+
+
+def test_random_numbers_that_decide_nothing_stay_as_they_come():
+    with without_memory() as mode:
+        drawn = []
+        mode.go_fullest_way(lambda: drawn.append(torch.rand([]).item()))
+        mode.draw_again()
+        assert torch.rand([]).item() == drawn[0]
+        assert 0 < drawn[0] < 0.999

@@ -16,45 +16,53 @@ from bayplan.costing.operators import OperatorCosts
 from bayplan.data.errors import BayplanError
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
+from bayplan.data.program import Cost
 from bayplan.planning.memory.pieces import Moment, PieceRun
 from bayplan.running.piece_backend import Piece, PieceBackend
 from bayplan.step import TrainingStep
-from bayplan.tracing.capture import GeneratorStates, NodeWatch, record_step, same_generators
+from bayplan.tracing.capture import GeneratorStates, record_step, same_generators
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
-from bayplan.tracing.joint import MemoryContext
 from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.piece_gradients import GradientWatch, Operators
-from bayplan.tracing.tracer import StepTracer
+from bayplan.tracing.tracer import Locator, StepTracer
 
 __all__ = ["Simulated", "simulate", "watch_gradients"]
 
+PriceCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Cost]
 _WORKSPACE_SHARE = 0.15  # no kernel is taken to need more scratch memory than this of the peak
 
 
 class _PieceTracer(StepTracer):
-    """Records what runs also in compiled pieces, and between which operators each runs."""
+    """Records what runs also in compiled pieces, and between which operators each runs.
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    Operators that run when there is much get a price: not all of them, since each is run for it.
+    """
+
+    def __init__(self, locator: Locator, price: PriceCall | None, least_bytes: float) -> None:
+        super().__init__(locator)
         self.spans: list[tuple[int, bool, int, int]] = []  # piece, is forward, first, end
+        self.workspace_bytes: list[int] = []
         self._begun: list[int] = []
+        self._price, self._least_bytes = price, least_bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        output = super().run(func, *args, **kwargs)
+        workspace_bytes = 0
+        if self._price is not None and self.live_bytes >= self._least_bytes:
+            workspace_bytes = self._price(func, args, kwargs).workspace_bytes
+        self.workspace_bytes.append(workspace_bytes)
+        return output
 
     def hear(self, piece: int, is_forward: bool, begins: bool) -> None:
         if begins:
             self._begun.append(len(self.nodes))
         else:
             self.spans.append((piece, is_forward, self._begun.pop(), len(self.nodes)))
-
-
-class _PieceNodeWatch(NodeWatch):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,7 @@ def _faked(
         states = GeneratorStates()
         with without_memory(knows_all=True) as mode:
             fake = fake_step(step, optimizer)
-            mode.draw_again()
-            fake()
+            mode.go_fullest_way(fake)
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -152,47 +159,41 @@ def watch_gradients(step: TrainingStep, optimizer: OptimizerSource) -> GradientW
 def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBackend) -> Simulated:
     """Run a step on fake tensors, its pieces as a backend compiles them."""
     backend.is_planning = True
-    tracers: list[_PieceTracer] = []
+    granularity_bytes = backend.context.granularity_bytes
+    name = type(step.model).__name__
 
-    def tracer_of(*args: Any) -> StepTracer:
-        tracers.append(_PieceTracer(*args))
-        backend.on_run = tracers[-1].hear
-        return tracers[-1]
+    def recorded(
+        fake: TrainingStep, price: PriceCall | None = None, least_bytes: float = 0
+    ) -> tuple[StepGraph, _PieceTracer]:
+        tracers: list[_PieceTracer] = []
+
+        def tracer_of(locator: Locator) -> StepTracer:
+            tracers.append(_PieceTracer(locator, price, least_bytes))
+            backend.on_run = tracers[-1].hear
+            return tracers[-1]
+
+        graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
+        return graph, tracers[-1]
 
     with _faked(step, optimizer) as (fake, again):
         compile_whole(fake.model, backend, fullgraph=False)
         with again():
             fake()
         with again():
-            name = type(step.model).__name__
-            graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
+            graph, tracer = recorded(fake)
+        # Not by their numbers: torch's guards, and what is kept for later, run some of their own.
+        live = replay_memory(graph, tracer.workspace_bytes, granularity_bytes=granularity_bytes)
+        device = next(fake.model.parameters()).device
+        with backend.context.prices(device) as costs, again():  # in this order: prices are real
+            assert isinstance(costs, OperatorCosts), "a fitted model runs here"
+            least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
+            graph, tracer = recorded(fake, costs.price, least_bytes)
         backend.on_run = lambda *_: None
-        with again():
-            workspaces = _workspaces(fake, graph, backend.context)
-    (tracer,) = tracers
     return Simulated(
         backend.pieces,
         graph,
         tracer.spans,
-        workspaces,
-        backend.context.granularity_bytes,
+        tracer.workspace_bytes,
+        granularity_bytes,
         backend.largest_bytes,
     )
-
-
-def _workspaces(fake: TrainingStep, graph: StepGraph, context: MemoryContext) -> list[int]:
-    """The scratch memory of the operators that may be at the peak; 0 for all others."""
-    workspaces = [0] * len(graph.nodes)
-    live = replay_memory(graph, workspaces, granularity_bytes=context.granularity_bytes)
-    least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
-    high = {index for index, total in enumerate(live.total_bytes) if total >= least_bytes}
-    device = next(fake.model.parameters()).device
-    with context.prices(device) as costs:
-        assert isinstance(costs, OperatorCosts), "a fitted model runs here"
-
-        def look_at(index: int, *call: Any) -> None:
-            workspaces[index] = costs.price(*call)[1]
-
-        with torch_compat.replayed_views(), _PieceNodeWatch(high, look_at):
-            fake()
-    return workspaces

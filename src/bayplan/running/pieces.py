@@ -15,6 +15,7 @@ A call that runs other pieces than planned, or more of them, is stopped there an
 random numbers and the model's buffers are put back, and it begins again.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.data.verdict import InPieces, PlanSummary
 from bayplan.planning.memory.orders import FastestWithin, by_strategy, planned_bytes
-from bayplan.planning.memory.pieces import choose_orders, kept_bytes, surroundings_of
+from bayplan.planning.memory.pieces import Surroundings, choose_orders, kept_bytes, plain_piece
 from bayplan.planning.memory.strategies import keep
 from bayplan.running.piece_backend import PieceBackend, Unplanned
 from bayplan.running.piece_simulation import Simulated, simulate, watch_gradients
@@ -71,6 +72,11 @@ class PiecePlan:
     plain_peak_bytes: int
     seconds: float
     plain_seconds: float
+
+    @property
+    def way(self) -> tuple[dict[str, int], dict[Operators, int]]:
+        """What a step runs."""
+        return self.num_runs, self.written
 
     def decider(self) -> Decide:
         """Decides for the pieces of one compiled model, which come in the order of their runs.
@@ -158,7 +164,7 @@ def plan_pieces(
     def within(limit_bytes: int) -> PiecePlan:
         target_bytes = planned_bytes(limit_bytes)
         for _ in range(_MOST_ROUNDS):
-            orders = choose_orders(plain.runs, search.around, plain.outside, target_bytes, search)
+            orders = choose_orders(plain.runs, search.plain, plain.outside, target_bytes, search)
             run = simulated(plan_of(orders, plain).decider())
             if run.peak_bytes <= limit_bytes:
                 return plan_of(orders, run)
@@ -240,16 +246,15 @@ class _Search:
 
     def __init__(self, plain: Simulated, decide: FastestWithin, alone: MemoryContext) -> None:
         self._pieces, self._decide, self._alone = plain.pieces, decide, alone
-        runs = {run.piece: [] for run in plain.runs}
-        for run in plain.runs:
-            runs[run.piece].append(run)
-        self.around = {
-            piece: surroundings_of(self._pieces[piece].traced.with_packs().program, of_piece)
-            for piece, of_piece in runs.items()
+        self.plain = {
+            piece: plain_piece(self._pieces[piece].traced.with_packs().program)
+            for piece in dict.fromkeys(run.piece for run in plain.runs)
         }
 
-    def __call__(self, piece: int, limit_bytes: int, cap_bytes: int) -> tuple[StepOrder, int]:
-        traced, around = self._pieces[piece].traced, self.around[piece]
+    def __call__(
+        self, piece: int, around: Surroundings, limit_bytes: int, cap_bytes: int
+    ) -> tuple[StepOrder, int]:
+        traced = self._pieces[piece].traced
         inputs_bytes = traced.with_packs().program.always_bytes
         context = replace(
             self._alone,
@@ -266,7 +271,7 @@ class _Search:
             plain_peak_bytes=None,
             tier=None,
             time_limit_seconds=max(
-                _SHORTEST_SEARCH, self._decide.time_limit_seconds / (8 * len(self.around))
+                _SHORTEST_SEARCH, self._decide.time_limit_seconds / (8 * len(self.plain))
             ),
             machine=f"{self._decide.machine}, piece {context.resident_bytes} {context.loss}",
         )
@@ -298,28 +303,33 @@ class PiecewiseCall:
         model = self.step.model
         if not torch.is_grad_enabled():
             return self._variants[0](*args, **kwargs)
-        state = _State(model)
-        for _ in range(_MOST_PLANS_OF_A_CALL):
+        state, num_plans = _State(model), 0
+        while True:
             for index, call in enumerate(self._variants):
                 try:
                     outputs = call(*args, **kwargs)
                 except Exception as fault:
-                    inner = torch_compat.compile_fault(fault)
-                    if not isinstance(inner, Unplanned):
-                        raise
-                    state.put_back()
-                    if inner.operators is not None:
-                        self._varying.add(inner.operators)
-                        self._variants.clear()  # they would compile it for every size
-                        break
+                    operators = _operators_of_unplanned(fault)
                 else:
                     self._variants.insert(0, self._variants.pop(index))
                     return outputs
+                # Here the fault is gone, whose frames hold all that the forward has computed.
+                state.put_back()
+                if operators is not None:
+                    self._varying.add(operators)
+                    self._variants.clear()  # they would compile it for every size
+                    break
+            is_of_no_use = num_plans > 0 and self.plans[0].way == self.plans[1].way
+            if is_of_no_use or num_plans == _MOST_PLANS_OF_A_CALL:
+                raise CaptureError(
+                    "the forward goes another way when it runs than on the tensors without memory"
+                    f" that it is planned with; it was planned {num_plans} times for one batch. It"
+                    f" breaks at {'; '.join(self.plans[0].breaks)}. Take what torch cannot trace"
+                    " there out of the forward, or train the model as it is"
+                )
+            gc.collect()
             self.plan_for(args, kwargs)
-        raise CaptureError(
-            f"the forward was planned {_MOST_PLANS_OF_A_CALL} times for one batch, and each time"
-            f" went another way when it ran; it breaks at {'; '.join(self.plans[0].breaks)}"
-        )
+            num_plans += 1
 
     def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan the step anew, as a call with these arguments has it run."""
@@ -376,6 +386,14 @@ class PiecewiseCall:
             return compiled(*args, **kwargs)
 
         return call
+
+
+def _operators_of_unplanned(fault: Exception) -> Operators | None:
+    """Of the piece that a call met and its plan does not have; other faults are raised again."""
+    inner = torch_compat.compile_fault(fault)
+    if not isinstance(inner, Unplanned):
+        raise fault
+    return inner.operators
 
 
 _MOST_VARIANTS = 8

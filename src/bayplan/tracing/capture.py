@@ -1,7 +1,8 @@
 """Capturing one step on fake tensors as the frozen `StepGraph` of what plain training does.
 
 The step runs twice. The first time makes what only a first step makes (optimizer state, caches) and
-meets all of the model's own errors; the second is the steady state, and is the one recorded.
+meets all of the model's own errors; the second is the steady state, and is the one recorded. Of a
+step that drops layers at random, the one that keeps all of them is recorded.
 """
 
 import random
@@ -283,7 +284,7 @@ def warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[Traini
 def _warmed(
     step: TrainingStep, optimizer: OptimizerSource, stack: ExitStack, *, knows_all: bool
 ) -> TrainingStep:
-    stack.enter_context(without_memory(knows_all=knows_all))
+    mode = stack.enter_context(without_memory(knows_all=knows_all))
     fake = fake_step(step, optimizer)
-    fake()
+    mode.go_fullest_way(fake)
     return fake

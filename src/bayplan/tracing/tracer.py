@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
 from types import FrameType
 from typing import Any
 
@@ -166,14 +168,17 @@ class StepTracer(torch_compat.OperatorWatch):
         super().__init__()
         self.phase = Phase.FORWARD
         self.nodes: list[Node] = []
-        self.sums: set[int] = set()  # nodes that autograd's engine ran between formulas
         self.values: list[Value] = []
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0
+        self.live_bytes = 0
         self.num_formulas = self.num_edges = 0  # of autograd's record of the forward
         self._locator = locator
         self._alive: dict[int, RawStorage] = {}
-        self._finished_formula: int | None = None
+        self._number: int | None = None  # of the formula that runs
+        self._edges: dict[int, list[tuple[int, int]]] = {}  # by formula, to whom it hands what
+        # Formulas as they run, with the nodes that ran under each one's number.
+        self._formulas_run: list[tuple[int, list[int]]] = []
 
     def enter_phase(self, phase: Phase) -> None:
         self.phase = phase
@@ -181,27 +186,49 @@ class StepTracer(torch_compat.OperatorWatch):
             self.num_nodes_at_backward = len(self.nodes)
 
     def watch_formulas(self, loss: torch.Tensor) -> None:
-        """Hear of the end of each gradient formula, so that the engine's own sums are told apart.
+        """Hear of the begin of each gradient formula, so that the engine's sums are told apart.
 
-        The engine names the formula's forward operator also while it sums up what came out.
+        A hook after a formula would keep the gradients that it takes until it ends, where plain
+        training lets go of them.
         """
-
-        def on_end(*_: object) -> None:
-            self._finished_formula = torch_compat.current_backward_sequence()
-
-        seen, waiting = set(), [loss.grad_fn]
+        seen: dict[Any, int] = {loss.grad_fn: 0}
+        waiting: list[Any] = [loss.grad_fn]
         while waiting:
             formula = waiting.pop()
-            if formula is None or formula in seen:
-                continue
-            seen.add(formula)
-            following = [function for function, _ in formula.next_functions]
-            self.num_edges += len(following)
+            edges = formula.next_functions
+            self.num_edges += len(edges)
+            following = [(function, number) for function, number in edges if function is not None]
+            for function, _ in following:
+                if function not in seen:
+                    seen[function] = len(seen)
+                    waiting.append(function)
             # Where nothing follows nothing is summed, and a hook would only change who holds what.
             if following:
-                formula.register_hook(on_end)
-                waiting += following
+                index = seen[formula]  # the formula itself would hold the hook that holds it
+                self._edges[index] = [(seen[function], number) for function, number in following]
+                formula.register_prehook(partial(self._begin_formula, index))
         self.num_formulas = len(seen)
+
+    def _begin_formula(self, index: int, _: object) -> None:
+        self._number = torch_compat.current_backward_sequence()
+        self._formulas_run.append((index, []))
+
+    @property
+    def sums(self) -> set[int]:
+        """The nodes that autograd's engine ran: its sums of gradients of one tensor.
+
+        After a formula it adds what came out to what others have handed to the same place, under
+        that formula's number.
+        """
+        sums: set[int] = set()
+        filled: set[tuple[int, int]] = set()
+        for index, nodes in self._formulas_run:
+            num_filled = len(filled)
+            filled.update(self._edges[index])
+            num_sums = len(self._edges[index]) - (len(filled) - num_filled)
+            last = takewhile(lambda node: self.nodes[node].op == "aten.add.Tensor", nodes[::-1])
+            sums.update(islice(last, num_sums))
+        return sums
 
     def declare(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Make known a tensor that is there before the step; the first declaration wins."""
@@ -222,9 +249,8 @@ class StepTracer(torch_compat.OperatorWatch):
         reads = [self._value_of(tensor, producer=None) for tensor in taken]
         writes = [self._value_of(tensor, producer=index) for tensor in given]
         module, source = self._place(reads)
-        formula = torch_compat.current_backward_sequence()
-        if formula is not None and formula == self._finished_formula:
-            self.sums.add(index)
+        if self._formulas_run and torch_compat.current_backward_sequence() == self._number:
+            self._formulas_run[-1][1].append(index)
         self.nodes.append(
             Node(
                 op=str(func),
@@ -264,8 +290,10 @@ class StepTracer(torch_compat.OperatorWatch):
             def on_release(_: object) -> None:
                 # Before the first node there is no node to name; its memory counts for that one.
                 self._alive.pop(key).released = max(len(self.nodes) - 1, 0)
+                self.live_bytes -= raw.size_bytes
 
             raw = RawStorage(len(self.storages), storage.nbytes(), born)
+            self.live_bytes += raw.size_bytes
             raw.reference = weakref.ref(storage, on_release)
             self.storages.append(raw)
             self._alive[key] = raw

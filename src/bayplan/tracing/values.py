@@ -12,11 +12,13 @@ that reads only such tensors is computed for real beside its fake run, so whoeve
 2. A known tensor's views share memory with it, so changes in place reach all of them. Where a known
    tensor is written from an unknown one, it and all of its views are unknown from then on.
 3. Random numbers come from a generator of our own, so the user's goes on as if nothing had run.
+   Single ones between 0 and 1 may all be the lowest or the highest instead: a step that drops
+   layers at random then goes the way that keeps all of them (`go_fullest_way`).
 4. A step that decides by what parameters compute is captured with `knows_all`: then every tensor of
    the forward is known, and the forward is computed for real beside its fake run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ MOST_FLOATS = 4_096
 
 aten = torch.ops.aten
 _SEED = 0
+_BETWEEN_0_AND_1 = {aten.rand, aten.rand_like, aten.bernoulli, aten.bernoulli_}
+_EXTREMES = (1 - 2**-24, 0.0)
 
 
 @dataclass(eq=False)
@@ -126,6 +130,8 @@ class KnownValues(torch_compat.FakeTensorMode):
         self.knows_all = knows_all
         self._is_inside = False  # an operator that is faked by way of others
         self._copies = _Copies()
+        self._single: float | None = None  # what every single random number is; None as it comes
+        self._num_singles = self._made_bytes = 0
         own = torch.Generator().manual_seed(_SEED).get_state()
         # What hangs on random numbers is to go the way of the step that is about to run.
         self._first_state = torch.get_rng_state() if knows_all else own
@@ -134,6 +140,32 @@ class KnownValues(torch_compat.FakeTensorMode):
     def draw_again(self) -> None:
         """Let the next random numbers be those that came first."""
         self._random_state = self._first_state
+
+    def go_fullest_way(self, run: Callable[[], object]) -> None:
+        """Run a step, and let it later go the way that makes most.
+
+        Whether a layer is dropped is decided by one random number between 0 and 1. Where a step
+        draws such numbers it is run with each as it comes, then with all at their lowest and all at
+        their highest. What they do not decide stays as it comes.
+        """
+        as_drawn = self._made_by(run)
+        if not self._num_singles:
+            return
+        made_bytes: dict[float, int] = {}
+        for self._single in _EXTREMES:
+            try:
+                made_bytes[self._single] = self._made_by(run)
+            except Exception:  # a way that the step cannot go
+                made_bytes[self._single] = 0
+        largest = max(made_bytes, key=lambda single: made_bytes[single])
+        decides = {*made_bytes.values()} != {as_drawn}
+        self._single = largest if decides and made_bytes[largest] >= as_drawn else None
+
+    def _made_by(self, run: Callable[[], object]) -> int:
+        self._num_singles = self._made_bytes = 0
+        self.draw_again()
+        run()
+        return self._made_bytes
 
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] - as all modes of ours
         self,
@@ -168,6 +200,9 @@ class KnownValues(torch_compat.FakeTensorMode):
                 return self._chosen(types, *args)
             raise
         changed = torch_compat.mutated_arguments(func, args, kwargs)
+        if not changed and not func.is_view:
+            made_bytes = (each.nbytes for each in torch_compat.tensors_in(output))
+            self._made_bytes += sum(made_bytes)
         if not knows_all:
             for tensor in torch_compat.tensors_in(changed):
                 known = known_of[id(tensor)]
@@ -242,11 +277,19 @@ class KnownValues(torch_compat.FakeTensorMode):
             kwargs["generator"] = generator
         torch.set_rng_state(self._random_state)
         try:
-            return func(*args, **kwargs)
+            return self._at_an_end(func, func(*args, **kwargs))
         finally:
             is_own = kwargs.get("generator") is not None
             self._random_state = generator.get_state() if is_own else torch.get_rng_state()
             torch.set_rng_state(before)
+
+    def _at_an_end(self, func: Any, drawn: Any) -> Any:
+        """What was drawn; where it is one number between 0 and 1, as `go_fullest_way` has it."""
+        if func.overloadpacket in _BETWEEN_0_AND_1 and drawn.numel() == 1:
+            self._num_singles += 1
+            if self._single is not None:
+                drawn.fill_(self._single)
+        return drawn
 
     def _with_values(self, answer: Any) -> Any:
         """What an operator returns whose result's form hangs on values: fakes that know them."""

@@ -15,7 +15,7 @@ what each keeps: a share, the same for all, of what it keeps in plain order. The
 fastest step wins.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bayplan.data.errors import DoesNotFit
@@ -23,7 +23,10 @@ from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 
-__all__ = ["Moment", "PieceRun", "Surroundings", "choose_orders", "kept_bytes", "surroundings_of"]
+__all__ = [
+    *("Moment", "PieceRun", "PlainPiece", "Surroundings"),
+    *("choose_orders", "kept_bytes", "plain_piece"),
+]
 
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)
 
@@ -46,18 +49,29 @@ class PieceRun:
 
 
 @dataclass(frozen=True)
+class PlainPiece:
+    """What a piece does in plain order.
+
+    Attributes:
+        kept_bytes: from its forward to its backward.
+        gradient_bytes: what comes to it from those after it, when its backward begins.
+    """
+
+    kept_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
 class Surroundings:
     """What is there beside a piece, at the run of it where that is most.
 
     Attributes:
         before_bytes: when its forward begins, with its inputs.
         added_bytes: what has come by its backward: gradients of later pieces, the loss.
-        plain_kept_bytes: what it keeps from forward to backward in plain order.
     """
 
     before_bytes: int
     added_bytes: int
-    plain_kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,25 +90,40 @@ def kept_bytes(program: Program, schedule: Sequence[int]) -> int:
     return totals[program.first_backward - 1] - program.always_bytes - taken
 
 
-def surroundings_of(program: Program, runs: Iterable[PieceRun]) -> Surroundings:
-    """What a simulated step in plain order says of one piece, given its program alone."""
-    kept = kept_bytes(program, plain_schedule(program))
+def plain_piece(program: Program) -> PlainPiece:
     loss = program.ops[program.first_backward - 1]
-    gradient_bytes = sum(program.buffers[buffer] for buffer in loss.writes)
-    runs = list(runs)
-    before_bytes = max(run.before_bytes for run in runs)
-    returning_bytes = max(run.returning_bytes for run in runs) - kept - gradient_bytes
-    return Surroundings(before_bytes, max(0, returning_bytes - before_bytes), kept)
+    return PlainPiece(
+        kept_bytes=kept_bytes(program, plain_schedule(program)),
+        gradient_bytes=sum(program.buffers[buffer] for buffer in loss.writes),
+    )
 
 
-# Searches for a piece's order: within so many bytes in all, of which it may keep at most the second
-# number over what is there before it. Returns what the order keeps as well.
-Search = Callable[[int, int, int], tuple[StepOrder, int]]
+def _surroundings(
+    piece: int,
+    runs: Sequence[PieceRun],
+    plain: Mapping[int, PlainPiece],
+    kept: Mapping[int, int],
+) -> Surroundings:
+    """What is there beside a piece if pieces keep so much, its own earlier runs among them."""
+    saved_bytes, before, returning = 0, [], []
+    for run in runs:
+        if run.piece == piece:
+            before.append(run.before_bytes - saved_bytes)
+            returning.append(run.returning_bytes - saved_bytes)
+        saved_bytes += plain[run.piece].kept_bytes - kept[run.piece]
+    own = plain[piece].kept_bytes + plain[piece].gradient_bytes
+    return Surroundings(max(before), max(0, max(returning) - own - max(before)))
+
+
+# Searches for a piece's order, given what is there beside it: within so many bytes in all, of which
+# it may keep at most the second number over what is there before it. Returns what the order keeps
+# as well.
+Search = Callable[[int, Surroundings, int, int], tuple[StepOrder, int]]
 
 
 def choose_orders(
     runs: Sequence[PieceRun],
-    around: Mapping[int, Surroundings],
+    plain: Mapping[int, PlainPiece],
     outside: Sequence[Moment],
     limit_bytes: int,
     search: Search,
@@ -103,7 +132,7 @@ def choose_orders(
 
     Args:
         runs: in the order of their forwards.
-        around: by piece.
+        plain: by piece.
         outside: the moments outside all pieces, which no order changes but by what pieces keep.
 
     Raises:
@@ -113,7 +142,7 @@ def choose_orders(
     refusals: list[DoesNotFit] = []
     for share in _SHARES:
         try:
-            orders, seconds = _with_share(share, runs, around, outside, limit_bytes, search)
+            orders, seconds = _with_share(share, runs, plain, outside, limit_bytes, search)
         except DoesNotFit as refusal:
             refusals.append(refusal)
             continue
@@ -130,41 +159,33 @@ def choose_orders(
 def _with_share(
     share: float,
     runs: Sequence[PieceRun],
-    around: Mapping[int, Surroundings],
+    plain: Mapping[int, PlainPiece],
     outside: Sequence[Moment],
     limit_bytes: int,
     search: Search,
 ) -> tuple[dict[int, StepOrder], float]:
     orders: dict[int, StepOrder] = {}
-    saved_of: dict[int, int] = {}
-    saved_bytes, seconds = 0, 0.0  # what earlier pieces keep less than in plain order
-    for run in runs:
-        if run.piece not in orders:
-            cap_bytes = int(share * around[run.piece].plain_kept_bytes)
-            order, kept = _within_cap(search, run.piece, limit_bytes + saved_bytes, cap_bytes)
-            orders[run.piece] = order
-            saved_of[run.piece] = around[run.piece].plain_kept_bytes - kept
-        saved_bytes += saved_of[run.piece]
-        seconds += orders[run.piece].seconds
+    # What each piece keeps; until its order is known, what it may keep.
+    kept = {piece: int(share * each.kept_bytes) for piece, each in plain.items()}
+    for piece in plain:
+        for is_last_try in (False, True):
+            around = _surroundings(piece, runs, plain, kept)
+            try:
+                orders[piece], kept[piece] = search(piece, around, limit_bytes, kept[piece])
+                break
+            except DoesNotFit as refusal:
+                # No order keeps so little: the least that one can keep.
+                missing_bytes = (refusal.smallest_bytes or limit_bytes) - limit_bytes
+                if missing_bytes <= 0 or is_last_try:
+                    raise
+                kept[piece] += missing_bytes
     for moment in outside:
         alive = (run for run in runs if run.forward[1] <= moment.index < run.backward[0])
-        total_bytes = moment.total_bytes - sum(saved_of[run.piece] for run in alive)
+        saved_bytes = sum(plain[run.piece].kept_bytes - kept[run.piece] for run in alive)
+        total_bytes = moment.total_bytes - saved_bytes
         if total_bytes > limit_bytes:
             raise DoesNotFit(
                 f"an operator between the pieces of the forward needs {total_bytes} bytes with all"
                 f" that pieces keep, limit {limit_bytes} bytes"
             )
-    return orders, seconds
-
-
-def _within_cap(
-    search: Search, piece: int, limit_bytes: int, cap_bytes: int
-) -> tuple[StepOrder, int]:
-    """Search with a cap, and where no order keeps so little, with the least that one can keep."""
-    try:
-        return search(piece, limit_bytes, cap_bytes)
-    except DoesNotFit as refusal:
-        missing_bytes = (refusal.smallest_bytes or limit_bytes) - limit_bytes
-        if missing_bytes <= 0:
-            raise
-        return search(piece, limit_bytes, cap_bytes + missing_bytes)
+    return orders, sum(orders[run.piece].seconds for run in runs)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from bayplan import torch_answers, torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
-from bayplan.devices.device import HOST
+from bayplan.devices.device import HOST, device_of
 from bayplan.step import OPTIMIZERS, TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake_lstm import correct_fake_lstm
@@ -130,6 +130,7 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
         loss_fn = copier.copy(loss_fn, "loss")
     if optimizer is not None:
         _check_trains(optimizer, model, loss_fn)
+        _update_all_at_once(optimizer)
     return replace(step, model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer)
 
 
@@ -172,6 +173,17 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
             f" {len(known)} of the model, so it would train nothing of it; make it from"
             " model.parameters() of this very model"
         )
+
+
+def _update_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer update all parameters in one call on devices where torch's default does.
+
+    torch itself does not choose this form for fake tensors.
+    """
+    for group in optimizer.param_groups:
+        is_open = group.get("foreach", False) is None and not group.get("fused")
+        if is_open and all(device_of(each.device).has_foreach for each in group["params"]):
+            group["foreach"] = not group.get("differentiable", False)
 
 
 class _Copier:
@@ -258,7 +270,8 @@ def _learn_storage(base: torch.Tensor, tensor: torch.Tensor, *, knows_all: bool)
         if value is None:
             forget(base)  # what lies in memory that nobody has written to
         else:
-            flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+            storage = value.untyped_storage()
+            flat = torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage)
             learn(base, flat.clone(), of_any_size=knows_all)
 
 

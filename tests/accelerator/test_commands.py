@@ -234,6 +234,6 @@ def test_the_doctor_says_what_was_never_run_on_a_real_one():
     assert f"bay:1        {NAME}" in told.out
     assert "bay:0 memory counted by its allocator; saw 8.0 MiB of a block of 8.0 MiB" in told.out
     assert "nobody has run bayplan on a real accelerator yet" in told.out
-    assert "make test-gpu" in told.out
+    assert "docs/limits.md" in told.out
     alone = command("doctor", "--on", "cpu")
     assert "bay:" not in alone.out

@@ -43,7 +43,7 @@ def examine(on: str | None = None) -> list[Finding]:
             Finding(
                 "not tested",
                 f"nobody has run bayplan on a real accelerator yet: {_NEVER_ON_A_REAL_ONE}",
-                change="compare a run with its prediction before you rely on it, see docs/limits.md",
+                change="compare runs with their predictions first, see docs/limits.md",
             )
         )
     else:

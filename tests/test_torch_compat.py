@@ -10,6 +10,12 @@ from torch.profiler import record_function
 
 from bayplan import torch_compat, torch_joint
 
+
+def test_optimizers_update_all_at_once_on_accelerators_only():
+    assert "cuda" in torch_compat.foreach_devices()
+    assert "cpu" not in torch_compat.foreach_devices()
+
+
 # Fake tensors.
 
 

@@ -30,8 +30,10 @@ from bayplan.data.profile import Clock, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import InPieces, Verdict
-from bayplan.devices.device import HOST, default_device
+from bayplan.devices.choosing import device_for_ranks
+from bayplan.devices.device import HOST, Device
 from bayplan.devices.machine import cache_directory, machine_key
+from bayplan.devices.meters import device_of_training
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_parallel_placement
 from bayplan.planning.clusters.simulated import simulate_plan
@@ -39,7 +41,7 @@ from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep, prepare, replay, step_of_plan
+from bayplan.prepared_step import PreparedStep, planned_on, prepare, replay, step_of_plan
 from bayplan.reporting.differences import compare
 from bayplan.reporting.log import say, speaks_by_default
 from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text
@@ -91,6 +93,7 @@ def check(
     memory: str | int | Limit | None = None,
     limit_counts: str | None = None,
     device: str | DeviceKind | None = None,
+    on: str | torch.device | None = None,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
     profile: Profile | None = None,
@@ -114,6 +117,8 @@ def check(
             caching allocator has `reserved`, or the `total` with the context, which `nvidia-smi`
             shows. By default `reserved` on CUDA devices, which run out of these, else `live`.
         device: a device that need not be here: `h100`, a device file, or a `DeviceKind`.
+        on: a device of this machine that a target is built and measured on, like `cuda:1`; by
+            default the accelerator if there is one.
         optimizer: as for `capture`, or `sgd`, `adam`, `adamw`.
         autocast: dtype of mixed precision, or `bf16`, `fp16`.
         profile: measured before of this very step, by `profile`.
@@ -134,6 +139,7 @@ def check(
         loss_fn,
         limit_counts=limit_counts,
         device=device,
+        on=on,
         optimizer=optimizer,
         autocast=autocast,
         again=again,
@@ -190,7 +196,8 @@ def plan(
             split that fits is searched for.
         **options: `optimizer`, `autocast` as for `check`; `pack` (whether activations may be
             packed, without loss), `swap` (a directory for activations that pay to be swapped),
-            `swap_size`, `time_limit_seconds`. For one device also `limit_counts` as for `check`,
+            `swap_size`, `time_limit_seconds`, `on` (a device of this machine). For one device also
+            `limit_counts` as for `check`,
             `device`, `update_in_backward` and `again` (measures and plans anew, and replaces what
             the cache has); for ranks the fields of `RankPlanOptions`, such as `shares` and
             `num_micro_batches`.
@@ -242,7 +249,7 @@ def plan_for_ranks(
             "--swap-dir is a folder of this machine, which plans for a cluster cannot use; leave it"
             " out"
         )
-    space = swap_space(swap, swap_size) if described is None else None
+    space = swap_space(swap, swap_size, device=step.model_device) if described is None else None
     own: dict[str, Any] = {
         "placement": devices,
         "may_pack": pack,
@@ -403,6 +410,7 @@ def run(
     swap_size: str | int | None = None,
     logs: Path | str = "logs",
     seed: int = 0,
+    on: str | torch.device | None = None,
     on_progress: Progress = no_progress,
 ) -> RunRecord:
     """Train exactly as a plan says, and return what was measured.
@@ -417,6 +425,7 @@ def run(
         swap_size: the largest swap file.
         logs: the folder for the log of each rank.
         seed: of every rank.
+        on: a device of this machine to run a target on; by default the one that it was planned for.
         on_progress: hears of each step.
 
     Raises:
@@ -432,7 +441,7 @@ def run(
             )
         max_bytes = None if swap_size is None else parse_bytes(swap_size)
         folder = None if swap is None else Path(swap)
-        check_rank_run(plan, target, swap=folder, swap_bytes=max_bytes)
+        device = check_rank_run(plan, target, swap=folder, swap_bytes=max_bytes, on=on)
         lines: list[str] = []
         done = run_on_ranks(
             plan,
@@ -440,6 +449,7 @@ def run(
             log_folder=Path(logs),
             target=target,
             seed=seed,
+            device=device,
             swap=folder,
             swap_bytes=max_bytes,
             on_line=lines.append,
@@ -451,7 +461,7 @@ def run(
     if isinstance(model, nn.Module):
         prepared = prepare(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
     else:
-        prepared = step_of_plan(plan, target=target)
+        prepared = step_of_plan(plan, target=target, on=on)
     done = run_plan(
         plan,
         prepared,
@@ -466,14 +476,21 @@ def run(
 
 
 def check_rank_run(
-    plan: RankPlan, target: str | None, *, swap: Path | None, swap_bytes: int | None
-) -> None:
-    """Refuse, before a process is started, what every rank would refuse."""
+    plan: RankPlan,
+    target: str | None,
+    *,
+    swap: Path | None,
+    swap_bytes: int | None,
+    on: str | torch.device | None = None,
+) -> Device:
+    """Refuse, before a process is started, what every rank would refuse; returns where they run."""
     check_rank_plan(plan)
     if plan.placement:
         Placement.parse(plan.placement).check_is_local()
     step_of_plan(plan, target=target)
-    check_room(plan, swap, swap_bytes=swap_bytes)
+    device = device_for_ranks(planned_on(plan, on), len(plan.actions))
+    check_room(plan, swap, swap_bytes=swap_bytes, device=device)
+    return device
 
 
 def planner_of(
@@ -709,7 +726,8 @@ def record(
 
     Args:
         path: where the record is written when the block is left, also by Ctrl-C; None for nowhere.
-        device: whose memory; by default the accelerator if there is one, else the CPU.
+        device: whose memory; by default the one that most parameters are on; before any are made,
+            the accelerator if there is one.
         curve: also record live bytes over time (CPU only), at a higher cost.
         clock: of the step times; `cpu` is the processor time of the whole process.
 
@@ -727,7 +745,7 @@ def record(
     return Recorder(
         path,
         cache=cache_directory(),
-        device=default_device().where if device is None else torch.device(device),
+        device=device_of_training() if device is None else torch.device(device),
         curve=curve,
         clock=Clock.parse(clock),
     )

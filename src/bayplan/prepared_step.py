@@ -29,7 +29,7 @@ from bayplan.costing.pricing import (
     seconds_of_nodes,
     smaller_batches,
 )
-from bayplan.costing.probe import probe_cpu
+from bayplan.costing.probe import probe_device
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import same_operators, scale_profile
 from bayplan.costing.step_memory import (
@@ -42,14 +42,15 @@ from bayplan.data.device import DeviceKind
 from bayplan.data.errors import BayplanError, FileFault, ForeignPlan, UsageError
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
-from bayplan.data.plan import Plan, Request
+from bayplan.data.plan import DevicePlan, Plan, Request
 from bayplan.data.profile import Clock, Origin, Profile
 from bayplan.data.record import RunRecord
 from bayplan.data.units import LimitCounts, Progress, no_progress
-from bayplan.devices.device import GPU, HOST, Device, ObjectBytes, default_device, device_of
+from bayplan.devices.choosing import chosen_device, is_chosen
+from bayplan.devices.device import GPU, HOST, ObjectBytes, device_named, device_of
 from bayplan.devices.fake_gpu import FakeGpu, why_no_fake_gpu
 from bayplan.devices.machine import cache_directory, num_threads
-from bayplan.models.targets import Target, resolve_target
+from bayplan.models.targets import Target, one_home, resolve_target
 from bayplan.planning.memory.reserved import Counting
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.simulating.memory import simulate_step
@@ -76,7 +77,7 @@ from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.whole_trace import batch_tensors, resize_batch
 from bayplan.tracing.traced_step import MemoryContext, Price, TracedStep
 
-__all__ = ["PreparedStep", "prepare", "replay", "step_of_plan"]
+__all__ = ["PreparedStep", "planned_on", "prepare", "replay", "step_of_plan"]
 
 # A step of about this much arithmetic takes seconds on a few cores: long enough to measure well.
 _MEASURED_FLOPS = 1.5e11
@@ -92,6 +93,7 @@ def prepare(
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
     device: str | DeviceKind | None = None,
+    on: str | torch.device | None = None,
     **options: Any,
 ) -> "PreparedStep":
     """Prepare a model of the user's, or a target by name.
@@ -104,17 +106,28 @@ def prepare(
             parameters to one; None for no update.
         autocast: `bf16`, `fp16`, a dtype, or None.
         device: a device that need not be here, by name or file; None for where the model is.
+        on: a device of this machine that a target is built on: `cpu`, `cuda:1`; by default the
+            accelerator if there is one. A module is where it is.
         **options: of `PreparedStep`.
     """
+    if device is not None and is_chosen(on):
+        raise UsageError(
+            f"--on {on} runs the step on a device of this machine, and --device asks about one that"
+            " need not be here; give one of them"
+        )
     if isinstance(model, str):
         if batch is not None and type(batch) is not int:
             raise UsageError(
                 f"the target {model!r} makes its own batch; say how many samples, as a number"
             )
         target, size = resolve_target(model), batch
+        if device is None:
+            target = target.on(on)
     else:
         check_model(model, loss_fn)
         _check_one_device(model)
+        if device is None:
+            _check_home(model, on)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
     return PreparedStep(
@@ -141,6 +154,15 @@ def _check_one_device(model: nn.Module) -> None:
         )
 
 
+def _check_home(model: nn.Module, on: str | torch.device | None) -> None:
+    home = one_home(model)
+    if is_chosen(on) and chosen_device(on) is not device_of(home):
+        raise UsageError(
+            f"the model is on {home}, and on={str(on)!r} is another device; move it there yourself,"
+            f" with model.to({str(on)!r}), and its batch"
+        )
+
+
 def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Target:
     sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim()}
     samples = sizes.pop() if len(sizes) == 1 else None
@@ -164,12 +186,15 @@ def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Targ
     )
 
 
-def step_of_plan(plan: Plan, *, target: str | None = None) -> "PreparedStep":
+def step_of_plan(
+    plan: Plan, *, target: str | None = None, on: str | torch.device | None = None
+) -> "PreparedStep":
     """The step that a plan was made for.
 
     Args:
         plan: from a file, so nothing in it is run as code.
         target: needed where the plan names a function of the user's own.
+        on: as for `prepare`; by default the device that the plan is for, if it is here.
     """
     request = plan.request
     if request is None:
@@ -180,12 +205,21 @@ def step_of_plan(plan: Plan, *, target: str | None = None) -> "PreparedStep":
             f" name code to run; if you trust it, say --target {request.target}"
         )
     return PreparedStep(
-        target=resolve_target(target or request.target),
+        target=resolve_target(target or request.target).on(planned_on(plan, on)),
         batch=request.batch,
         optimizer=request.optimizer,
         autocast=request.autocast,
         update_in_backward=request.update_in_backward,
     )
+
+
+def planned_on(plan: Plan, on: str | torch.device | None) -> str | torch.device | None:
+    """Where a plan is run: as `--on` says, or on the device that it was made for."""
+    planned = None if is_chosen(on) else device_named(plan.cluster_fingerprint)
+    if planned is None:
+        return on
+    # Ranks take one each of its kind.
+    return planned.where if isinstance(plan, DevicePlan) else torch.device(planned.where.type)
 
 
 class _Shared:
@@ -473,10 +507,12 @@ class PreparedStep:
         """What the device asked about has to give; that of the profile where none is named."""
         if self.device is not None:
             return self.device.usable_bytes
-        for here in (HOST, default_device()):
-            if here.name == profile.device:
-                return here.free_bytes
-        raise UsageError(f"no {profile.device} is here to ask for its memory; say it with --memory")
+        here = device_named(profile.device)
+        if here is None:
+            raise UsageError(
+                f"no {profile.device} is here to ask for its memory; say it with --memory"
+            )
+        return here.free_bytes
 
     @property
     def half_precision(self) -> str | None:
@@ -504,7 +540,7 @@ class PreparedStep:
         quick = self._quick
         needed_bytes = replay_memory(quick.graph, [0] * len(quick.graph.nodes)).peak_bytes
         if needed_bytes * _ROOM_TO_MEASURE > self._free_bytes_here:
-            return derive_profile(self.graph, probe_cpu())
+            return derive_profile(self.graph, probe_device(device_of(self.model_device)))
         measured = self.shared.measured
         fingerprint = quick.graph.fingerprint
         if fingerprint not in measured:
@@ -601,7 +637,8 @@ class PreparedStep:
         cache = cache_directory() if self.is_here else None
         return MemoryContext(
             prices=self._prices,
-            resident_bytes=resident_bytes(self.graph) + self._object_bytes.step,
+            resident_bytes=resident_bytes(self.graph, granularity_bytes=self.granularity_bytes)
+            + self._object_bytes.step,
             object_bytes=self._object_bytes.tensor,
             loss=loss_memory(self.step, granularity_bytes=granularity_bytes, cache=cache),
             update_bytes=update_bytes(self.graph, granularity_bytes=granularity_bytes),
@@ -667,22 +704,9 @@ class PreparedStep:
             return seconds_of_nodes(self.step, nodes, costs, optimizer=self.optimizer_source())
 
 
-def _check_one_device(model: nn.Module) -> None:
-    """Refuse a model that is split, of which nobody can say what of it would be on a GPU."""
-    places: dict[str, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        places.setdefault(tensor.device.type, name)
-    if len(places) > 1:
-        listed = ", ".join(f"{name} on {place}" for place, name in places.items())
-        raise UsageError(
-            f"the model is on {len(places)} devices ({listed}), and a step is asked about on one;"
-            " move all of it to one of them first"
-        )
-
-
 def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRecord:
     """A plain step replayed on a device: a described one, or that of the profile."""
-    device: Device = HOST if kind is None and profile.device == HOST.name else GPU
+    device = GPU if kind is not None else device_named(profile.device) or GPU
     granularity_bytes = device.granularity_bytes
     if kind is not None:
         granularity_bytes = kind.allocation_granularity_bytes

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -59,6 +60,7 @@ __all__ = [
     "default_store",
     "dispatch_modes",
     "fake_mode_of",
+    "foreach_devices",
     "forward_sequence",
     "global_hooks",
     "guard_global_hooks",
@@ -103,6 +105,11 @@ VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 
 # What `torch.nn.functional.grouped_mm` calls.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+def foreach_devices() -> list[str]:
+    """The types of devices on which optimizers update all parameters in one call by default."""
+    return _get_foreach_kernels_supported_devices()
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -12,6 +12,7 @@ import torch
 from bayplan.costing.measure import clock_function
 from bayplan.data.errors import UsageError
 from bayplan.data.profile import Clock
+from bayplan.devices.choosing import device_for_ranks
 from bayplan.devices.device import HOST, accelerators_here, default_device, device_of
 from bayplan.devices.meters import SharedMeter, open_meter, resident_tensor_bytes
 
@@ -126,8 +127,11 @@ def test_ranks_have_devices_of_their_own():
     assert device_of("bay").of_rank(1) is device_of("bay:1")
     assert torch.accelerator.current_device_index() == 1
     device_of("bay").of_rank(0)
-    device_of("bay").check_ranks(2)
-    with pytest.raises(UsageError, match="3 ranks need 3 bay devices of this host, which has 2"):
-        device_of("bay").check_ranks(3)
+    assert device_for_ranks("bay", 2) is device_of("bay")
+    assert device_for_ranks("cpu", 100) is HOST
+    with pytest.raises(
+        UsageError, match="3 ranks need as many bay devices, and this machine has 2"
+    ):
+        device_for_ranks(None, 3)
     with pytest.raises(UsageError, match="no process group for bay"):
         _ = device_of("bay").group_backend

@@ -28,7 +28,7 @@ def test_the_host():
     assert 2**20 < HOST.free_bytes < HOST.total_bytes < 2**50
     assert HOST.holds(torch.ones(1))
     assert HOST.of_rank(5) is HOST
-    HOST.check_ranks(10_000)
+    assert HOST.num_devices >= 1
     assert HOST.has_autocast
 
 

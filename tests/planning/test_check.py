@@ -105,7 +105,7 @@ def test_device_elsewhere_builds_nothing_for_real(built, h100):
 
 def test_step_too_large_for_this_machine_is_derived_from_a_probe(built, monkeypatch, h100):
     monkeypatch.setattr(Cpu, "free_bytes", 1000)
-    monkeypatch.setattr(prepared_step, "probe_cpu", lambda: h100)
+    monkeypatch.setattr(prepared_step, "probe_device", lambda device: h100)
     verdict = check(question(), memory_bytes=2**30)
     assert verdict.fits
     assert verdict.time_origin is Origin.DERIVED

@@ -29,6 +29,7 @@ def capture(
     output: Annotated[Path, Parameter(name=["--output", "-o"])],
     batch: options.Batch = None,
     device: str | None = None,
+    on: options.On = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
 ) -> None:
@@ -38,7 +39,7 @@ def capture(
         output: Write the graph here.
         device: As this device would run it, like h100. Default: this machine.
     """
-    kind = options.device_kind(device)
+    kind = options.device_kind(device, on=on)
     options.check_output(output)
     from bayplan.data import files
     from bayplan.prepared_step import prepare
@@ -46,7 +47,13 @@ def capture(
 
     with ProgressBar() as bar:
         graph = prepare(
-            target, batch, device=kind, optimizer=optimizer, autocast=autocast, on_progress=bar
+            target,
+            batch,
+            device=kind,
+            on=on,
+            optimizer=optimizer,
+            autocast=autocast,
+            on_progress=bar,
         ).graph
     files.write(output, graph)
     print(f"{graph.model}: {len(graph.nodes)} nodes, fingerprint {graph.fingerprint} -> {output}")

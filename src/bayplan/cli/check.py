@@ -46,6 +46,7 @@ def check(
     swap_dir: options.SwapDir = None,
     swap_size: options.SwapSize = None,
     device: options.Device = None,
+    on: options.On = None,
     cluster: str | None = None,
     profile: Path | None = None,
     optimizer: options.Optimizer = "adamw",
@@ -75,7 +76,7 @@ def check(
     if max_batch and limit_bytes is None:
         raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
     given = None if profile is None else files.read(profile, Profile)
-    kind = options.device_kind(device, cluster)
+    kind = options.device_kind(device, cluster, on)
     with options.rare_collections(), ProgressBar() as bar:
         from bayplan import api  # here: a mistake is told before torch is imported
         from bayplan.planning.memory.largest_batch import largest_batches
@@ -84,6 +85,7 @@ def check(
             "batch": batch,
             "limit_counts": limit_counts,
             "device": kind,
+            "on": on,
             "optimizer": optimizer,
             "autocast": autocast,
             "pack": pack,

@@ -2,17 +2,19 @@
 
 from cyclopts import App
 
+from bayplan.cli import options
+
 __all__ = ["app", "doctor"]
 
 app = App(name="doctor", help_epilogue="Exit code 0 if all is well, 2 if something is BAD.")
 
 
 @app.default
-def doctor() -> int:
+def doctor(*, on: options.On = None) -> int:
     from bayplan.data.errors import ExitCode
     from bayplan.reporting.text import findings_text
     from bayplan.running.doctor import examine
 
-    findings = examine()
+    findings = examine(on)
     print(findings_text(findings))
     return ExitCode.DONE if all(finding.is_good for finding in findings) else ExitCode.USAGE

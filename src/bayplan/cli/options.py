@@ -26,6 +26,7 @@ __all__ = [
     "Json",
     "LimitCounts",
     "Memory",
+    "On",
     "Optimizer",
     "Output",
     "Pack",
@@ -38,6 +39,7 @@ __all__ = [
     "complain",
     "device_kind",
     "rare_collections",
+    "refuse_both",
     "show",
 ]
 
@@ -67,6 +69,13 @@ Device = Annotated[
     Parameter(
         help="A device that need not be here: h100, titan-v, …, or a device file (YAML); times are"
         " then derived from its figures. Default: this machine, on which the step is measured."
+    ),
+]
+On = Annotated[
+    str | None,
+    Parameter(
+        help="A device of this machine to run on: auto, cpu, cuda, cuda:1, xpu, …; model and batch"
+        " are built there. Default: auto, the accelerator if there is one."
     ),
 ]
 Again = Annotated[
@@ -121,8 +130,24 @@ def show(result: object, text: str, *, json: bool, output: Path | None = None) -
     print(msgspec.json.encode(result).decode() if json else text)
 
 
-def device_kind(device: str | None, cluster: str | None = None) -> "DeviceKind | None":
+def refuse_both(on: str | None, device: str | None, cluster: str | None) -> None:
+    """There is a device to run on, or one to ask about."""
+    if on in (None, "auto") or device is cluster is None:
+        return
+    from bayplan.data.errors import UsageError
+
+    asked = f"--device {device}" if cluster is None else f"--cluster {cluster}"
+    raise UsageError(
+        f"--on {on} runs the step on a device of this machine, and {asked} asks about devices that"
+        " need not be here; give one of them"
+    )
+
+
+def device_kind(
+    device: str | None, cluster: str | None = None, on: str | None = None
+) -> "DeviceKind | None":
     """The device that a command asks about; of a cluster, the one with the least memory."""
+    refuse_both(on, device, cluster)
     from bayplan.costing.catalogue import load_device, read_cluster
     from bayplan.data.errors import UsageError
 

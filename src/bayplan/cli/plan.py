@@ -60,6 +60,7 @@ def plan(
     pareto: options.Flag = False,
     strategy: str = "auto",
     device: options.Device = None,
+    on: options.On = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
     pack: options.Pack = True,
@@ -92,6 +93,7 @@ def plan(
     if partitioner != "auto" and cluster is None:
         raise UsageError(f"--partitioner {partitioner} splits a model over a --cluster; name one")
     asked: dict[str, Any] = {
+        "on": on,
         "optimizer": optimizer,
         "autocast": autocast,
         "pack": pack,
@@ -110,9 +112,10 @@ def plan(
             again=again,
         )
         options.check_output(output)
+        options.refuse_both(on, device, cluster)
         if cluster is None:
             many.check_limit(swaps=swap_dir is not None or swap_size is not None, pack=pack)
-            asked |= {"placement": many.devices()}
+            asked |= {"placement": many.devices(on)}
         else:
             asked |= _placed_on_cluster(many, cluster, partitioner)
         made, text = _plan_for_ranks(target, batch, output, **asked, **many.plan_fields())
@@ -130,7 +133,7 @@ def plan(
     limit = None if memory is None else Limit.parse(memory)
     if not pareto:
         options.check_output(output)
-    kind = options.device_kind(device)
+    kind = options.device_kind(device, on=on)
     with options.rare_collections(), ProgressBar() as bar:
         from bayplan import api
 

@@ -26,6 +26,7 @@ def profile(
     batch: options.Batch = None,
     output: options.Output = None,
     device: options.Device = None,
+    on: options.On = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
     repeats: int = 5,
@@ -46,7 +47,7 @@ def profile(
     chosen_clock = Clock.parse(clock)
     if repeats < 1:
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
-    kind = options.device_kind(device)
+    kind = options.device_kind(device, on=on)
     options.check_output(output)
     from bayplan.prepared_step import prepare
     from bayplan.reporting.plans import busy_text
@@ -58,6 +59,7 @@ def profile(
             target,
             batch,
             device=kind,
+            on=on,
             optimizer=optimizer,
             autocast=autocast,
             again=again,

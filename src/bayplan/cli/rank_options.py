@@ -86,13 +86,15 @@ class RankOptions:
             )
         return self.placement is not None
 
-    def devices(self) -> "Placement":
+    def devices(self, on: str | None) -> "Placement":
         """The devices of this machine, or of several, that are placed on."""
-        import os
-
         from bayplan.data.placement import Placement
 
-        num_devices = len(os.sched_getaffinity(0)) if self.ranks is None else self.ranks
+        num_devices = self.ranks
+        if num_devices is None:
+            from bayplan.devices.choosing import chosen_device  # imports torch
+
+            num_devices = chosen_device(on).num_devices
         placement = Placement.parse(self.placement or "", num_devices=num_devices)
         placement.check_numbered()
         if len(placement.places) < 2:

@@ -44,6 +44,7 @@ def run(
     batch: options.Batch = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
+    on: options.On = None,
     many: RankOptions = NO_RANKS,
     logs: Path = Path("logs"),
     seed: int = 0,
@@ -88,9 +89,12 @@ def run(
     options.check_output(output)
     if many.is_given:
         many.check_limit(swaps=swap_dir is not None or swap_size is not None)
-        placement = many.devices()
+        placement = many.devices(on)
         placement.check_is_local()
         from bayplan import api
+        from bayplan.devices.choosing import device_for_ranks
+
+        device_for_ranks(on, len(placement.places))
 
         with ProgressBar() as bar:
             given, _ = api.plan_for_ranks(
@@ -101,6 +105,7 @@ def run(
                 autocast=autocast,
                 swap=swap_dir,
                 swap_size=swap_size,
+                on=on,
                 on_progress=bar,
                 **many.plan_fields(),
             )
@@ -117,6 +122,7 @@ def run(
             output=output,
             logs=logs,
             seed=seed,
+            on=on,
             swap_dir=swap_dir,
             swap_size=swap_size,
             epoch_samples=epoch_samples or _IMAGENET_SAMPLES,
@@ -132,7 +138,7 @@ def run(
     from bayplan.prepared_step import step_of_plan
     from bayplan.running.runner import check_run, run_plan
 
-    step = step_of_plan(given, target=target)
+    step = step_of_plan(given, target=target, on=on)
     if dry_run:
         check_run(given, step)
         print(f"would run {steps} steps: {plan_line(given)}")
@@ -161,6 +167,7 @@ def _run_on_ranks(
     output: Path | None,
     logs: Path,
     seed: int,
+    on: str | None,
     swap_dir: Path | None,
     swap_size: str | None,
     epoch_samples: int,
@@ -176,7 +183,7 @@ def _run_on_ranks(
     from bayplan.running.ranks.local_run import INTERRUPTED, run_on_ranks
 
     swap_bytes = None if swap_size is None else parse_bytes(swap_size)
-    api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes)
+    device = api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes, on=on)
     if dry_run:
         print(f"would run {steps} steps: {pipeline_text(plan)}")
         return 0
@@ -190,6 +197,7 @@ def _run_on_ranks(
             log_folder=logs,
             target=target,
             seed=seed,
+            device=device,
             swap=swap_dir,
             swap_bytes=swap_bytes,
             epoch_samples=epoch_samples,

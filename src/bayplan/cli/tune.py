@@ -51,6 +51,7 @@ def tune(
     output: options.Output = None,
     logs: Path = Path("logs"),
     fresh: options.Flag = False,
+    on: options.On = None,
     json: options.Json = False,
 ) -> int:
     """Start a process for each rank, which train and tune, and show what they found.
@@ -78,12 +79,16 @@ def tune(
     if batch is not None and batch < ranks:
         raise UsageError(f"--batch is {batch}, fewer samples than the {ranks} ranks; give each one")
     options.check_output(output)
+    from bayplan.devices.choosing import device_for_ranks
+
+    device = device_for_ranks(on, ranks)
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder, ProgressBar() as bar:
         result = Path(folder) / "buckets.json"
         arguments = ["-m", "bayplan.running.tuning.tune_rank", target, "--result", str(result)]
         given = {
             "--batch": None if batch is None else batch // ranks,
             "--optimizer": optimizer,
+            "--on": device.where,
             "--most-steps": most_steps,
             "--log": None if log is None else log.absolute(),
         }

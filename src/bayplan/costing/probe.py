@@ -25,7 +25,7 @@ from bayplan.data.topology import Topology, cluster_file_of, read_topology, with
 from bayplan.devices.device import HOST, Device, accelerators_here, device_of
 from bayplan.devices.machine import num_threads
 
-__all__ = ["keep", "probe_accelerator", "probe_copy", "probe_cpu", "probe_machine"]
+__all__ = ["keep", "probe_accelerator", "probe_copy", "probe_cpu", "probe_device", "probe_machine"]
 
 _MATRIX_SIZE = 1024
 _COPY_BYTES = 256 * 2**20
@@ -62,6 +62,11 @@ def probe_cpu() -> DeviceKind:
         launch_seconds=Figure(_fastest(lambda: torch.ones(1).add_(1)), probed),
         allocation_granularity_bytes=HOST.granularity_bytes,
     )
+
+
+def probe_device(here: Device) -> DeviceKind:
+    """Describe a device of this machine by what it reaches."""
+    return probe_accelerator(here) if here.is_accelerator else probe_cpu()
 
 
 def probe_accelerator(here: Device) -> DeviceKind:

@@ -19,6 +19,7 @@ from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
 from bayplan.data.graph import Phase, StepGraph, StorageKind
 from bayplan.data.live_memory import RecordBytes, replay_memory
+from bayplan.data.units import round_up
 from bayplan.step import TrainingStep
 from bayplan.tracing.capture import capture_step
 from bayplan.tracing.fake import OptimizerSource, without_memory
@@ -37,10 +38,16 @@ __all__ = [
 _WORKSPACE_SHARE = 0.15
 
 
-def resident_bytes(graph: StepGraph) -> int:
+_COUNTER_BYTES = 8  # of a counter of steps, which lies in the host's memory on most accelerators
+
+
+def resident_bytes(graph: StepGraph, *, granularity_bytes: int = 1) -> int:
     """What a captured step keeps beside the traced graph: the optimizer's state."""
     states = (each for each in graph.storages if each.kind is StorageKind.OPTIMIZER_STATE)
-    return sum(state.size_bytes for state in states)
+    sizes = [state.size_bytes for state in states]
+    return sum(
+        size if size <= _COUNTER_BYTES else round_up(size, granularity_bytes) for size in sizes
+    )
 
 
 def _update_nodes(graph: StepGraph) -> list[int]:

@@ -8,6 +8,7 @@ be answered for a device that is not here.
 accelerator of `tests/accelerator` runs is what CUDA runs; `Cuda` adds what torch has for it only.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +33,7 @@ __all__ = [
     "ObjectBytes",
     "accelerators_here",
     "default_device",
+    "device_named",
     "device_of",
 ]
 
@@ -112,6 +114,11 @@ class Device(Protocol):
         """Whether it computes in bfloat16, which needs no loss scaling."""
 
     @property
+    def has_foreach(self) -> bool:
+        """Whether optimizers update all parameters on it in one call by default."""
+        return self.where.type in torch_compat.foreach_devices()
+
+    @property
     def has_autocast(self) -> bool:
         return torch.amp.is_autocast_available(self.where.type)
 
@@ -183,11 +190,16 @@ class Device(Protocol):
     def group_backend(self) -> str:
         """What `init_process_group` is given."""
 
+    @property
+    def num_devices(self) -> int:
+        """How many of its kind this host has: accelerators, or cores."""
+
+    @property
+    def why_missing(self) -> str:
+        """Why a device of its kind may not be here."""
+
     def of_rank(self, local_rank: int) -> "Device":
         """The device of a rank of this host, which is then this process's current one."""
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raise UsageError if this host has no device for each of its ranks."""
 
 
 class _HostEvent:
@@ -233,6 +245,7 @@ class Cpu(Device):
     has_bf16 = True
     generator_state_bytes = 5056
     group_backend = "gloo"
+    why_missing = ""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -283,11 +296,12 @@ class Cpu(Device):
     def forked_generators(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng([])
 
-    def of_rank(self, local_rank: int) -> Device:
-        return self
+    @property
+    def num_devices(self) -> int:
+        return len(os.sched_getaffinity(0))
 
-    def check_ranks(self, num_ranks: int) -> None:
-        pass  # they share the cores
+    def of_rank(self, local_rank: int) -> Device:
+        return self  # ranks share the cores
 
 
 class Accelerator(Device):
@@ -414,13 +428,13 @@ class Accelerator(Device):
         torch.accelerator.set_device_index(own.where)
         return own
 
-    def check_ranks(self, num_ranks: int) -> None:
-        there = torch.accelerator.device_count()
-        if num_ranks > there:
-            raise UsageError(
-                f"{num_ranks} ranks need {num_ranks} {self.where.type} devices of this host, which"
-                f" has {there}; name fewer, or run on the processor with --on cpu"
-            )
+    @property
+    def num_devices(self) -> int:
+        return torch.accelerator.device_count()
+
+    @property
+    def why_missing(self) -> str:
+        return f"torch {torch.__version__} is built without it, or its driver finds none"
 
 
 class Cuda(Accelerator):
@@ -434,6 +448,12 @@ class Cuda(Accelerator):
     has_known_allocator = True
     generator_state_bytes = 16  # of a device that need not be here
     has_pinned_copies = True
+
+    @property
+    def why_missing(self) -> str:
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"torch {torch.__version__} is built without CUDA; install a wheel that has it"
+        return "torch finds no GPU; look at `nvidia-smi` and CUDA_VISIBLE_DEVICES"
 
     @property
     def has_bf16(self) -> bool:
@@ -478,6 +498,12 @@ def accelerators_here() -> list[Device]:
         return []
     indices = range(torch.accelerator.device_count())
     return [device_of(torch.device(found.type, index)) for index in indices]
+
+
+def device_named(name: str) -> Device | None:
+    """The device of this machine that profiles and plans call so."""
+    here = (HOST, default_device(), *accelerators_here())
+    return next((device for device in here if device.name == name), None)
 
 
 def default_device() -> Device:

@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,8 @@ import torch
 
 from bayplan import torch_compat
 from bayplan.data.source import is_users_file
-from bayplan.devices.device import Device, device_of
+from bayplan.data.units import round_up
+from bayplan.devices.device import Device, default_device, device_of
 from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "MemoryMeter",
     "SharedMeter",
     "StorageMeter",
+    "device_of_training",
     "leave_out",
     "open_meter",
     "resident_storages",
@@ -118,8 +121,22 @@ def _warn_of_storages(reason: str) -> None:
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors and their gradients alive on a device now."""
-    return sum(storage.nbytes() for storage in resident_storages(device))
+    """Bytes of all tensors and their gradients alive on a device now, as its meter counts them."""
+    own = device_of(device)
+    rounding_bytes = own.granularity_bytes if own.has_allocator_bytes else 1
+    return sum(round_up(kept.nbytes(), rounding_bytes) for kept in resident_storages(device))
+
+
+def device_of_training() -> torch.device:
+    """Where most bytes of the parameters alive now are; the default device if there are none."""
+    default = default_device()
+    if not default.is_accelerator:
+        return default.where
+    sizes: Counter[torch.device] = Counter({default.where: 0})
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.nn.Parameter) and not thing.is_meta:
+            sizes[thing.device] += thing.nbytes
+    return sizes.most_common(1)[0][0]
 
 
 def resident_storages(device: torch.device) -> list[torch.UntypedStorage]:

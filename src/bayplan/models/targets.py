@@ -8,14 +8,18 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
+from bayplan.devices.choosing import chosen_device, is_chosen
+from bayplan.devices.device import HOST, device_of
 from bayplan.models import default_batch_size, load
 
 __all__ = ["Target", "resolve_target"]
@@ -36,6 +40,65 @@ class Target:
     takes_batch_size: bool
     default_batch: int | None
     is_given: bool = False
+
+    def on(self, chosen: str | torch.device | None) -> "Target":
+        """The same, built on a device of this machine.
+
+        Args:
+            chosen: as `--on` says it. Where no device is named, a model that its builder puts on
+                one accelerator stays there.
+        """
+        device = chosen_device(chosen)
+
+        def build(size: int | None) -> tuple[nn.Module, Any, Any]:
+            with device.where if device.is_accelerator else nullcontext():
+                built = self.build(size)
+            home = one_home(built[0], may_move=True)
+            stays = not is_chosen(chosen) and device_of(home).is_accelerator
+            return _moved(built, home if stays else device.where)
+
+        return replace(self, build=build)
+
+
+def one_home(model: nn.Module, *, may_move: bool = False) -> torch.device:
+    """The device that a model trains on.
+
+    Args:
+        may_move: from the host to the device that the rest of it is on.
+
+    Raises:
+        UsageError: it has parts on several devices, or on none.
+    """
+    names: dict[torch.device, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(parameter.device, []).append(name)
+    for home, own in names.items():
+        if home.type == "meta":
+            raise UsageError(
+                f"{len(own)} parameters are on meta, which has no memory, so the step cannot run"
+                f" ({own[0]} is the first); build the model on a device, or ask about one that is"
+                " elsewhere with --device, like h100"
+            )
+    homes = [home for home in names if not may_move or device_of(home).is_accelerator]
+    if len(homes) > 1:
+        places = ", ".join(f"{len(names[home])} on {home} ({names[home][0]}, …)" for home in homes)
+        raise UsageError(
+            f"the model has parameters on several devices: {places}; a step is planned for one."
+            " Move the model to one device, and let --placement split it if it does not fit"
+        )
+    return homes[0] if homes else HOST.where
+
+
+def _moved(built: tuple[nn.Module, Any, Any], where: torch.device) -> tuple[nn.Module, Any, Any]:
+    """What a builder made without `torch.device`, such as arrays of numpy, follows the rest."""
+    model, batch, loss_fn = built
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module):
+            tensors = (*module.parameters(), *module.buffers())
+            if any(tensor.device != where for tensor in tensors):
+                module.to(where)
+    batch = torch_compat.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), batch)
+    return model, batch, loss_fn
 
 
 def resolve_target(text: str) -> Target:

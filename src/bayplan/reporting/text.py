@@ -194,11 +194,11 @@ def comparison_text(first: RunRecord, second: RunRecord) -> str:
 
 def findings_text(findings: list[Finding]) -> str:
     """The doctor's findings, one line each, with what to change where it is amiss or helps."""
-    lines = []
+    lines, width = [], max(len(finding.subject) for finding in findings)
     for finding in findings:
         change = f" -> {finding.change}" if finding.change else ""
         mark = ("tip" if change else "ok ") if finding.is_good else "BAD"
-        lines.append(f"{mark} {finding.subject:<8} {finding.found}{change}")
+        lines.append(f"{mark} {finding.subject:<{width}} {finding.found}{change}")
     return "\n".join(lines)
 
 

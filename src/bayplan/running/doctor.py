@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from bayplan.costing.catalogue import cluster_names, device_names
 from bayplan.data.units import format_bytes
 from bayplan.data.verdict import Finding
-from bayplan.devices.device import HOST, accelerators_here
+from bayplan.devices.choosing import chosen_device, is_chosen
+from bayplan.devices.device import HOST, Device, accelerators_here
 from bayplan.devices.machine import cache_directory, describe_machine
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
+from bayplan.devices.meters import AllocatorMeter
 from bayplan.models import reference_models
 
 __all__ = ["examine"]
@@ -20,10 +23,32 @@ __all__ = ["examine"]
 _BLOCK_BYTES = 8 * 2**20
 
 
-def examine() -> list[Finding]:
-    """Look at everything once; nothing is changed but the cache of the compiled counter."""
-    checks: list[Callable[[], Iterator[Finding]]] = [_machine, _counter, _cache, _known]
-    return [finding for check in checks for finding in check()]
+# What the test accelerator cannot show: it has the CPU's kernels.
+_NEVER_ON_A_REAL_ONE = (
+    "times of its kernels, workspaces of cuDNN and cuBLAS, kernels that are not deterministic, what"
+    " its caching allocator reserves, pinned copies beside kernels, sums and messages by NCCL"
+)
+
+
+def examine(on: str | None = None) -> list[Finding]:
+    """Look at everything once; nothing is changed but the cache of the compiled counter.
+
+    Args:
+        on: a device of this machine to look at; by default all of them.
+    """
+    devices = [chosen_device(on)] if is_chosen(on) else [HOST, *accelerators_here()]
+    findings = [*_machine(), *(finding for device in devices for finding in _device(device))]
+    if any(device.is_accelerator for device in devices):
+        findings.append(
+            Finding(
+                "not tested",
+                f"nobody has run bayplan on a real accelerator yet: {_NEVER_ON_A_REAL_ONE}",
+                change="compare runs with their predictions first, see docs/limits.md",
+            )
+        )
+    else:
+        findings.append(Finding("accelerator", "none here; name one with --device"))
+    return [*findings, *_cache(), *_known()]
 
 
 def _machine() -> Iterator[Finding]:
@@ -34,37 +59,40 @@ def _machine() -> Iterator[Finding]:
     yield Finding("torch", machine["torch"], is_good=supported, change=change)
     yield Finding("python", f"{machine['python']} on {machine['system']}")
 
-    free = format_bytes(HOST.free_bytes)
-    yield Finding(
-        "cpu",
-        f"{machine['processor']}, {machine['cores']} cores, torch uses {machine['threads']}"
-        f" threads, {free} free",
-    )
-    accelerators = accelerators_here()
-    if not accelerators:
-        yield Finding("accelerator", "none here; name one with --device")
-    for device in accelerators:
-        yield Finding(str(device.where), f"{device.name}, {format_bytes(device.free_bytes)} free")
 
-
-def _counter() -> Iterator[Finding]:
-    """Count a block of known size: proof that the meter sees torch's allocations."""
+def _device(device: Device) -> Iterator[Finding]:
+    """What it is and has, and a block of known size: proof that its meter sees allocations."""
+    here, what = str(device.where), device.name
+    if not device.is_accelerator:
+        machine = describe_machine()
+        what = f"{machine['processor']}, {machine['cores']} cores"
+        what += f", torch uses {machine['threads']} threads"
+    yield Finding(here, f"{what}, {format_bytes(device.free_bytes)} free")
+    name, how = "memory", "malloc"
+    if device.is_accelerator:
+        name, how = f"{here} memory", "its allocator"
     try:
-        with MallocCounter.attach(cache_directory()) as counter:
+        with _counter(device) as counter:
             before = counter.live_bytes
-            block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+            block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=device.where)
             seen = counter.live_bytes - before
             del block
     except MeterUnavailable as fault:
-        yield Finding("memory", str(fault), is_good=False, change="install a C compiler (gcc)")
+        yield Finding(name, str(fault), is_good=False, change="install a C compiler (gcc)")
         return
     is_exact = abs(seen - _BLOCK_BYTES) < 64 * 1024
     yield Finding(
-        "memory",
-        f"counted by malloc; saw {format_bytes(seen)} of a block of {format_bytes(_BLOCK_BYTES)}",
+        name,
+        f"counted by {how}; saw {format_bytes(seen)} of a block of {format_bytes(_BLOCK_BYTES)}",
         is_good=is_exact,
         change="" if is_exact else "another allocator is in use; unset LD_PRELOAD",
     )
+
+
+def _counter(device: Device) -> AbstractContextManager[MallocCounter | AllocatorMeter]:
+    if device.has_allocator_bytes:
+        return nullcontext(AllocatorMeter(device))
+    return MallocCounter.attach(cache_directory())
 
 
 def _cache() -> Iterator[Finding]:

@@ -91,7 +91,8 @@ def check_plan(plan: DevicePlan, prepared: PreparedStep) -> StepGraph:
     here = prepared.device_name
     if plan.cluster_fingerprint != here:
         raise ForeignPlan(
-            f"the plan is for {plan.cluster_fingerprint}, here is {here}; plan without --device"
+            f"the plan is for {plan.cluster_fingerprint}, here is {here}; say where with --on, or"
+            " plan without --device"
         )
     graph = prepared.graph
     if graph.fingerprint != plan.graph_fingerprint:

@@ -181,15 +181,13 @@ def _check_trains(optimizer: torch.optim.Optimizer, model: nn.Module, loss_fn: A
 
 
 def _update_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of CUDA parameters update them all in one call, where torch's default does.
+    """Let an optimizer update all parameters in one call on devices where torch's default does.
 
     torch itself does not choose this form for fake tensors.
     """
     for group in optimizer.param_groups:
         is_open = group.get("foreach", False) is None and not group.get("fused")
-        if is_open and all(
-            device_of(parameter.device).is_accelerator for parameter in group["params"]
-        ):
+        if is_open and all(device_of(each.device).has_foreach for each in group["params"]):
             group["foreach"] = not group.get("differentiable", False)
 
 
@@ -277,7 +275,8 @@ def _learn_storage(base: torch.Tensor, tensor: torch.Tensor, *, knows_all: bool)
         if value is None:
             forget(base)  # what lies in memory that nobody has written to
         else:
-            flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+            storage = value.untyped_storage()
+            flat = torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage)
             learn(base, flat.clone(), of_any_size=knows_all)
 
 

@@ -113,7 +113,8 @@ class _Copies:
         storage = tensor.untyped_storage()
         key = torch_compat.storage_key(storage)
         if key not in self._of_storage:
-            copy = leave_out(torch.empty(0, dtype=torch.uint8).set_(storage).clone())
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            copy = leave_out(whole.clone())
             # With the storage itself, so that its key is nobody else's.
             self._of_storage[key] = (storage, copy, _Memory())
         _, copy, memory = self._of_storage[key]

@@ -14,7 +14,7 @@ from bayplan.data.errors import DoesNotFit, PlanBroken
 from bayplan.data.plan import RankPlan
 from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
-from bayplan.devices.device import HOST, default_device
+from bayplan.devices.device import HOST, Device
 from bayplan.running.ranks.failures import INTERRUPTED
 from bayplan.running.ranks.launching import launch
 from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
@@ -120,7 +120,13 @@ class RankRun:
     exit_code: int
 
 
-def check_room(plan: RankPlan, swap: Path | None = None, *, swap_bytes: int | None = None) -> None:
+def check_room(
+    plan: RankPlan,
+    swap: Path | None = None,
+    *,
+    swap_bytes: int | None = None,
+    device: Device = HOST,
+) -> None:
     """Refuse, before any is started, ranks that this machine has no room for.
 
     Raises:
@@ -128,7 +134,7 @@ def check_room(plan: RankPlan, swap: Path | None = None, *, swap_bytes: int | No
         UsageError: what is swapped has no place.
     """
     check_swap_room(planned_swap_bytes(plan), swap, max_bytes=swap_bytes)
-    if default_device().is_accelerator:
+    if device.is_accelerator:
         return
     num_ranks = len(plan.actions)
     needed = num_ranks * _TORCH_BYTES + sum(plan.predicted_peak_bytes)
@@ -148,6 +154,7 @@ def run_on_ranks(
     log_folder: Path,
     target: str | None = None,
     seed: int = 0,
+    device: Device = HOST,
     swap: Path | None = None,
     swap_bytes: int | None = None,
     epoch_samples: int | None = None,
@@ -161,6 +168,7 @@ def run_on_ranks(
         num_steps: after one to warm up.
         log_folder: for the log of each rank; it is kept.
         target: needed where the plan names a function of the user's own.
+        device: of each rank; accelerators are numbered by rank.
         swap_bytes: the most that each rank may take in `swap`; None for what the plan needs.
         on_line: hears what rank 0 tells, and why a run ended early.
         on_step: hears of each step instead.
@@ -178,6 +186,7 @@ def run_on_ranks(
         files.write(path, plan)
         arguments = ["-m", "bayplan.running.ranks.rank", str(path), "--records", str(records)]
         arguments += ["--steps", str(num_steps), "--seed", str(seed)]
+        arguments += ["--on", str(device.where)]
         arguments += [] if target is None else ["--target", target]
         arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
         arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]

@@ -11,6 +11,7 @@ place with their records.
 """
 
 import math
+import os
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.profile import Clock
 from bayplan.data.record import DeviceRecord, Event, RunRecord, message_classes
-from bayplan.devices.device import default_device
+from bayplan.devices.choosing import chosen_device
 from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
 from bayplan.prepared_step import step_of_plan
@@ -55,17 +56,19 @@ def train(
     steps: int = 5,
     target: str | None = None,
     seed: int = 0,
+    on: str | None = None,
     swap_dir: Path | None = None,
     swap_bytes: int | None = None,
 ) -> None:
     """Train as one rank of a plan."""
     given = files.read(plan, RankPlan)
     torch.set_num_threads(1)
-    distributed.init_process_group(default_device().group_backend)
+    device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(device.group_backend)
     torch.manual_seed(seed)
     with open_watch() as watch, watch.telling():
         watch.doing = "building the model"
-        step = step_of_plan(given, target=target).build()
+        step = step_of_plan(given, target=target, on=device.where).build()
         if step.optimizer is None:
             raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
     bound = bind(

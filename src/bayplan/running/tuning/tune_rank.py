@@ -4,6 +4,7 @@ Trains its part of the batch until a setting is found. Rank 0 tells of trials on
 what was found.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import distributed
 
 from bayplan.data import files
 from bayplan.data.errors import UsageError
-from bayplan.devices.device import default_device
+from bayplan.devices.choosing import chosen_device
 from bayplan.models.targets import resolve_target
 from bayplan.prepared_step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
@@ -37,11 +38,14 @@ def run(
     most_steps: int | None = None,
     log: Path | None = None,
     fresh: bool = False,
+    on: str | None = None,
 ) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group(default_device().group_backend)
+    device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(device.group_backend)
     torch.manual_seed(0)
-    step = PreparedStep(target=resolve_target(target), batch=batch, optimizer=optimizer).build()
+    chosen = resolve_target(target).on(device.where)
+    step = PreparedStep(target=chosen, batch=batch, optimizer=optimizer).build()
     if step.optimizer is None:
         raise UsageError("tuning trains, so it needs an optimizer; leave out none")
     model = data_parallel(step.model)

@@ -44,16 +44,13 @@ def _attention(otherwise: _Rule, query: torch.Tensor, *rest: Any, **options: Any
     That is on the GPU, except that memory-efficient attention with dropout returns two numbers of
     the host (torch's note "Seed and Offset Device" in attention.cu; while no CUDA graph is made).
     """
-    made = otherwise(query, *rest, **options)
+    made = list(otherwise(query, *rest, **options))
     is_efficient = len(made) == 4
     dropout = rest[4] if len(rest) > 4 else options.get("dropout_p", 0.0)
     place = "cpu" if is_efficient and dropout > 0 else query.device
-    return tuple(
-        torch.empty_like(each, device=place)
-        if isinstance(each, torch.Tensor) and each.device.type == "meta"
-        else each
-        for each in made
-    )
+    for index in (2, 3) if is_efficient else (6, 7):
+        made[index] = torch.empty_like(made[index], device=place)
+    return tuple(made)
 
 
 # By cuDNN's modes (plain with ReLU, plain with tanh, LSTM, GRU), what a layer keeps per step, per

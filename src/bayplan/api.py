@@ -549,6 +549,7 @@ def capture(
     *,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
+    device: str | DeviceKind | None = None,
     name: str = "",
 ) -> StepGraph:
     """Return the graph of one training step; nothing is allocated and nothing is changed.
@@ -562,8 +563,14 @@ def capture(
         optimizer: one that holds the model's parameters, or a function from parameters to one
             (`torch.optim.AdamW`), or `sgd`, `adam`, `adamw`; None leaves the update out.
         autocast: dtype of mixed precision for the forward, or `bf16`, `fp16`.
+        device: as this device would run it, by name, file or as a `DeviceKind`; None for the
+            device that the model is on.
         name: what to call the model; its class by default.
     """
+    if device is not None:
+        options: dict[str, Any] = {"optimizer": optimizer, "autocast": autocast}
+        asked = prepare(model, batch, loss_fn, device=device, **options)
+        return capture_step(asked.step, optimizer=asked.optimizer_source(), name=name)
     dtype = autocast_dtype(autocast)
     step = TrainingStep(model=model, batch=batch, loss_fn=loss_fn, autocast=dtype)
     return capture_step(step, optimizer=optimizer_source(optimizer), name=name)

@@ -70,6 +70,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         total_bytes: what `nvidia-smi` shows of them: what is reserved, and the context.
         runs_out: the error of the allocator, if it cannot serve the step within the limit though
             the peak is within it.
+        operators_note: what to know of the operators that were captured for a device elsewhere, as
+            that those of the CPU stand in.
     """
 
     schema: str = "bayplan/verdict"
@@ -99,6 +101,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allocator: AllocatorPeaks | None = None
     total_bytes: int | None = None
     runs_out: str = ""
+    operators_note: str = ""
 
     @property
     def plain_bytes(self) -> int:

@@ -170,8 +170,8 @@ bool cudnn_can(const sdp_params& given) {
       !sdp::check_batch_size_and_num_heads_dense<true, false>(given, false))
     return false;
   const auto query = head_of(given.query), value = head_of(given.value);
-  const bool has_large_heads = capability == 90 || capability / 10 == 10;
-  const int64_t most = has_large_heads && query == 192 && value == 128 ? 192 : 128;
+  const bool is_uneven = capability / 10 == 10 && query == 192 && value == 128;
+  const int64_t most = capability == 90 ? 256 : is_uneven ? 192 : 128;
   if (query > most || value > most || query % 8 != 0 || value % 8 != 0) return false;
   const auto length = given.query.size(2), other_length = given.key.size(2);
   return other_length != 1 && (given.dropout == 0.0 || length != 1);

@@ -25,7 +25,7 @@ __all__ = ["FakeGpu", "why_no_fake_gpu"]
 
 _SOURCE = Path(__file__).with_name("fake_gpu.cpp")
 _TORCH = Path(torch.__file__).parent
-_CUDNN = 92000  # what torch's own wheels for CUDA 13 are built with
+_CUDNN = 92000  # what torch 2.13's wheels for CUDA 13.0 bring
 _AS_CAPABLE = 90  # AMD's GPUs have no compute capability; torch's rules for them are like Hopper's
 _lock = threading.RLock()  # torch has one place for a GPU's answers
 

@@ -35,6 +35,8 @@ class CheckableStep(PlannableStep, Protocol):
     @property
     def optimizer_name(self) -> str: ...
     @property
+    def operators_note(self) -> str: ...
+    @property
     def half_precision(self) -> str | None: ...
     @property
     def peak_without_workspace(self) -> int: ...
@@ -120,6 +122,7 @@ def check(
         in_pieces=pieces,
         price_spread=0.0 if costs.origin is Origin.DERIVED else max(spreads),
         runs_out=runs_out,
+        operators_note=step.operators_note,
     )
 
 
@@ -276,6 +279,7 @@ def judge(
     in_pieces: InPieces | None = None,
     price_spread: float = 0.0,
     runs_out: str = "",
+    operators_note: str = "",
 ) -> Verdict:
     """Return whether a plain record is within the limit, with all that explains it.
 
@@ -313,6 +317,7 @@ def judge(
         allocator=device.allocator,
         total_bytes=device.total_bytes,
         runs_out=runs_out,
+        operators_note=operators_note,
     )
 
 

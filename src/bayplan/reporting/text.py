@@ -68,6 +68,7 @@ def verdict_text(verdict: Verdict) -> str:
         *_peak_lines(verdict),
         *_allocator_lines(verdict.allocator, verdict.total_bytes),
         *([f"but {verdict.runs_out}"] if verdict.runs_out else []),
+        *([verdict.operators_note] if verdict.operators_note else []),
         "",
         f"at the plain peak ({verdict.peak_place})",
         *kind_lines(verdict.peak_by_kind),

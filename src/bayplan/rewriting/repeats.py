@@ -47,7 +47,6 @@ from bayplan.rewriting.synchronised_norm import (
 
 __all__ = [
     "CHANGED",
-    "ONCE_ONLY",
     "PARTLY_ONLY",
     "PartialRepeat",
     "as_drawn",
@@ -64,6 +63,7 @@ __all__ = [
     "normalise",
     "partial_repeat",
     "repeat_form",
+    "runs_once",
 ]
 
 aten = torch.ops.aten
@@ -251,8 +251,19 @@ def draw_again(
 
 
 # What may run only once, and what may be repeated only for a part of what it makes.
-ONCE_ONLY = frozenset({generator_state, synchronised_norm_backward})
+_ONCE_ONLY = frozenset({generator_state, synchronised_norm_backward})
 PARTLY_ONLY = frozenset({synchronised_norm})
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Whether a node may not be repeated at all.
+
+    cuDNN's recurrent layers drop numbers by a state of their own, which goes on with every call.
+    """
+    if node.target is draw and node.args[0] is aten._cudnn_rnn.default:
+        dropout, train = node.args[2 + 11], node.args[2 + 12]
+        return bool(train and dropout)
+    return node.target in _ONCE_ONLY
 
 
 def repeat_form(operator: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -2,7 +2,8 @@
 
 A recurrent layer keeps a reserve for its backward, which torch's fake kernel has empty; the
 backward itself has no fake kernel. The gradients of all its weights are parts of one buffer, as the
-weights are.
+weights are. Fused attention returns the state of its random numbers, which torch's fake kernels put
+on `meta`, so that the backward would be priced with it in the wrong place.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,34 @@ def correct_fake_cuda() -> None:
     """
     torch_compat.set_fake_kernel(aten._cudnn_rnn.default, _recurrent)
     torch_compat.set_fake_kernel(aten._cudnn_rnn_backward.default, _recurrent_backward)
+    for operator in (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ):
+        torch_compat.set_fake_kernel(operator, _attention)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm.default, _batch_norm)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm_backward.default, _batch_norm_backward)
 
 
-_LSTM = 2  # among cuDNN's modes: plain with ReLU, plain with tanh, LSTM, GRU
-_KEPT_ROWS = (1, 1, 5, 6)  # by mode, what a layer keeps per step, sample and hidden unit
+def _attention(otherwise: _Rule, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    """With the state of its random numbers where the kernels have it.
+
+    That is on the GPU, except that memory-efficient attention with dropout returns two numbers of
+    the host (torch's note "Seed and Offset Device" in attention.cu; while no CUDA graph is made).
+    """
+    made = list(otherwise(query, *rest, **options))
+    is_efficient = len(made) == 4
+    dropout = rest[4] if len(rest) > 4 else options.get("dropout_p", 0.0)
+    place = "cpu" if is_efficient and dropout > 0 else query.device
+    for index in (2, 3) if is_efficient else (6, 7):
+        made[index] = torch.empty_like(made[index], device=place)
+    return tuple(made)
+
+
+# By cuDNN's modes (plain with ReLU, plain with tanh, LSTM, GRU), what a layer keeps per step, per
+# sample and per hidden unit.
+_KEPT_ROWS = (1, 1, 5, 6)
 
 
 def _recurrent(otherwise: _Rule, image: torch.Tensor, *rest: Any) -> tuple[Any, ...]:

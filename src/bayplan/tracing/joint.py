@@ -22,11 +22,11 @@ from bayplan.data.units import round_up
 from bayplan.rewriting.free import Price, nodes_after_tangents, positions_to_overwrite
 from bayplan.rewriting.repeats import (
     CHANGED,
-    ONCE_ONLY,
     PARTLY_ONLY,
     PartialRepeat,
     partial_repeat,
     repeat_form,
+    runs_once,
 )
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.tracing.tangents import OutputGradient
@@ -301,7 +301,7 @@ class _Survey:
 
     def _can_repeat(self, node: fx.Node, repeat: PartialRepeat | None) -> bool:
         """Whether a repeat leaves no trace, and reads no input that has another value by then."""
-        if node.target in ONCE_ONLY or (repeat is None and node.target in PARTLY_ONLY):
+        if runs_once(node) or (repeat is None and node.target in PARTLY_ONLY):
             return False
         sources: list[fx.Node] = []
         whole = (repeat_form(node.target, node.args)[1], node.kwargs)

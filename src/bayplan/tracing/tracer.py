@@ -15,7 +15,7 @@ the CPU); `fake_norms.py`, `fake_lstm.py` and `true_output` correct the few outp
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,8 +124,18 @@ def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
     if packet is _ATTENTION_BACKWARD:
         return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    if packet is aten._cudnn_rnn:
+        return _recurrent_flops(args[1], output[0])
+    if packet is aten._cudnn_rnn_backward:  # gradients of what it read, and of its weights
+        return 2 * _recurrent_flops(args[1], args[6])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _recurrent_flops(weights: Sequence[torch.Tensor], output: torch.Tensor) -> int:
+    """Each matrix is multiplied once with every step of every sample."""
+    num_steps = output.numel() // max(output.shape[-1], 1)
+    return 2 * num_steps * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 _REDUCED_LOSSES = {

@@ -1,0 +1,243 @@
+"""The operators that torch chooses for a GPU that is not there."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bayplan import capture, check
+from bayplan.costing.catalogue import device_names, load_device
+from bayplan.data.device import DeviceKind
+from bayplan.data.errors import CaptureError, UsageError
+from bayplan.devices import fake_gpu
+from bayplan.models.gpt import GptConfig, build_gpt
+from bayplan.prepared_step import prepare
+from bayplan.rewriting.repeats import draw
+
+pytestmark = pytest.mark.skipif(
+    bool(fake_gpu.why_no_fake_gpu()), reason="no GPU can be faked without a C++ compiler"
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, *, head: int = 64, dropout: float = 0.0, dtype=torch.float16, **options):
+        super().__init__()
+        self.project, self.head = nn.Linear(32, 4 * head), head
+        self.dropout, self.dtype, self.options = dropout, dtype, options
+
+    def forward(self, tokens):
+        heads = self.project(tokens).unflatten(-1, (4, self.head)).transpose(1, 2).to(self.dtype)
+        mask = torch.ones(8, 8, dtype=torch.bool, device=tokens.device)
+        options = dict(self.options)
+        if options.pop("masked", False):
+            options["attn_mask"] = mask
+        mixed = functional.scaled_dot_product_attention(
+            heads, heads, heads, dropout_p=self.dropout, **options
+        )
+        return mixed.float().sum()
+
+
+def kernel(module: nn.Module, device: str) -> str:
+    graph = capture(module, torch.ones(2, 8, 32), device=device)
+    kinds = ("flash", "efficient", "cudnn")
+    names = [node.op for node in graph.nodes]
+    chosen = [kind for kind in kinds if any(f"dot_product_{kind}_att" in name for name in names)]
+    backward = [kind for kind in kinds if any(f"{kind}_attention_backward" in n for n in names)]
+    assert chosen == backward
+    return chosen[0] if chosen else "math"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "chosen"),
+    [
+        ("h100", {}, "cudnn"),
+        ("h100", {"dropout": 0.1}, "flash"),  # cuDNN drops sixteenths only
+        ("h100", {"dropout": 0.125}, "cudnn"),
+        ("h100", {"masked": True, "dropout": 0.1}, "efficient"),
+        ("h100", {"dtype": torch.float32}, "efficient"),
+        ("h100", {"dtype": torch.float64}, "math"),
+        ("h100", {"head": 264, "dtype": torch.bfloat16}, "efficient"),
+        ("mi300x", {}, "flash"),
+        ("a100", {}, "flash"),
+        ("a100", {"head": 36}, "flash"),
+        ("a100", {"head": 36, "masked": True}, "math"),  # not a multiple of eight
+        ("rtx-4090", {"head": 200}, "efficient"),  # too little shared memory for its backward
+        ("rtx-4090", {"head": 192}, "flash"),
+        ("v100", {}, "efficient"),
+        ("v100", {"dtype": torch.bfloat16}, "math"),
+        ("p100", {"dtype": torch.float32, "head": 33}, "efficient"),
+        ("t4", {"dtype": torch.float32}, "efficient"),
+    ],
+)
+def test_attention_follows_the_rules_of_torch(device, options, chosen):
+    assert kernel(Attention(**options), device) == chosen
+
+
+def test_kernels_that_are_switched_off_are_not_chosen():
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        assert kernel(Attention(), "h100") == "math"
+
+
+def test_attention_that_a_gpu_is_too_old_for_is_refused():
+    with (
+        nn.attention.sdpa_kernel(nn.attention.SDPBackend.FLASH_ATTENTION),
+        pytest.raises(CaptureError, match=r"compute capability 7\.0"),
+    ):
+        kernel(Attention(), "v100")
+
+
+class Mixed(nn.Module):
+    """What CUDA has operators of its own for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.dropout, self.lstm = nn.Dropout(0.1), nn.LSTM(16, 8, 2, dropout=0.2, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, images):
+        rows = self.dropout(torch.relu(self.norm(self.conv(images)))).flatten(2).transpose(1, 2)
+        heads = rows.contiguous().unflatten(-1, (2, 8)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        rows = mixed.transpose(1, 2).flatten(2)
+        return self.gru(self.lstm(rows)[0])[0].sum()
+
+
+WHOLE = (
+    *("cudnn_batch_norm", "cudnn_batch_norm_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
+    *("native_dropout", "native_dropout_backward"),
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return prepare(Mixed(), torch.randn(2, 3, 8, 8), optimizer="adamw", device="a100")
+
+
+def test_capture_has_operators_of_cuda(mixed):
+    names = {node.op.split(".")[1] for node in mixed.graph.nodes}
+    assert names.issuperset(WHOLE)
+    assert any(name.startswith("_foreach_") for name in names)
+
+
+def test_joint_graph_keeps_operators_whole_and_draws_with_a_state(mixed):
+    step = mixed.traced.with_packs()
+    nodes = [node for node in step.op_nodes if node is not None]
+    called = [node.args[0] if node.target is draw else node.target for node in nodes]
+    names = {getattr(target, "__name__", "").split(".")[0] for target in called}
+    assert names.issuperset(WHOLE)
+    drawn = {node.args[0].__name__.split(".")[0] for node in nodes if node.target is draw}
+    assert drawn.issuperset({"native_dropout", "_scaled_dot_product_efficient_attention"})
+
+
+def test_recurrent_layers_that_drop_are_not_repeated(mixed):
+    program = mixed.traced.with_packs().program
+    repeatable = {op.name: op.can_repeat for op in program.ops if "_cudnn_rnn" in op.name}
+    assert len(repeatable) == 4
+    assert not all(repeatable.values())
+
+
+def test_seed_of_efficient_attention_with_dropout_is_on_the_host(mixed):
+    nodes = [node for node in mixed.traced.with_packs().op_nodes if node is not None]
+    name = "_scaled_dot_product_efficient_attention.default"
+    (attention,) = (n for n in nodes if n.target is draw and n.args[0].__name__ == name)
+    output, _, seed, offset = attention.meta["val"]
+    assert (output.device.type, seed.device.type, offset.device.type) == ("cuda", "cpu", "cpu")
+
+
+def test_lstm_keeps_what_cudnn_says_it_keeps():
+    # cudnnGetRNNTempSpaceSizes of cuDNN 9.20 for 10 steps of 4 samples, 64 units and 2 layers.
+    lstm = nn.LSTM(32, 64, 2)
+    graph = capture(lstm, torch.ones(10, 4, 32), lambda output: output[0].sum(), device="a100")
+    (node,) = (node for node in graph.nodes if node.op == "aten._cudnn_rnn.default")
+    sizes = [graph.values[value].size_bytes for value in node.writes]
+    assert 112896 in sizes
+    assert node.flops == 2 * 40 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
+
+
+def test_torch_looks_as_before_outside_of_a_capture():
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()  # the engine has started, without any GPU
+    before = torch.cuda.is_available(), torch.accelerator.is_available()
+    capture(model, torch.ones(2, 4), lambda y: y.sum(), device="h100", autocast="bf16")
+    assert (torch.cuda.is_available(), torch.accelerator.is_available()) == before
+    assert torch.cuda.is_bf16_supported() == before[0]
+    assert model.weight.device.type == "cpu"
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_strides_of_the_model_are_kept():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    weight = model[0].weight
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    images = torch.ones(2, 8, 8, 8).to(memory_format=torch.channels_last)
+    step = prepare(model, images, lambda y: (y * y).sum(), device="h100")
+    names = [node.op for node in step.graph.nodes]
+    assert "aten.clone.default" not in names
+
+
+def test_gpt_with_dropout_needs_what_its_cuda_graph_needs():
+
+    def build(batch_size: int = 4):
+        return build_gpt(batch_size, config=GptConfig(dropout=0.1))
+
+    from bayplan.models.targets import Target
+    from bayplan.prepared_step import PreparedStep
+
+    target = Target(name="gpt", build=build, takes_batch_size=True, default_batch=4)
+    kind = load_device("h100")
+    for autocast, expected_mib in (("none", 6971), ("bf16", 5800)):
+        step = PreparedStep(target=target, device=kind, autocast=autocast)
+        assert step.simulated().peak_bytes / 2**20 == pytest.approx(expected_mib, rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "alexnet", "vgg16"])
+def test_models_without_dropout_between_layers_need_what_they_needed(name):
+    peaks = [
+        prepare(name, 4, device="h100", optimizer="adamw", operators_of_device=own).simulated()
+        for own in (True, False)
+    ]
+    assert peaks[0].peak_bytes == pytest.approx(peaks[1].peak_bytes, rel=0.001)
+
+
+def test_bfloat16_on_a_gpu_that_has_none_is_refused():
+    with pytest.raises(UsageError, match="use --autocast fp16"):
+        capture(
+            nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), device="v100", autocast="bf16"
+        )
+
+
+def test_model_on_two_devices_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match="on 2 devices"):
+        capture(model, torch.ones(1, 2), lambda y: y.sum(), device="h100")
+
+
+def test_model_on_meta_is_captured_as_on_the_gpu():
+    model = nn.Linear(2, 2, device="meta")
+    assert capture(model, torch.ones(1, 2), lambda y: y.sum(), device="h100").nodes
+
+
+def test_without_a_library_cpu_operators_stand_in_and_the_verdict_says_so(monkeypatch):
+    monkeypatch.setattr("bayplan.prepared_step.why_no_fake_gpu", lambda: "no C++ compiler")
+    verdict = check(nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), device="h100")
+    assert "CPU operators stand in" in verdict.operators_note
+    assert "no C++ compiler" in verdict.operators_note
+
+
+def test_device_that_is_no_nvidia_gpu_says_what_is_assumed():
+    verdict = check(nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), device="mi300x")
+    assert "HIP" in verdict.operators_note
+
+
+def test_all_devices_of_the_catalogue_say_their_architecture():
+    assert all(load_device(name).architecture for name in device_names())
+
+
+def test_architecture_that_nobody_knows_is_refused():
+    kind = load_device("h100")
+    fields = {name: getattr(kind, name) for name in DeviceKind.__struct_fields__}
+    with pytest.raises(ValueError, match="must be NVIDIA's like sm_90"):
+        DeviceKind(**fields | {"architecture": "hopper"})

@@ -410,3 +410,10 @@ def test_draws_that_nobody_reads_stay_in_a_joint_graph():
     with pytest.raises(Exception, match="NotImplementedError"):
         torch.compile(Draws(), backend=backend)(torch.ones(2))
     assert any(node.target is torch.ops.aten.rand.default for node in graphs[0].nodes)
+
+
+def test_an_operator_without_a_cuda_kernel_can_be_declared_to_have_one():
+    operator = torch.ops.aten.silu_backward.default
+    torch_compat.declare_cuda_kernel(operator)
+    torch_compat.declare_cuda_kernel(operator)  # once is enough, twice does no harm
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CUDA")

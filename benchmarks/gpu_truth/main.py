@@ -1,21 +1,30 @@
 """What others measured on real GPUs, beside what bayplan predicts of it without one.
 
-One file a quantity: `replaying.py` has reserved memory over time, from traces of torch's allocator.
+One file a kind of measurement: `replaying.py` has reserved memory over time from traces of torch's
+allocator, `trace_steps.py` the peaks of the steps behind them, `lm_tables.py` tables of language
+models, `images.py` the largest batches and step times of image models.
 """
 
+import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_truth import replaying
+from gpu_truth import images, lm_tables, replaying, trace_steps
 from harness import finish, options, say
 
 HERE = Path(__file__).resolve().parent
 BESIDE_REPOSITORY = HERE.parents[2] / "shared" / "data" / "gpu"
 EXAMPLE = HERE / "example"
-QUANTITIES = {"allocator": replaying.found}
+QUANTITIES = {
+    "allocator": replaying.found,
+    "steps of traces": trace_steps.found,
+    "image models": images.found,
+    "tables": lm_tables.found,
+}
 COLUMNS = ("source", "quantity", "reported", "predicted", "error_pct", "explained")
 
 
@@ -24,7 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, nargs="+", default=[BESIDE_REPOSITORY], help="folders of measurements"
     )
+    parser.add_argument("--only", choices=tuple(QUANTITIES), help="one kind of measurement")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
     folders = [folder for folder in arguments.data if folder.is_dir()]
     for folder in arguments.data:
         if folder not in folders:
@@ -36,10 +47,17 @@ def main() -> None:
     claims: dict[str, Any] = {}
     for folder in folders + [EXAMPLE] * arguments.quick:
         for name, found in QUANTITIES.items():
+            if arguments.only not in (None, name):
+                continue
             say(f"{name}: {folder}")
-            told = found(folder, is_quick=arguments.quick)
-            rows += [row.as_dict() for row in told.rows]
+            told = found(folder, is_quick=arguments.quick, on_progress=say)
+            rows += [{"kind": name} | row.as_dict() for row in told.rows]
             claims[f"{name}, {folder.name}"] = told.claims
+    latest = HERE / "results" / "latest.json"
+    if arguments.only and not arguments.quick and latest.exists():  # of the others, what is known
+        before = json.loads(latest.read_text())
+        rows += [row for row in before["rows"] if row.get("kind") not in (None, arguments.only)]
+        claims = {**before["claims"], **claims}
     say(claims)
     finish(__file__, {"rows": rows, "claims": claims}, columns=COLUMNS, arguments=arguments)
 

@@ -9,6 +9,7 @@ the trace, if the trace took one of that size at that moment.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gpu_truth.rows import Found, Row
 from gpu_truth.traces import Action, Event, Trace, read_trace
@@ -25,7 +26,7 @@ _TAKEN = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _GIVEN_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 
 
-def found(folder: Path, *, is_quick: bool) -> Found:
+def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
     """Replay the traces in a folder of measurements; the smallest few for a quick look."""
     paths = [path for path in sorted(folder.glob("traces/*.json*")) if path.name != "index.json"]
     if is_quick:
@@ -33,6 +34,7 @@ def found(folder: Path, *, is_quick: bool) -> Found:
     rows, unreadable = list[Row](), dict[str, str]()
     replays, far, told = list[Replay](), list[Replay](), list[Replay]()
     for path in paths:
+        on_progress(f"replaying {path.name}")
         try:
             trace = read_trace(path)
             replays.append(replay(trace))

@@ -15,7 +15,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +67,10 @@ class Trace:
         start, end: the segments before the first event and after the last.
         told_start: the former with the sizes of blocks as in the file.
         grown_bytes: how much larger than in the file the blocks at the start are, together.
-        peak_allocated_bytes, peak_reserved_bytes: by the file; None where it does not tell.
+        config, step: what ran, as far as the file tells.
+        kind: "model" where that is enough to run it again.
+        start_reserved_bytes, peak_requested_bytes, peak_allocated_bytes, peak_reserved_bytes: by
+            the file; None where it does not tell.
     """
 
     name: str
@@ -82,6 +85,12 @@ class Trace:
     grown_bytes: int
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
+    peak_requested_bytes: int | None = None
+    start_reserved_bytes: int | None = None
+    kind: str = "model"
+    config: dict[str, Any] = field(default_factory=dict)
+    step: str = ""
+    notes: str = ""
 
 
 _Block = tuple[int, int, int, int]  # address, bytes, requested, state
@@ -92,6 +101,8 @@ class _Peaks(msgspec.Struct):
 
     peak_allocated: int | None = None
     peak_reserved: int | None = None
+    peak_requested: int | None = None
+    start_reserved: int | None = None
 
 
 class _File(msgspec.Struct):
@@ -106,6 +117,9 @@ class _File(msgspec.Struct):
     initial_live: list[tuple[int, int, int]]
     source: dict[str, Any] = {}
     config: dict[str, Any] = {}
+    kind: str = "model"
+    step: str = ""
+    notes: str = ""
     gpu: str = ""
     allocator_settings: dict[str, Any] | None = None
     replay: _Peaks = msgspec.field(default_factory=_Peaks)
@@ -151,6 +165,12 @@ def trace_from(content: bytes, *, name: str) -> Trace:
             grown_bytes=sum(larger.get(address, size) - size for address, size, _ in live),
             peak_allocated_bytes=file.replay.peak_allocated,
             peak_reserved_bytes=file.replay.peak_reserved,
+            peak_requested_bytes=file.replay.peak_requested,
+            start_reserved_bytes=file.replay.start_reserved,
+            kind=file.kind,
+            config=file.config,
+            step=file.step,
+            notes=file.notes,
         )
     except RecursionError:
         raise FileFault(f"{name}: nested too deeply to be a trace") from None

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ __all__ = [
     "compiled_call",
     "current_backward_sequence",
     "current_fake_mode",
+    "declare_cuda_kernel",
     "default_store",
     "dispatch_modes",
     "fake_mode_of",
@@ -331,6 +333,22 @@ def set_fake_kernel(operator: Any, rule: Callable[..., Any]) -> None:
         meta_table.setdefault(operator, otherwise)
     op_implementations_dict[operator] = run
     FakeTensorMode.cache_clear()
+
+
+def declare_cuda_kernel(operator: Any) -> None:
+    """Let torch take an operator to have a kernel for CUDA, for fake tensors, for the process."""
+    name = operator.name()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+        _cuda_kernels().impl(name.removeprefix("aten::"), _no_kernel, "CUDA")
+
+
+@cache
+def _cuda_kernels() -> torch.library.Library:
+    return torch.library.Library("aten", "IMPL")
+
+
+def _no_kernel(*_: Any) -> Any:
+    raise RuntimeError("torch was built without CUDA's kernels")
 
 
 def is_of_size(node: fx.Node) -> bool:

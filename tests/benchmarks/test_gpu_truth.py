@@ -5,13 +5,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from gpu_truth import lm_tables, trace_steps
+from gpu_truth.devices import device_of
+from gpu_truth.image_models import image_rows
+from gpu_truth.language_models import language_model
+from gpu_truth.lm_tables import read_table
+from gpu_truth.loops import Loop, at_batch, peaks, record
 from gpu_truth.main import BESIDE_REPOSITORY, EXAMPLE
 from gpu_truth.replaying import found, replay
+from gpu_truth.trace_steps import loop_of
 from gpu_truth.traces import read_trace, trace_from
 
-from bayplan.data.errors import FileFault
+from bayplan.data.errors import FileFault, UsageError
 
 MIB = 1 << 20
+SHARED = Path(BESIDE_REPOSITORY)
 TRACE = EXAMPLE / "traces" / "by_hand.json"
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE = range(5)
 
@@ -236,3 +245,107 @@ def test_traces_of_real_gpus_are_replayed_to_their_segments():
     assert told.claims["holds"]
     assert told.claims["num_peaks_allocated_exact"] == told.claims["num_traces"] > 0
     assert not told.claims["unreadable"]
+
+
+def test_words_of_a_trace_become_a_loop():
+    loop = loop_of(
+        {"grad": True, "optimizer": "torch.optim.AdamW lr=1e-3", "autocast": "bfloat16"},
+        "five warm-up full steps, then recorded: zero_grad, forward, F.cross_entropy, backward,"
+        " torch.optim.AdamW(lr=1e-3).step()",
+    )
+    assert loop.has_backward
+    assert loop.optimizer is not None
+    assert loop.loss == "cross_entropy"
+    assert (loop.zero_grad, loop.num_warmups, loop.autocast) == ("before", 1, torch.bfloat16)
+    loop = loop_of(
+        {"grad": True},
+        "five warm-up, empty_cache, then recorded: forward, cross_entropy (decomposed), backward"
+        " into existing gradients; no zero_grad; alive until reassigned in the recorded region",
+    )
+    assert (loop.loss, loop.zero_grad, loop.holds) == ("decomposed", "", True)
+    assert loop.empties_cache
+    with pytest.raises(UsageError, match="loss is not told"):
+        loop_of({}, "recorded: forward and backward")
+    with pytest.raises(UsageError, match="optimizer is not told"):
+        loop_of({}, "recorded: forward, cross_entropy, backward, optimizer.step()")
+
+
+@pytest.mark.parametrize("config", [{}, {"model": "cs336-staff-26", "d_model": "many"}])
+def test_a_model_that_a_row_does_not_specify_is_refused(config):
+    with pytest.raises(UsageError, match=r"no rules|does not say"):
+        language_model(config, sequence=8)
+
+
+def small_model(batch):
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+
+    def build():
+        ids = torch.empty(batch, 16, dtype=torch.int64)
+        config = {"model": "cs336-staff-26", **sizes}
+        return language_model(config, sequence=16), ids, torch.empty_like(ids)
+
+    return build
+
+
+def test_a_loop_without_gradients_needs_less_than_a_step():
+    forward = peaks(record(small_model(7), Loop(with_grad=False)))
+    step = peaks(record(small_model(7), Loop(loss="cross_entropy", has_backward=True)))
+    assert forward.requested_bytes < step.requested_bytes <= step.allocated_bytes
+    assert step.allocated_bytes <= step.reserved_bytes
+
+
+def test_a_recording_is_scaled_to_another_batch():
+    loop = Loop(loss="cross_entropy", has_backward=True, num_warmups=0)
+    scaled = peaks(at_batch(record(small_model(64), loop), 64, 96)).requested_bytes
+    assert scaled == pytest.approx(peaks(record(small_model(96), loop)).requested_bytes, rel=0.02)
+
+
+@pytest.mark.skipif(
+    not (SHARED / "traces").is_dir(), reason="no measurements of GPUs beside the repository"
+)
+def test_the_step_behind_a_trace_is_predicted(tmp_path):
+    (tmp_path / "traces").mkdir()
+    name = "niu_lm23m_fwd3_fp32_s200.json.gz"
+    (tmp_path / "traces" / name).write_bytes((SHARED / "traces" / name).read_bytes())
+    told = trace_steps.found(tmp_path, is_quick=False)
+    assert told.claims["allocated_within_target"] == told.claims["num_traces"] == 1
+    assert abs(told.claims["reserved_worst_pct"]) < 8
+
+
+def test_tables_that_are_none_are_told(tmp_path):
+    path = tmp_path / "table.json"
+    for content in (b"", b"\x80\x04K\x01.", b'{"rows": 1}', b"[" * 100_000, b'{"rows": [1]}'):
+        path.write_bytes(content)
+        with pytest.raises(FileFault, match=r"table\.json"):
+            read_table(path)
+
+
+def test_rows_of_tables_that_cannot_be_rebuilt_are_listed(tmp_path):
+    (tmp_path / "tables").mkdir()
+    rows = [{}, {"quantity": "fits"}, {"quantity": "peak memory_allocated", "dtype": "int3"}]
+    (tmp_path / "tables" / "cs336_lm.json").write_text(json.dumps({"rows": rows}))
+    told = lm_tables.found(tmp_path, is_quick=False)
+    assert not told.rows
+    assert sum(told.claims["not_rebuilt"].values()) == len(rows)
+
+
+@pytest.mark.parametrize(
+    "line", ["resnet50,1,2", "resnet50,1,-2,64,224,25.56,resnet,", "a,b,c,d,e,f,g,h"]
+)
+def test_a_wrong_line_of_image_models_is_named(tmp_path, line):
+    path = tmp_path / "train-amp-nchw-rtx3090.csv"
+    path.write_text(
+        "model,train_samples_per_sec,train_step_time,train_batch_size,train_img_size,param_count,"
+        f"family,next_larger_batch_that_failed\n{line}\n"
+    )
+    with pytest.raises(FileFault, match="line 2"):
+        list(image_rows(path, kind="train"))
+
+
+def test_devices_are_known_by_the_words_of_a_row():
+    assert device_of("NVIDIA RTX PRO 6000 (96 GB)").name == "rtx-pro-6000"
+    assert device_of("train-amp-nchw-pt112-cu113-rtx3090").name == "rtx-3090"
+    assert device_of("NVIDIA A10 24 GB").name == "a10"
+    for text in ("not stated", "abacus"):
+        with pytest.raises(UsageError):
+            device_of(text)

@@ -245,7 +245,8 @@ def test_winograd_shortens_plain_3x3_convolutions_in_float32(back):
     assert convolution_seconds(device, kernel=1, back=back) == direct
     assert convolution_seconds(device, out_side=4, back=back) == direct
     assert convolution_seconds(device, channels=3, back=back) == direct
-    assert convolution_seconds(device, dtype="float16", back=back) == direct
+    # Tensor cores take channels last, so what lies otherwise is turned.
+    assert direct < convolution_seconds(device, dtype="float16", back=back) < 1.1 * direct
     with_tf32 = plain_device(rates={"tf32": 1000.0}, efficiency=1.0)
     assert convolution_seconds(with_tf32, back=back) == direct
 

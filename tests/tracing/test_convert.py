@@ -204,3 +204,20 @@ def test_shared_storage_is_named_by_its_first_owner():
     parameters = [s.name for s in graph.storages if s.kind is StorageKind.PARAMETER]
     assert parameters == ["0.weight"]
     assert sum(s.kind is StorageKind.GRADIENT for s in graph.storages) == 1
+
+
+def test_gradients_are_scattered_into_their_zeros_in_place():
+    # Fake tensors are a subclass, for which torch's formulas scatter out of place.
+    class Gathered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 16))
+
+        def forward(self, index):
+            return self.weight.exp().gather(1, index).sum()
+
+    graph = bayplan.capture(Gathered(), torch.zeros(8, 1, dtype=torch.int64), optimizer="none")
+    scatters = [node for node in graph.nodes if "scatter_add" in node.op]
+    assert [node.op for node in scatters] == ["aten.scatter_add_.default"]
+    read, written = scatters[0].reads[0], scatters[0].writes[0]
+    assert graph.values[read].storage == graph.values[written].storage

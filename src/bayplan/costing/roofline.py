@@ -10,6 +10,10 @@ either peak is one efficiency per operator class, in the device description.
 
 A device may also say what its convolutions reach by kernel and channels.
 
+Within a class, kernels differ in what they reach. `_FACTORS` has what is common to all devices,
+fitted to half of the image models of `benchmarks/gpu_truth`, all on one device; the other half, and
+other devices, are predicted with it.
+
 Left out on purpose: caches (every operand is read from memory once), overlap of kernels, clocks
 that drop under load, and waiting for the host. A derived profile is a guess, and says so: origin
 `derived`, no repeats, and a spread of `RELATIVE_SPREAD`.
@@ -153,6 +157,24 @@ WINOGRAD_SAVING = 2.25
 """Winograd's F(2x2, 3x3) needs 16 products where a direct 3x3 convolution needs 36 (Lavin and Gray,
 "Fast Algorithms for Convolutional Neural Networks", 2015)."""
 
+# Shares of a class's efficiency. Those of convolutions, batch norms and pools hold in half
+# precision, where convolutions run on tensor cores.
+_FACTORS = {
+    "dense convolution": 1.45,
+    "pointwise convolution": 1.09,
+    "grouped convolution": 0.68,
+    "grouped convolution, channels last": 0.11,
+    "convolution bound by memory": 0.29,
+    "depthwise convolution": 0.31,
+    "depthwise convolution, channels last": 0.43,
+    "batch_norm": 1.5,
+    "pool": 0.28,
+    "layer_norm": 0.3,
+    "softmax": 0.63,
+}
+# Tensor cores take channels last: what lies otherwise is turned before and after, so often.
+_TURNS = 2.3
+_HALF = ("float16", "bfloat16")
 _MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
 _WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
 _FEW_CHANNELS = 4  # a picture's
@@ -164,15 +186,20 @@ _KERNELS: dict[tuple[int, ...], ConvolutionKind] = {
 _FLOATING = ("float", "bfloat", "complex")
 
 
-def derive_profile(graph: StepGraph, device: DeviceKind) -> Profile:
+def derive_profile(
+    graph: StepGraph, device: DeviceKind, *, is_channels_last: bool = False
+) -> Profile:
     """Price every node of a step on a device that need not be at hand.
+
+    A graph does not say how images lie in memory, so `is_channels_last` does.
 
     Workspace is 0 throughout: what cuDNN takes for a convolution depends on the algorithm it picks
     at run time, which no description tells. Measure on the device where that memory matters.
     """
     _check_rates(device)
     seconds = tuple(
-        max(node_parts(graph, node, device)) + device.launch_seconds.value
+        max(node_parts(graph, node, device, is_channels_last=is_channels_last))
+        + device.launch_seconds.value
         if op_class(node.op) is not OpClass.VIEW
         else 0.0
         for node in graph.nodes
@@ -269,13 +296,15 @@ def _convolution_shapes(
     return shapes[backward], shapes[1 + backward], output
 
 
-def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float, float]:
+def node_parts(
+    graph: StepGraph, node: Node, device: DeviceKind, *, is_channels_last: bool = False
+) -> tuple[float, float]:
     """The seconds of a node's arithmetic and of its memory traffic, of which the longer counts."""
     kind = op_class(node.op)
     if kind is OpClass.VIEW:
         return 0.0, 0.0
     dtype = _working_dtype(graph, node)
-    compute_seconds = node.flops / peak_flops_per_s(device, kind, dtype)
+    compute_seconds = _flops(graph, node, kind) / peak_flops_per_s(device, kind, dtype)
     memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
     compute_share = memory_share = device.efficiency[kind].value
     if kind is OpClass.CONVOLUTION and device.convolutions and dtype == "float32":
@@ -284,7 +313,59 @@ def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float,
         memory_share = device.efficiency[OpClass.ELEMENTWISE].value
     elif kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
         compute_seconds /= WINOGRAD_SAVING
+    elif kind is OpClass.CONVOLUTION and dtype in _HALF:
+        return _half_convolution(
+            graph, node, compute_seconds / compute_share, memory_seconds, device, is_channels_last
+        )
+    elif kind is OpClass.REDUCTION:
+        memory_share *= _reduction_factor(node.op, dtype)
     return compute_seconds / compute_share, memory_seconds / memory_share
+
+
+def _flops(graph: StepGraph, node: Node, kind: OpClass) -> float:
+    """Operations of a node; torch counts a grouped convolution's backward as of one group."""
+    shapes = _convolution_shapes(graph, node) if kind is OpClass.CONVOLUTION else None
+    if shapes is None or min(map(len, shapes)) < 3:
+        return node.flops
+    image, weight, output = shapes
+    is_grouped = image[1] > weight[1] and output[1] == weight[0]
+    counted = 2 * math.prod(output) * math.prod(weight[1:])
+    return min(node.flops, counted * (1 + ("backward" in node.op))) if is_grouped else node.flops
+
+
+def _half_convolution(
+    graph: StepGraph,
+    node: Node,
+    compute_seconds: float,
+    memory_seconds: float,
+    device: DeviceKind,
+    is_channels_last: bool,
+) -> tuple[float, float]:
+    """The parts of a convolution in half precision, by how many groups it has and how it lies."""
+    share = device.efficiency[OpClass.CONVOLUTION].value
+    image, weight, output = _convolution_shapes(graph, node) or ((), (), ())
+    if min(map(len, (image, weight, output))) < 3:
+        return compute_seconds, memory_seconds / share
+    is_grouped = image[1] > weight[1] and output[1] == weight[0]
+    layout = ", channels last" if is_channels_last else ""
+    if is_grouped and weight[1] == 1:
+        return 0.0, memory_seconds / share / _FACTORS[f"depthwise convolution{layout}"]
+    name = "pointwise convolution" if set(weight[2:]) == {1} else "dense convolution"
+    if is_grouped:
+        name = f"grouped convolution{layout}"
+    turning_seconds = 0.0 if is_channels_last else _TURNS * memory_seconds
+    bound_seconds = memory_seconds / share / _FACTORS["convolution bound by memory"]
+    if compute_seconds * share > memory_seconds:  # bound by arithmetic at both peaks
+        bound_seconds = 0.0
+    factor = min(_FACTORS[name], 1 / share)  # nothing is faster than its peak
+    return compute_seconds / factor + turning_seconds, bound_seconds + turning_seconds
+
+
+def _reduction_factor(op: str, dtype: str) -> float:
+    for name in ("layer_norm", "softmax", *(("batch_norm", "pool") if dtype in _HALF else ())):
+        if name in op:
+            return _FACTORS[name]
+    return 1.0
 
 
 def _working_dtype(graph: StepGraph, node: Node) -> str:

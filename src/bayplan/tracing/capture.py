@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError
-from bayplan.data.graph import Node, StepGraph, Storage, StorageKind, Value
+from bayplan.data.graph import Node, Phase, StepGraph, Storage, StorageKind, Value
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained, out_of_memory
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
@@ -50,10 +50,11 @@ def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int])
         for index, raw in enumerate(tracer.storages)
     ]
     in_place = _sum_gradients_in_place(tracer, values, storages)
+    in_place |= _fill_zeros_in_place(tracer, values, storages)
     return StepGraph(
         model=model,
         nodes=tuple(
-            replace(node, op="aten.add_.Tensor") if index in in_place else node
+            replace(node, op=_IN_PLACE[node.op]) if index in in_place else node
             for index, node in enumerate(tracer.nodes)
         ),
         values=tuple(values),
@@ -113,10 +114,43 @@ def _sum_gradients_in_place(
     return rewritten
 
 
+def _fill_zeros_in_place(
+    tracer: StepTracer, values: list[Value], storages: list[Storage]
+) -> set[int]:
+    """Turn gradients that are scattered into fresh zeros back into the in-place form.
+
+    The formulas of `gather`, `max` and others scatter into zeros of their own, out of place only
+    for tensors of a subclass, as fake ones are (`areAnyTensorSubclassLike` in torch's
+    FunctionsManual.cpp and TensorAdvancedIndexing.cpp).
+
+    Returns:
+        The nodes that are in place.
+    """
+    rewritten: set[int] = set()
+    for index, node in enumerate(tracer.nodes):
+        if node.phase is not Phase.BACKWARD or node.op not in _SCATTERS:
+            continue
+        zeros, filled = values[node.reads[0]], values[node.writes[0]]
+        held, made = storages[zeros.storage], storages[filled.storage]
+        maker = None if held.born is None else tracer.nodes[held.born]
+        is_fresh = maker is not None and maker.op in _ZEROS and held.released == index
+        if is_fresh and held.size_bytes == made.size_bytes:
+            _merge(values, storages, kept=zeros.storage, gone=filled.storage)
+            rewritten.add(index)
+    return rewritten
+
+
+_SCATTERS = {"aten.scatter_add.default", "aten.scatter.src", "aten.scatter.value"}
+_ZEROS = {"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"}
+_IN_PLACE = {op: "_.".join(op.rsplit(".", 1)) for op in {"aten.add.Tensor", *_SCATTERS}}
+
+
 def as_summed(operator: Any, node: Node) -> Any:
-    """An operator that runs for a node: where the graph sums in place, that form of it."""
-    is_sum = node.op == "aten.add_.Tensor" and operator is torch.ops.aten.add.Tensor
-    return torch.ops.aten.add_.Tensor if is_sum else operator
+    """An operator that runs for a node: where the graph has it in place, that form of it."""
+    if _IN_PLACE.get(str(operator)) != node.op:
+        return operator
+    _, name, overload = node.op.split(".")
+    return getattr(getattr(torch.ops.aten, name), overload)
 
 
 def _merge(values: list[Value], storages: list[Storage], *, kept: int, gone: int) -> None:

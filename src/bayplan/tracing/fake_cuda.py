@@ -36,6 +36,10 @@ def correct_fake_cuda() -> None:
         torch_compat.set_fake_kernel(operator, _attention)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm.default, _batch_norm)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm_backward.default, _batch_norm_backward)
+    # A CPU wheel has no kernel of these for CUDA, and would take the other form that torch has of
+    # them, several operators long.
+    for operator in (aten.silu_backward, aten.mish_backward, aten.native_channel_shuffle):
+        torch_compat.declare_cuda_kernel(operator.default)
 
 
 def _attention(otherwise: _Rule, query: torch.Tensor, *rest: Any, **options: Any) -> Any:

@@ -94,8 +94,8 @@ def _timm() -> Any:
     _declare_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import timm
-        import timm.layers
+        import timm  # pyrefly: ignore[missing-import]  # by hand, no dependency
+        import timm.layers  # pyrefly: ignore[missing-import]
 
     logging.getLogger("timm").setLevel(logging.ERROR)
     timm.layers.set_fused_attn(False)  # the results are older than fused attention

@@ -1,6 +1,6 @@
 # Every target works on a fresh clone with python3 and a C compiler; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all lint format check bench bench-quick clean
+.PHONY: help install demo test test-slow test-all test-gpu lint format check bench bench-quick clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,6 +34,9 @@ test-slow: install ## only the broad and slow tests, which `make test` leaves ou
 	$(PYTEST) -m 'slow and alone' tests
 
 test-all: test test-slow ## every test, each once
+
+test-gpu: install ## what can run on this machine's GPU; writes gpu-report.json and .txt to send back
+	$(PYTEST) -m gpu --on-accelerator --device-report . tests/accelerator
 
 lint: install ## format, lint, types and import contracts
 	$(BIN)/ruff format --check .

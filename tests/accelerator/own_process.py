@@ -8,6 +8,8 @@ in a child that has the device. The tests of a file share a child, one after the
 child whose device a test has broken, or that died, is followed by a fresh one.
 
 A test may take parameters and `tmp_path`, which reach the child as JSON.
+
+With `--on-accelerator` no device is registered: tests marked `gpu` run on the machine's own.
 """
 
 import gc
@@ -26,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bay import compiled, has_failed, register, set_cap
+from bay import compiled, has_failed, is_available, register, set_cap
+from device_report import ON_ACCELERATOR, report_to
 
 __all__ = ["children", "device_library", "pytest_configure", "pytest_pyfunc_call"]
 
@@ -37,11 +40,22 @@ _MEMORY_BYTES = 2 << 30
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n): the test runs in n processes at once")
+    if config.getoption(ON_ACCELERATOR, default=False):
+        import torch
+
+        if not torch.accelerator.is_available():
+            why = (
+                "torch finds no accelerator here (`bayplan doctor` tells more), so nothing was run"
+            )
+            pytest.exit(why, returncode=2)
+    report_to(config)
 
 
 @pytest.fixture(scope="session")
-def device_library(request: pytest.FixtureRequest) -> Path:
-    """The compiled device, kept from one run of the tests to the next."""
+def device_library(request: pytest.FixtureRequest) -> Path | None:
+    """The compiled device, kept from one run of the tests to the next; None for a real one."""
+    if request.config.getoption(ON_ACCELERATOR, default=False):
+        return None
     if shutil.which("c++") is None:
         pytest.skip("the test accelerator needs a C++ compiler (c++) on PATH")
     return compiled(request.config.cache.mkdir("accelerator"))
@@ -50,9 +64,10 @@ def device_library(request: pytest.FixtureRequest) -> Path:
 class Child:
     """A process with the device, that runs functions of test files by name."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path | None) -> None:
         self.is_usable = True
-        command = [sys.executable, __file__, str(library)]
+        self.told: dict[str, Any] = {}  # of the device, and figures of the last function
+        command = [sys.executable, __file__, *([] if library is None else [str(library)])]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         self._process = subprocess.Popen(
             command,
@@ -77,6 +92,7 @@ class Child:
         if line:
             answer = json.loads(line)
             self.is_usable = not answer["is_broken"]
+            self.told = answer["told"]
             return answer["fault"]
         self.is_usable = False
         self._errors.seek(0)
@@ -103,7 +119,7 @@ def _killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[No
 
 
 @pytest.fixture(scope="module")
-def children(device_library: Path) -> Iterator[list[Child]]:
+def children(device_library: Path | None) -> Iterator[list[Child]]:
     """The children of a test file, by rank; none before the first test."""
     started: list[Child] = []
     yield started
@@ -127,6 +143,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     for each, rank in zip(running, environments, strict=True):
         each.begin(pyfuncitem.path, pyfuncitem.originalname, arguments, rank)
     faults = [each.end() for each in running]
+    pyfuncitem.user_properties += running[0].told.items()
     told = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
     if told:
         for each in running:
@@ -144,16 +161,22 @@ def _environments(number: int) -> Iterator[dict[str, str]]:
         yield {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _serve(library: Path) -> None:
+def _serve(library: Path | None) -> None:
     """Run what is asked for on standard input, and answer on what was standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print is told if the process dies
-    register(library)
+    if library is None:
+        _be_repeatable()
+    else:
+        register(library)
+    from device_here import facts, take_figures  # here: it asks which device is registered
+
     modules: dict[str, Any] = {}
     for line in sys.stdin:
         asked = json.loads(line)
         fault = ""
-        set_cap(_MEMORY_BYTES, 0)
+        if is_available():
+            set_cap(_MEMORY_BYTES, 0)
         os.environ.update(asked["rank"])
         try:
             if asked["path"] not in modules:
@@ -162,8 +185,23 @@ def _serve(library: Path) -> None:
         except BaseException:
             fault = traceback.format_exc()
         gc.collect()
-        answers.write(json.dumps({"fault": fault, "is_broken": has_failed()}) + "\n")
+        is_broken = is_available() and has_failed()
+        told = (
+            {"figures": take_figures()}
+            if is_broken
+            else {"figures": take_figures(), "device": facts()}
+        )
+        answers.write(json.dumps({"fault": fault, "is_broken": is_broken, "told": told}) + "\n")
         answers.flush()
+
+
+def _be_repeatable() -> None:
+    """Let libraries of a GPU compute the same bits each time, as far as they can."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 def _module(path: Path) -> Any:
@@ -178,4 +216,4 @@ def _module(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]) if sys.argv[1:] else None)

@@ -1,4 +1,4 @@
-"""Steps on the test accelerator, planned in given ways, and all numbers of some of them."""
+"""Steps on the device of the tests, planned in given ways, and all numbers of some of them."""
 
 import os
 from collections.abc import Callable
@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bay
 import torch
+from device_here import DEVICE, KIND, slow
 from torch import nn
 
 from bayplan.costing.pricing import measured_prices
 from bayplan.data.plan import StepOrder
 from bayplan.data.program import Program
+from bayplan.devices.device import device_of
 from bayplan.planning.memory.orders import by_strategy, order_of
 from bayplan.planning.memory.strategies import checkpoint, keep, swap
 from bayplan.running.fitted import bind
@@ -29,7 +30,6 @@ __all__ = [
     *("planned", "repeat_all", "step_of", "trained"),
 ]
 
-DEVICE = "bay:0"
 FAST = Tier(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 STRATEGIES: dict[str, Any] = {
     "keep": keep(),
@@ -86,11 +86,11 @@ def trained(
     chosen = optimizer.pop("kind", torch.optim.SGD)(step.model.parameters(), lr=0.01, **optimizer)
     found: list[torch.Tensor] = []
     torch.manual_seed(5)
-    with bay.slow(**SLOW if is_slow else {}):
+    with slow(**SLOW if is_slow else {}):
         for _ in range(3):
             chosen.zero_grad()
             for _ in range(num_accumulated):
-                with torch.autocast("bay", step.autocast, enabled=step.autocast is not None):
+                with torch.autocast(KIND, step.autocast, enabled=step.autocast is not None):
                     outputs = [step.model(step.batch[0]) for _ in range(num_forwards)]
                     loss = sum(step.loss_fn(output, step.batch[1]) for output in outputs)
                 loss.backward()
@@ -98,7 +98,7 @@ def trained(
             gradients = [parameter.grad for parameter in step.model.parameters()]
             tensors = [loss, *gradients, *step.model.parameters(), *step.model.buffers()]
             found += [tensor.detach().cpu() for tensor in tensors if tensor is not None]
-            found += [bay.get_rng_state(0), torch.get_rng_state()]
+            found += [device_of(DEVICE).generator_state(), torch.get_rng_state()]
     return found
 
 
@@ -107,7 +107,7 @@ def are_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class Space(SwapSpace):
-    """Swaps to pinned memory of the test accelerator, through a lane that may be a wrong one."""
+    """Swaps to pinned memory, through a lane that may be a wrong one."""
 
     lane: type[PinnedLane] = PinnedLane
 

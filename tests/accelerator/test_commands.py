@@ -14,11 +14,13 @@ from typing import NamedTuple
 import bay
 import pytest
 import torch
+from device_here import DEVICE, KIND, LAST, tell
 from torch import nn
 
 import bayplan
 from bayplan.cli import main
 from bayplan.data.errors import OutOfMemory, UsageError
+from bayplan.data.files import read
 from bayplan.devices.device import device_of
 from bayplan.models.targets import resolve_target
 
@@ -81,21 +83,32 @@ def settle(tmp_path: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.gpu
 def test_a_plan_is_made_and_run_on_the_accelerator(tmp_path):
     settle(tmp_path)
+    name = device_of(DEVICE).name
     asked = ("train:build", "--memory", "90%", "-o", "a.json", "--time-limit", 1)
+    asked += ("--limit-counts", "live", "--on", "auto")
     assert command("plan", *asked).code == 0
-    assert json.loads(Path("a.json").read_text())["cluster_fingerprint"] == NAME
-    done = command("run", "a.json", "--target", "train:build", "--steps", 2, "-o", "run.json")
+    plan = json.loads(Path("a.json").read_text())
+    assert plan["cluster_fingerprint"] == name
+    asked = ("--target", "train:build", "--steps", 2, "-o", "run.json", "--on", "auto")
+    done = command("run", "a.json", *asked)
+    assert "predicted" in done.out, done.err
+    record = read("run.json", bayplan.RunRecord)
+    (peak,) = plan["predicted_peak_bytes"]
+    tell("peak of a run", predicted=peak, measured=record.steady_peak_bytes)
+    seconds = plan["predicted_seconds"], record.typical_step_seconds
+    tell("seconds of a step", predicted=seconds[0], measured=seconds[1])
     assert done.code == 0, done.err  # the peak is the predicted one within 1 %
-    record = json.loads(Path("run.json").read_text())
-    assert record["method"] == "bay-allocator"
-    assert record["devices"][0]["device"] == NAME
+    assert record.method == f"{KIND}-allocator"
+    assert record.devices[0].device == name
     elsewhere = command("run", "a.json", "--target", "train:build", "--on", "cpu")
     assert elsewhere.code == 5
-    assert f"the plan is for {NAME}, here is cpu; say where with --on" in elsewhere.err
+    assert f"the plan is for {name}, here is cpu; say where with --on" in elsewhere.err
 
 
+@pytest.mark.gpu
 def test_what_is_swapped_goes_to_pinned_memory(tmp_path):
     settle(tmp_path)
     asked = ("train:build", "--strategy", "swap", "--swap-dir", ".", "-o", "s.json")
@@ -208,6 +221,7 @@ def test_memory_that_runs_out_is_told_of_the_device(tmp_path):
         prepare("train:large").build()
 
 
+@pytest.mark.gpu
 def test_recording_takes_its_device_from_the_parameters():
     def recorded(device: str) -> bayplan.RunRecord:
         torch.manual_seed(0)
@@ -220,11 +234,11 @@ def test_recording_takes_its_device_from_the_parameters():
                 optimizer.step()
         return recording.result
 
-    on_host, there = recorded("cpu"), recorded("bay:1")
+    own = device_of(LAST)
+    on_host, there = recorded("cpu"), recorded(LAST)
     assert on_host.devices[0].device == "cpu"
-    assert (there.devices[0].device, there.method) == (NAME, "bay-allocator")
+    assert (there.devices[0].device, there.method) == (own.name, f"{KIND}-allocator")
     torch.accelerator.empty_cache()
-    own = device_of("bay:1")
     assert own.live.allocated < there.peak_bytes <= own.peak.allocated + 10**6
 
 
@@ -234,6 +248,6 @@ def test_the_doctor_says_what_was_never_run_on_a_real_one():
     assert f"bay:1        {NAME}" in told.out
     assert "bay:0 memory counted by its allocator; saw 8.0 MiB of a block of 8.0 MiB" in told.out
     assert "nobody has run bayplan on a real accelerator yet" in told.out
-    assert "docs/limits.md" in told.out
+    assert "make test-gpu" in told.out
     alone = command("doctor", "--on", "cpu")
     assert "bay:" not in alone.out

@@ -8,6 +8,7 @@ import time
 import bay
 import pytest
 import torch
+from device_here import DEVICE
 
 from bayplan.costing.measure import clock_function
 from bayplan.data.errors import UsageError
@@ -104,21 +105,23 @@ def test_events_tell_the_time_of_the_device():
         assert time.perf_counter() - launched >= 0.05
 
 
+@pytest.mark.gpu
 def test_the_state_of_its_generator_is_put_back():
-    own = device_of(BAY)
+    own = device_of(DEVICE)
     state, host = own.generator_state(), HOST.generator_state()
     assert state.numel() == own.generator_state_bytes == 16
     with own.forked_generators():
-        first = torch.rand(3, device=BAY).cpu()
+        first = torch.rand(3, device=DEVICE).cpu()
         torch.rand(3)
         own.set_generator_state(state)
-        assert torch.rand(3, device=BAY).cpu().equal(first)
+        assert torch.rand(3, device=DEVICE).cpu().equal(first)
     assert own.generator_state().equal(state)
     assert HOST.generator_state().equal(host)
 
 
+@pytest.mark.gpu
 def test_pinned_memory_is_pinned():
-    with device_of(BAY).pinned(MIB) as memory:
+    with device_of(DEVICE).pinned(MIB) as memory:
         assert memory.is_pinned()
         assert memory.numel() == MIB
 

@@ -7,6 +7,7 @@ kernels and copies are late there.
 import bay
 import pytest
 import torch
+from device_here import KIND
 from planned_steps import DECISIONS, are_same, made, planned, step_of, trained
 from torch import nn
 
@@ -46,6 +47,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_drawn_on_the_device_are_drawn_again(name):
     """Those of an operator without a tensor among its arguments came from the CPU's generator."""
@@ -62,13 +64,14 @@ class OwnNoise(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(48, 256), nn.Sigmoid(), nn.Linear(256, 10))
-        self.own = torch.Generator("bay").manual_seed(3)
+        self.own = torch.Generator(KIND).manual_seed(3)
 
     def forward(self, x):
         x = self.layers(x)
         return x * torch.rand(x.shape, device=x.device, generator=self.own)
 
 
+@pytest.mark.gpu
 def test_a_generator_of_a_modules_own_draws_between_pieces():
     steps = [step_of(OwnNoise, (64, 48)) for _ in range(2)]
     torch.compiler.reset()
@@ -104,6 +107,7 @@ class Attention(nn.Module):
 MODELS = {"lstm": (Recurrent, (4, 5, 12)), "attention": (Attention, (4, 6, 16))}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["checkpoint", "swap"])
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_the_bits_of_plain_training(model, way):
@@ -112,6 +116,7 @@ def test_models_have_the_bits_of_plain_training(model, way):
     assert are_same(trained(steps[1], is_slow=True), trained(steps[0]))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["all again", "pack", "swap"])
 @pytest.mark.parametrize("loop", [{"num_forwards": 2}, {"num_accumulated": 2}])
 def test_loops_have_the_bits_of_plain_training(loop, way):

@@ -43,7 +43,7 @@ def examine(on: str | None = None) -> list[Finding]:
             Finding(
                 "not tested",
                 f"nobody has run bayplan on a real accelerator yet: {_NEVER_ON_A_REAL_ONE}",
-                change="compare runs with their predictions first, see docs/limits.md",
+                change="run `make test-gpu` first, see docs/first-gpu-run.md",
             )
         )
     else:

@@ -202,7 +202,9 @@ class KnownValues(torch_compat.FakeTensorMode):
             raise
         changed = torch_compat.mutated_arguments(func, args, kwargs)
         if not changed and not func.is_view:
-            made_bytes = (each.nbytes for each in torch_compat.tensors_in(output))
+            made_bytes = (
+                each.numel() * each.element_size() for each in torch_compat.tensors_in(output)
+            )
             self._made_bytes += sum(made_bytes)
         if not knows_all:
             for tensor in torch_compat.tensors_in(changed):

@@ -170,6 +170,7 @@ def _arranged(strategy: Strategy, program: Program) -> Arrangement:
 _SMALL = (4, 8)  # sizes to trace; two samples may take other kernels than many
 _MOST = 2**20
 _MOST_TRACES = 6  # of one strategy, before sizes are lowered until one fits
+_MOST_STEPS = 8  # upwards from there: the allocator rounds, so lines may end a little early
 _SEARCH_SHARE = 0.2  # of a plan's time limit, for one size of our own strategy
 _SWAPPING = ("swap", "ome")
 
@@ -248,6 +249,13 @@ class _Search:
             if batch:
                 programs = self._programs(batch, tuple(lines))
                 orders[batch] = self._order(name, way, programs, batch)
+        for _ in range(_MOST_STEPS if batch else 0):
+            if batch + 1 not in orders:
+                programs = self._programs(batch + 1, tuple(lines))
+                orders[batch + 1] = self._order(name, way, programs, batch + 1)
+            if orders[batch + 1] is None:
+                break
+            batch += 1
         order = orders.get(batch)
         if order is None:
             return LargestBatch(name, 0)

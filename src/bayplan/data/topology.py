@@ -71,6 +71,7 @@ _PORTS = {
     "a100": _AMPERE,
     "a100-80gb": _AMPERE,
     "a6000": _AMPERE_BRIDGE,
+    "b200": Ports(5, 18, 41.2e9),  # its links are twice as fast as Hopper's
     "h100": _HOPPER,
     "h100-pcie": Ports(5, 12, 20.6e9),
     "h200": _HOPPER,
@@ -81,6 +82,7 @@ _PORTS = {
     "rtx-3090": _AMPERE_BRIDGE,
     "rtx-4090": Ports(4),
     "rtx-5090": Ports(5),
+    "rtx-pro-6000": Ports(5),
     "t4": Ports(3),
     "titan-v": Ports(3),
     "v100": _VOLTA,

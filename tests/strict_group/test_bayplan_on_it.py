@@ -154,7 +154,8 @@ def test_moments_are_those_of_the_device_on_the_clock_of_the_host():
         number + 1
         end = moment(device)
         assert float(end) - float(begin) >= 0.05
-        assert begun_seconds + 0.05 <= float(end) <= time.perf_counter()
+        # The host hears late of what it compares with, so moments may be late, and never early.
+        assert begun_seconds + 0.05 <= float(end)
         number + 1
         assert device_of(device).now() >= float(end) + 0.05
 

@@ -6,17 +6,22 @@ Every message is late, so that a stream that does not wait for one has other num
 import os
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 from strict import late_messages, ranks
+from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "running" / "ranks" / "whole_runs"))
 
 import training
 from test_ranks_same_numbers import FOUR, TOLERANCE, TWO
 
+from bayplan import torch_compat
 from bayplan.data.placement import Placement
+from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
 from bayplan.prepared_stages import PreparedStages
 from bayplan.running.collectives.groups import Queue
@@ -43,6 +48,7 @@ REAL = {
 }
 QUICK = ("one-to-one", "interleaved", "back-again", "zero-bubble", "stale-micro-batches")
 QUICK_OF_FOUR = ("three-to-one",)
+_plans = count()  # that this process has agreed on with the others
 
 
 def names_of(table, quick):
@@ -59,12 +65,19 @@ def trained(name, placement, *, model="plain", batch=8, limit_share=None, **wish
         time_limit_seconds=1.0,
         **{"shares_by": SharesBy.OPS, **wishes},
     )
-    plan = place(PreparedStages(step=step), options)
     if limit_share is not None:
         plain = place(PreparedStages(step=step), replace(options, limit_bytes=1 << 40))
         limit_bytes = int(limit_share * max(plain.predicted_peak_bytes))
-        plan = place(PreparedStages(step=step), replace(options, limit_bytes=limit_bytes))
-    return training.compare(case, plan)
+        options = replace(options, limit_bytes=limit_bytes)
+    return training.compare(case, of_first(place(PreparedStages(step=step), options)))
+
+
+def of_first(plan):
+    """The plan of rank 0: what a search finds in its time may differ from rank to rank."""
+    store, key = torch_compat.default_store(), f"plan{next(_plans)}"
+    if distributed.get_rank() == 0:
+        store.set(key, msgspec.json.encode(plan).decode())
+    return msgspec.json.decode(store.get(key), type=RankPlan)
 
 
 def check(result, tolerance=TOLERANCE):

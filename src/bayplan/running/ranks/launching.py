@@ -76,7 +76,9 @@ class LocalRank:
         self._process.wait()
 
 
-GRACE_SECONDS = 10.0  # for the other ranks to say why they stop
+# For the other ranks to say why they stop: they take 8 s to notice one that is silent, and more on
+# a busy machine.
+GRACE_SECONDS = 14.0
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ROUND_SECONDS = 0.05
 TAIL_BYTES = 64 * 1024  # a report is among the last things printed, and a log may be huge

@@ -6,7 +6,6 @@ Every message is late, so that a stream that does not wait for one has other num
 import os
 import sys
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -48,7 +47,6 @@ REAL = {
 }
 QUICK = ("one-to-one", "interleaved", "back-again", "zero-bubble", "stale-micro-batches")
 QUICK_OF_FOUR = ("three-to-one",)
-_plans = count()  # that this process has agreed on with the others
 
 
 def names_of(table, quick):
@@ -74,8 +72,9 @@ def trained(name, placement, *, model="plain", batch=8, limit_share=None, **wish
 
 def of_first(plan):
     """The plan of rank 0: what a search finds in its time may differ from rank to rank."""
-    store, key = torch_compat.default_store(), f"plan{next(_plans)}"
-    if distributed.get_rank() == 0:
+    store, rank = torch_compat.default_store(), distributed.get_rank()
+    key = f"plan{store.add(f'plans{rank}', 1)}"  # the same on all ranks of this group
+    if rank == 0:
         store.set(key, msgspec.json.encode(plan).decode())
     return msgspec.json.decode(store.get(key), type=RankPlan)
 

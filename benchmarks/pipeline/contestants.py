@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bayplan.data.placement import Placement
 from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.running.ranks.journal import Journal
 from bayplan.running.ranks.pipelined import bind
 from bayplan.step import TrainingStep

@@ -21,7 +21,7 @@ import torch
 import bayplan
 from bayplan.models.targets import resolve_target
 from bayplan.planning.verdict import check
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

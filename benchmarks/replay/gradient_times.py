@@ -7,8 +7,8 @@ from bayplan.data.plan import RankPlan
 from bayplan.devices.machine import cache_directory
 from bayplan.planning.pipelines.stage_fits import StageFits
 from bayplan.planning.pipelines.stage_orders import StageSearch
-from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.stages import PreparedStages
+from bayplan.preparing.step import PreparedStep
 
 __all__ = ["made_shares"]
 

@@ -25,8 +25,8 @@ from bayplan.data.record import DeviceRecord, RunRecord
 from bayplan.models.targets import resolve_target
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
-from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.stages import PreparedStages
+from bayplan.preparing.step import PreparedStep
 from bayplan.running.ranks.link_speeds import local_link_speeds
 from bayplan.running.ranks.local_run import run_on_ranks
 from bayplan.simulating.network import Network, SpeedsNetwork

@@ -15,8 +15,8 @@ from bayplan.data.plan import RankPlan, Route
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
 from bayplan.models.targets import resolve_target
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.stages import PreparedStages
+from bayplan.preparing.step import PreparedStep
 from bayplan.running.ranks.local_run import run_on_ranks
 
 __all__ = ["NoRoom", "Outcome", "at_full_size", "measure", "smaller"]

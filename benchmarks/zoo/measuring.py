@@ -31,7 +31,8 @@ from torch import nn
 import bayplan
 from bayplan.data.errors import BayplanError, DoesNotFit
 from bayplan.devices.meters import resident_tensor_bytes
-from bayplan.prepared_step import PreparedStep, prepare
+from bayplan.preparing.sources import prepare
+from bayplan.preparing.step import PreparedStep
 from bayplan.running.fitted import fitting_of
 from bayplan.step import AUTOCASTS, TrainingStep
 

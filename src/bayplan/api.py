@@ -40,8 +40,9 @@ from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
-from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep, planned_on, prepare, replay, step_of_plan
+from bayplan.preparing.sources import planned_on, prepare, step_of_plan
+from bayplan.preparing.stages import PreparedStages
+from bayplan.preparing.step import PreparedStep, replay
 from bayplan.reporting.differences import compare
 from bayplan.reporting.log import say, speaks_by_default
 from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text

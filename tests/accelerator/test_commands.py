@@ -215,7 +215,7 @@ def test_memory_that_runs_out_is_told_of_the_device(tmp_path):
     command("--version")
     bay.set_cap(64 << 20, 0)
     sys.path.insert(0, str(tmp_path))
-    from bayplan.prepared_step import prepare
+    from bayplan.preparing.sources import prepare
 
     with pytest.raises(OutOfMemory, match=r"it asked for 256.* of bay memory are free"):
         prepare("train:large").build()

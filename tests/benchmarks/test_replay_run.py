@@ -7,7 +7,7 @@ from replay.replaying import replayed
 
 from bayplan.data.record import Lane, Source
 from bayplan.models.targets import resolve_target
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 
 
 def computed(record):

@@ -135,8 +135,8 @@ def test_unwritable_output_is_refused_before_anything_runs(
 ):
     (project / "file").write_text("mine")
     (project / "folder").mkdir()
-    monkeypatch.setattr("bayplan.prepared_step.capture_step", pytest.fail)
-    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.capture_step", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.PreparedStep.build", pytest.fail)
     for command in ("profile", "capture"):
         for output in ("file/out.json", "folder", "/proc/nowhere/out.json"):
             check_refusal(bayplan(command, "train:build", "-o", output), 2, "cannot write", output)

@@ -117,7 +117,7 @@ def test_bug_of_ours_says_so_and_exits_1(bayplan, project, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("an invariant broke")
 
-    monkeypatch.setattr("bayplan.prepared_step.simulate_step", fail)
+    monkeypatch.setattr("bayplan.preparing.step.simulate_step", fail)
     outcome = bayplan("check", "train:build", "--device", "h100")
     assert outcome.code == 1
     assert "an invariant broke" in outcome.err

@@ -260,7 +260,7 @@ def test_machine_without_enough_memory_is_told_how_much_is_needed(bayplan, proje
 
 
 def test_large_batch_is_measured_at_a_small_one(bayplan, project, monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step._MEASURED_FLOPS", 2e7)
+    monkeypatch.setattr("bayplan.preparing.step._MEASURED_FLOPS", 2e7)
     verdict = verdict_of(bayplan("check", "train:build", "--batch", 32, "--json"))
     assert verdict.time_origin is Origin.SCALED
     text = bayplan("check", "train:build", "--batch", 32).out
@@ -278,7 +278,7 @@ nn.CrossEntropyLoss()
 def test_model_that_refuses_one_sample_still_gets_an_answer(bayplan, add_to_project, monkeypatch):
     """Batch normalization cannot train on a single sample, yet 1 is where both searches start."""
     add_to_project(NORMALIZED)
-    monkeypatch.setattr("bayplan.prepared_step._MEASURED_FLOPS", 1.0)
+    monkeypatch.setattr("bayplan.preparing.step._MEASURED_FLOPS", 1.0)
     options = ("--batch", 512, "--memory", "1MiB", "--no-plan", "--json")
     outcome = bayplan("check", "train:normalized", *options)
     assert outcome.code == 3
@@ -309,7 +309,7 @@ def test_model_that_changes_with_the_batch_is_measured_where_it_is_the_same(
 ):
     """Other operators at a small batch cannot price those of the batch asked about."""
     add_to_project(PICKY)
-    monkeypatch.setattr("bayplan.prepared_step._MEASURED_FLOPS", 1.0)
+    monkeypatch.setattr("bayplan.preparing.step._MEASURED_FLOPS", 1.0)
     outcome = bayplan("check", "train:picky", "--batch", 16, "--memory", "1GiB", "--json")
     assert outcome.code == 0
     assert verdict_of(outcome).time_origin is Origin.SCALED
@@ -367,7 +367,7 @@ def test_autocast_and_optimizer_change_the_answer(bayplan, project):
 def test_given_profile_is_used_and_nothing_runs(bayplan, project, monkeypatch):
     path = project / "train.profile.json"
     assert bayplan("profile", "train:build", "-o", path, "--repeats", 1).code == 0
-    monkeypatch.setattr("bayplan.prepared_step.profile_step", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.profile_step", pytest.fail)
     outcome = bayplan("check", "train:build", "--memory", "1GiB", "--profile", path, "--json")
     assert outcome.code == 0
     assert verdict_of(outcome).time_origin is Origin.MEASURED

@@ -52,7 +52,7 @@ def test_profile_is_kept_and_found_again(bayplan, project, monkeypatch, tmp_path
 
 
 def test_profile_for_a_device_runs_nothing(bayplan, project, monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.PreparedStep.build", pytest.fail)
     outcome = bayplan("profile", "train:build", "--device", "titan-v", "-o", "p.json")
     assert outcome.code == 0
     assert "on titan-v" in outcome.out

@@ -45,7 +45,7 @@ def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file):
 
 
 def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step.PreparedStep.build", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.PreparedStep.build", pytest.fail)
     outcome = bayplan("run", plan_file, *TARGET, "--steps", 3, "--dry-run", "-o", "run.json")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("would run 3 steps: planned peak ")
@@ -55,7 +55,7 @@ def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatc
 def test_code_named_in_a_plan_is_not_run_without_the_users_word(
     bayplan, plan_file, monkeypatch, check_refusal
 ):
-    monkeypatch.setattr("bayplan.prepared_step.resolve_target", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.step.resolve_target", pytest.fail)
     outcome = bayplan("run", plan_file)
     check_refusal(outcome, 2, "not trusted to name code", "--target train:deep")
 

@@ -11,7 +11,7 @@ from bayplan.data.device import DeviceKind
 from bayplan.data.errors import CaptureError, UsageError
 from bayplan.devices import fake_gpu
 from bayplan.models.gpt import GptConfig, build_gpt
-from bayplan.prepared_step import prepare
+from bayplan.preparing.sources import prepare
 from bayplan.rewriting.repeats import draw
 
 pytestmark = pytest.mark.skipif(
@@ -184,7 +184,7 @@ def test_gpt_with_dropout_needs_what_its_cuda_graph_needs():
         return build_gpt(batch_size, config=GptConfig(dropout=0.1))
 
     from bayplan.models.targets import Target
-    from bayplan.prepared_step import PreparedStep
+    from bayplan.preparing.step import PreparedStep
 
     target = Target(name="gpt", build=build, takes_batch_size=True, default_batch=4)
     kind = load_device("h100")
@@ -221,7 +221,7 @@ def test_model_on_meta_is_captured_as_on_the_gpu():
 
 
 def test_without_a_library_cpu_operators_stand_in_and_the_verdict_says_so(monkeypatch):
-    monkeypatch.setattr("bayplan.prepared_step.why_no_fake_gpu", lambda: "no C++ compiler")
+    monkeypatch.setattr("bayplan.preparing.step.why_no_fake_gpu", lambda: "no C++ compiler")
     verdict = check(nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), device="h100")
     assert "CPU operators stand in" in verdict.operators_note
     assert "no C++ compiler" in verdict.operators_note

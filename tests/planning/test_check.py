@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from bayplan import prepared_step
 from bayplan.costing.catalogue import load_device
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import CaptureError, ForeignPlan, OutOfMemory
@@ -15,7 +14,8 @@ from bayplan.models.targets import Target
 from bayplan.planning import verdict as verdicts
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.verdict import check
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing import step
+from bayplan.preparing.step import PreparedStep
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_small_step_is_measured_as_it_is(built):
 
 
 def test_large_step_is_measured_small_and_scaled(built, monkeypatch):
-    monkeypatch.setattr(prepared_step, "_MEASURED_FLOPS", 1e6)
+    monkeypatch.setattr(step, "_MEASURED_FLOPS", 1e6)
     verdict = check(question(batch=64), memory_bytes=2**30)
     assert verdict.time_origin is Origin.SCALED
     (measured,) = built
@@ -90,7 +90,7 @@ def test_large_step_is_measured_small_and_scaled(built, monkeypatch):
 
 def test_scaled_peak_is_that_of_the_step_itself(monkeypatch):
     measured = check(question(batch=16), memory_bytes=2**30)
-    monkeypatch.setattr(prepared_step, "_MEASURED_FLOPS", 1e6)
+    monkeypatch.setattr(step, "_MEASURED_FLOPS", 1e6)
     scaled = check(question(batch=16), memory_bytes=2**30)
     assert scaled.time_origin is Origin.SCALED
     assert scaled.plain_peak_bytes == pytest.approx(measured.plain_peak_bytes, rel=0.02)
@@ -105,7 +105,7 @@ def test_device_elsewhere_builds_nothing_for_real(built, h100):
 
 def test_step_too_large_for_this_machine_is_derived_from_a_probe(built, monkeypatch, h100):
     monkeypatch.setattr(Cpu, "free_bytes", 1000)
-    monkeypatch.setattr(prepared_step, "probe_device", lambda device: h100)
+    monkeypatch.setattr(step, "probe_device", lambda device: h100)
     verdict = check(question(), memory_bytes=2**30)
     assert verdict.fits
     assert verdict.time_origin is Origin.DERIVED
@@ -173,7 +173,7 @@ def test_nothing_that_helps_is_no_suggestion(h100):
 
 def test_profile_of_another_device_is_refused_before_anything_is_captured(h100, monkeypatch):
     profile = question(device=h100).measured_profile(repeats=1)
-    monkeypatch.setattr(prepared_step, "capture_step", pytest.fail)
+    monkeypatch.setattr(step, "capture_step", pytest.fail)
     with pytest.raises(ForeignPlan, match="add --device h100"):
         check(question(), profile=profile)
     with pytest.raises(ForeignPlan, match="is of h100, --device asks about v100"):
@@ -236,10 +236,8 @@ def test_one_question_builds_and_traces_once(h100, own_planner_cache, monkeypatc
 
         return call
 
-    monkeypatch.setattr(
-        prepared_step, "capture_step", counted("captured", prepared_step.capture_step)
-    )
-    monkeypatch.setattr(prepared_step, "trace_step", counted("traced", prepared_step.trace_step))
+    monkeypatch.setattr(step, "capture_step", counted("captured", step.capture_step))
+    monkeypatch.setattr(step, "trace_step", counted("traced", step.trace_step))
     asked = question(counted("built", build_wide), device=h100, batch=64)
     planner = Planner(asked, cache=own_planner_cache, time_limit_seconds=0.2)
     limit_bytes = int(0.9 * asked.plain_peak_bytes)

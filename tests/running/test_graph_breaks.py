@@ -13,7 +13,7 @@ import bayplan
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
 from bayplan.devices.meters import open_meter
-from bayplan.prepared_step import prepare
+from bayplan.preparing.sources import prepare
 from bayplan.running.fitted import fitting_of
 
 WIDTH, SAMPLES = 64, 1024

@@ -12,7 +12,7 @@ import bayplan
 from bayplan import torch_compat
 from bayplan.data.errors import DoesNotFit
 from bayplan.devices.meters import open_meter
-from bayplan.prepared_step import prepare
+from bayplan.preparing.sources import prepare
 from bayplan.step import TrainingStep
 
 CPU = torch.device("cpu")

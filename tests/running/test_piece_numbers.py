@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import bayplan
 from bayplan.data.errors import DoesNotFit, UsageError
-from bayplan.prepared_step import prepare
+from bayplan.preparing.sources import prepare
 from bayplan.running.piece_backend import _copy_outside_tracing
 from bayplan.tracing.values import KnownValues
 

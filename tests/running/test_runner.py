@@ -13,7 +13,8 @@ from bayplan.data.record import RunRecord
 from bayplan.data.units import Limit
 from bayplan.models.targets import Target
 from bayplan.planning.memory.planner import Planner
-from bayplan.prepared_step import PreparedStep, step_of_plan
+from bayplan.preparing.sources import step_of_plan
+from bayplan.preparing.step import PreparedStep
 from bayplan.running.runner import Run, check_plan, predicted_record, run_plan
 
 NUM_STEPS = 3

@@ -25,7 +25,7 @@ from bayplan.data.record import Lane
 from bayplan.devices.device import device_of
 from bayplan.devices.moments import moment
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.running.ranks import link_speeds
 from bayplan.running.ranks.launching import launch
 from bayplan.running.tuning.tuned import TunedRun

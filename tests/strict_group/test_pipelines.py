@@ -21,7 +21,7 @@ from bayplan import torch_compat
 from bayplan.data.placement import Placement
 from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.running.collectives.groups import Queue
 from bayplan.running.collectives.transports import DONE
 

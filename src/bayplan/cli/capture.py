@@ -42,7 +42,7 @@ def capture(
     kind = options.device_kind(device, on=on)
     options.check_output(output)
     from bayplan.data import files
-    from bayplan.prepared_step import prepare
+    from bayplan.preparing.sources import prepare
     from bayplan.reporting.progress import ProgressBar
 
     with ProgressBar() as bar:

@@ -49,7 +49,7 @@ def profile(
         raise UsageError(f"repeats is {repeats}; at least 1 step must run to be measured")
     kind = options.device_kind(device, on=on)
     options.check_output(output)
-    from bayplan.prepared_step import prepare
+    from bayplan.preparing.sources import prepare
     from bayplan.reporting.plans import busy_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import profile_text

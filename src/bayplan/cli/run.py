@@ -135,7 +135,7 @@ def run(
     if histogram:
         raise UsageError("--histogram is about sums over many ranks; this plan is for one device")
     from bayplan import api
-    from bayplan.prepared_step import step_of_plan
+    from bayplan.preparing.sources import step_of_plan
     from bayplan.running.runner import check_run, run_plan
 
     step = step_of_plan(given, target=target, on=on)

@@ -22,7 +22,7 @@ from bayplan.devices.choosing import chosen_device, is_chosen
 from bayplan.devices.device import HOST, device_of
 from bayplan.models import default_batch_size, load
 
-__all__ = ["Target", "resolve_target"]
+__all__ = ["Target", "check_one_device", "one_home", "resolve_target"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,20 @@ class Target:
             return _moved(built, home if stays else device.where)
 
         return replace(self, build=build)
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices, which is a plan of the user's own."""
+    first_on: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        first_on.setdefault(parameter.device, name)
+    if len(first_on) > 1:
+        places = " and ".join(f"{name} is on {device}" for device, name in first_on.items())
+        raise UsageError(
+            f"the parameters of {type(model).__name__} are on {len(first_on)} devices ({places});"
+            " plans are for a model on one. Move it there with model.to(…), and for several"
+            " devices plan with a placement"
+        )
 
 
 def one_home(model: nn.Module, *, may_move: bool = False) -> torch.device:

@@ -20,7 +20,7 @@ from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.planning.memory.planner import device_plan
 from bayplan.planning.memory.reserved import WithinReserved, by_counting, plain_bytes
-from bayplan.prepared_step import prepare
+from bayplan.preparing.sources import prepare
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.call_faults import Planned, explained_call, unchanged

@@ -13,7 +13,7 @@ from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
 from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.planning.memory.orders import as_planned
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import ordered_step
 from bayplan.running.fitted import bind

@@ -21,8 +21,8 @@ from bayplan.planning.clusters.cluster_step import (
 from bayplan.planning.pipelines import placing
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy
 from bayplan.planning.pipelines.stage_orders import StageSearch
-from bayplan.prepared_stages import PreparedStages
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.stages import PreparedStages
+from bayplan.preparing.step import PreparedStep
 from bayplan.reporting.clusters import why_text
 from bayplan.running.swaps.swap_space import planned_swap_bytes
 from bayplan.simulating.checking import check_rank_plan

@@ -9,7 +9,7 @@ from bayplan.data.errors import FileFault
 from bayplan.data.plan import Plan
 from bayplan.models.targets import Target
 from bayplan.planning.memory.planner import Planner, write_curve
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 
 
 def build_deep(batch_size):

@@ -10,7 +10,7 @@ from bayplan.data.units import Limit
 from bayplan.models.targets import Target
 from bayplan.planning.memory.largest_batch import largest_batches
 from bayplan.planning.memory.planner import Planner
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 
 LIMIT_BYTES = 2**18
 

@@ -5,7 +5,6 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from bayplan import prepared_step
 from bayplan.costing import pricing
 from bayplan.costing.catalogue import load_device
 from bayplan.data.errors import DoesNotFit, UsageError
@@ -14,7 +13,8 @@ from bayplan.data.units import Limit
 from bayplan.models.targets import Target
 from bayplan.planning.memory.orders import limit_for, planned_bytes
 from bayplan.planning.memory.planner import STRATEGIES, Planner, strategy_named
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing import step
+from bayplan.preparing.step import PreparedStep
 from bayplan.simulating.schedule import check_schedule, plain_schedule, replay_schedule
 from bayplan.simulating.swaps import arrangement_of
 
@@ -118,7 +118,7 @@ def test_smallest_is_below_plain_and_a_start_for_the_curve(planner):
 
 
 def test_device_elsewhere_is_planned_without_running_anything(own_planner_cache, monkeypatch):
-    monkeypatch.setattr(prepared_step, "measured_prices", pytest.fail)
+    monkeypatch.setattr(step, "measured_prices", pytest.fail)
     planner = make_planner(own_planner_cache, device=load_device("h100"))
     order = planner.order(Limit(share=0.85))
     assert planner.plan(order).cluster_fingerprint == "h100"

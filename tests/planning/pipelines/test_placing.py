@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from bayplan import prepared_stages
 from bayplan.costing.pricing import samples_to_price
 from bayplan.data.errors import DoesNotFit, UsageError
 from bayplan.data.links import LinkSpeed, LinkSpeeds
@@ -16,7 +15,8 @@ from bayplan.models.alexnet import AlexNetOneFlow
 from bayplan.models.vgg import VGG16
 from bayplan.planning.pipelines import placing
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing import stages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.reporting.ranks import pipeline_text
 from bayplan.simulating.network import SpeedsNetwork
 from bayplan.step import TrainingStep
@@ -313,7 +313,7 @@ def test_a_step_is_traced_once_for_each_number_of_samples(monkeypatch):
         sizes.append(num_samples)
         return trace_whole(step, num_samples=num_samples)
 
-    monkeypatch.setattr(prepared_stages, "trace_whole", counted)
+    monkeypatch.setattr(stages, "trace_whole", counted)
     prepared = PreparedStages(step=step_of())
     options = wishes("0:0-1.0:2", cut_at=("head",), limit_bytes=1 << 40)
     plan = placing.place(prepared, options, network=lambda: SpeedsNetwork(LINKS))

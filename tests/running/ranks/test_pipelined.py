@@ -12,7 +12,7 @@ from bayplan.data import files
 from bayplan.data.errors import ExitCode, FileFault, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.simulating.checking import check_rank_plan
 from bayplan.step import TrainingStep
 

@@ -5,7 +5,7 @@ import pytest
 from bayplan.costing.catalogue import load_device
 from bayplan.costing.pricing import derived_prices
 from bayplan.models.targets import resolve_target
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.tracing.joint import analyse_joint
 from bayplan.tracing.stages import chaining
 from bayplan.tracing.stages.chaining import chained, with_fixed_parts

@@ -1,6 +1,6 @@
 """What planners of ranks ask about a step, as data and protocols without torch.
 
-`prepared_stages.PreparedStages` answers: it holds the model, traces it, cuts it and prices it.
+`preparing.stages.PreparedStages` answers: it holds the model, traces it, cuts it and prices it.
 """
 
 from collections.abc import Mapping, Sequence

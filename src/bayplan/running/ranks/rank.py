@@ -33,7 +33,7 @@ from bayplan.data.record import DeviceRecord, Event, RunRecord, message_classes
 from bayplan.devices.choosing import chosen_device
 from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
-from bayplan.prepared_step import step_of_plan
+from bayplan.preparing.sources import step_of_plan
 from bayplan.running.ranks.failures import run_to_exit
 from bayplan.running.ranks.journal import PeakBreakdown
 from bayplan.running.ranks.local_run import SharedFigures, step_line

@@ -23,7 +23,7 @@ from bayplan.planning.memory.orders import as_planned
 from bayplan.planning.pipelines.loosening import loosen
 from bayplan.planning.pipelines.stage_orders import StageSearch
 from bayplan.planning.pipelines.step_source import StageValues
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.rewriting.synchronised_norm import Replicas
 from bayplan.running.collectives.bucket_sums import GradientBucket
 from bayplan.running.collectives.groups import LinkKey, Queues

@@ -16,7 +16,7 @@ from bayplan.data import files
 from bayplan.data.errors import UsageError
 from bayplan.devices.choosing import chosen_device
 from bayplan.models.targets import resolve_target
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
 from bayplan.running.ranks.failures import run_to_exit
 from bayplan.running.tuning.search import TuningOptions

@@ -15,7 +15,7 @@ from bayplan.data import files
 from bayplan.data.placement import Placement
 from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.running.ranks.launching import launch
 from bayplan.step import TrainingStep
 

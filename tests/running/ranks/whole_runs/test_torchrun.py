@@ -12,7 +12,7 @@ import torch
 from bayplan.data import files
 from bayplan.data.placement import Placement
 from bayplan.planning.pipelines.placing import RankPlanOptions, SharesBy, place
-from bayplan.prepared_stages import PreparedStages
+from bayplan.preparing.stages import PreparedStages
 from bayplan.step import TrainingStep
 
 ROOT = Path(__file__).parents[4]

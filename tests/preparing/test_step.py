@@ -8,7 +8,7 @@ from bayplan.costing.catalogue import load_device
 from bayplan.data.errors import CaptureError, UsageError
 from bayplan.data.graph import Phase, StorageKind
 from bayplan.models.targets import Target
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.step import AUTOCASTS, OPTIMIZERS
 
 

@@ -39,7 +39,7 @@ from bayplan.planning.pipelines.step_source import (
     StageValues,
     TracedStage,
 )
-from bayplan.prepared_step import PreparedStep
+from bayplan.preparing.step import PreparedStep
 from bayplan.simulating.network import compute_spread
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained

@@ -376,7 +376,7 @@ def _truth_of_range(node: fx.Node) -> bool | None:
     """A comparison of `torch.rand` with a constant that all or none of its numbers fulfil.
 
     So layers that are dropped with probability 0 decide. The number stays in the graph: plain
-    training draws it, and later ones hang on that.
+    training draws it, and later ones depend on it.
     """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op not in ("call_function", "call_method") or name not in _BELOW | _ABOVE:
@@ -399,7 +399,7 @@ _MOST_NODES = 64  # of a decision; more is a part of the model and not a check o
 
 
 def _truth_of_batch(node: fx.Node) -> bool | None:
-    """The outcome of a branch that hangs on the batch alone, guarded for the batches to come."""
+    """The outcome of a branch that depends on the batch alone, guarded for the batches to come."""
     needed = _ancestors(node)
     inputs = [each for each in needed if each.op == "placeholder"]
     if len(needed) > _MOST_NODES or not all(map(_is_of_batch, inputs)):
@@ -413,7 +413,7 @@ def _truth_of_batch(node: fx.Node) -> bool | None:
     graphargs = [each.meta["grapharg"] for each in inputs]
     with _disable_current_modes():
         truth = _evaluate(check, [each.example for each in graphargs])
-    if truth is not None and inputs:  # what hangs on constants alone needs no guard
+    if truth is not None and inputs:  # what depends on constants alone needs no guard
         _guard([each.source for each in graphargs], check, truth)
     return truth
 

@@ -41,7 +41,7 @@ def compile_joint(
     Sizes that torch left open are taken as they are now. Backward is traced without autocast, as
     loops call it, whatever forward is traced under. Operators of `whole` (each with its `original`)
     are traced as their `call` says, all others as the dispatcher runs them in plain training.
-    Random numbers that nobody reads are drawn all the same: later ones hang on that. `tangents` are
+    Random numbers that nobody reads are drawn all the same: later ones depend on it. `tangents` are
     shapes and strides of the gradients that will come; without strides, and where there are none,
     torch guesses.
     """

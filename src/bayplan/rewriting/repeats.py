@@ -213,7 +213,7 @@ def generator_state(device: str) -> torch.Tensor:
     return device_of(device).generator_state()
 
 
-@fx.has_side_effect  # also numbers that nobody reads are drawn: those after them hang on that
+@fx.has_side_effect  # also numbers that nobody reads are drawn: those after them depend on it
 def draw(
     operator: Callable[..., Any], _: torch.device, __: torch.Tensor, /, *args: Any, **options: Any
 ) -> Any:

@@ -1,9 +1,9 @@
 """A forward that torch cannot trace as one graph, planned and run as its pieces together.
 
-Where torch meets something that it cannot trace (a branch on a computed value, a size that hangs on
-one, a call into other libraries), it compiles what came before and goes on after it. Operators in
-between run as they are written. How much memory all of that takes is seen by running the whole step
-on fake tensors, pieces as planned (`piece_simulation.py`).
+Where torch meets something that it cannot trace (a branch on a computed value, a size that depends
+on one, a call into other libraries), it compiles what came before and goes on after it. Operators
+in between run as they are written. How much memory all of that takes is seen by running the whole
+step on fake tensors, pieces as planned (`piece_simulation.py`).
 
 1. The step runs so with every piece as it is written, to see where gradients go
    (`tracing/piece_gradients.py`), and then with every piece in plain order.

@@ -114,7 +114,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any], *, fullgraph: b
     backend plans for the graph alone.
     """
     options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
-    # Sizes between pieces may hang on values; a backend takes those of its pieces as they are.
+    # Sizes between pieces may depend on values; a backend takes those of its pieces as they are.
     options["dynamic"] = False if fullgraph else None
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}

@@ -1,7 +1,7 @@
 """Fake tensors that know their values where that costs next to nothing.
 
 A step that is captured without memory still makes decisions: whether an attention mask is all ones,
-how long the longest sentence is, whether a layer is dropped. What they hang on is almost always
+how long the longest sentence is, whether a layer is dropped. What they depend on is almost always
 small: token numbers and masks of the batch, counters, constants, one random number. Each operator
 that reads only such tensors is computed for real beside its fake run, so whoever asks for a value
 (`.item()`, `if mask.all()`, `x[mask]`, `nonzero`) gets the answer that plain training would get.
@@ -134,7 +134,7 @@ class KnownValues(torch_compat.FakeTensorMode):
         self._single: float | None = None  # what every single random number is; None as it comes
         self._num_singles = self._made_bytes = 0
         own = torch.Generator().manual_seed(_SEED).get_state()
-        # What hangs on random numbers is to go the way of the step that is about to run.
+        # What depends on random numbers is to go the way of the step that is about to run.
         self._first_state = torch.get_rng_state() if knows_all else own
         self.draw_again()
 
@@ -269,7 +269,7 @@ class KnownValues(torch_compat.FakeTensorMode):
         kwargs = {name: given for name, given in kwargs.items() if name != "pin_memory"}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             made = func(*args, **kwargs)
-            if "empty" in func.overloadpacket.__name__:  # what lay in memory is nobody's value
+            if "empty" in func.overloadpacket.__name__:  # what lay in memory is no value
                 for tensor in torch_compat.tensors_in(made):
                     tensor.zero_()
             return made

@@ -73,8 +73,14 @@ def finish(
     *,
     columns: Sequence[str],
     arguments: argparse.Namespace,
+    is_own: bool = True,
 ) -> None:
-    """Print the table, keep the result beside the script, print JSON if asked."""
+    """Print the table, keep the result beside the script, print JSON if asked.
+
+    Args:
+        is_own: whether these are the benchmark's own cases, whose results are in the repository;
+            those of cases that a user brings are kept apart.
+    """
     rows = result["rows"]
     widths = [max(len(name), *(len(_shown(row.get(name))) for row in rows)) for name in columns]
     for cells in ([*columns], *([_shown(row.get(name)) for name in columns] for row in rows)):
@@ -87,8 +93,8 @@ def finish(
         "malloc": {name: os.environ.get(name) for name in _KEEPING},
     }
     folder = Path(script).parent / "results"
-    if arguments.quick:
-        folder /= "quick"
+    if arguments.quick or not is_own:
+        folder /= "quick" if arguments.quick else "given"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "latest.json").write_text(json.dumps(result, indent=1) + "\n")
     if arguments.json:

@@ -73,7 +73,8 @@ def main() -> None:
             say("interrupted: what is measured so far is kept")
             pool.shutdown(cancel_futures=True)
     rows = _with_others(given, rows)
-    finish(__file__, {"rows": rows, **_summary(rows)}, columns=COLUMNS, arguments=given)
+    result = {"rows": rows, **_summary(rows)}
+    finish(__file__, result, columns=COLUMNS, arguments=given, is_own=given.models is None)
 
 
 def _with_others(given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,7 +50,11 @@ def main() -> None:
             if arguments.only not in (None, name):
                 continue
             say(f"{name}: {folder}")
-            told = found(folder, is_quick=arguments.quick, on_progress=say)
+            try:
+                told = found(folder, is_quick=arguments.quick, on_progress=say)
+            except KeyboardInterrupt:
+                claims[f"{name}, {folder.name}"] = {"interrupted": True}
+                continue
             rows += [{"kind": name} | row.as_dict() for row in told.rows]
             claims[f"{name}, {folder.name}"] = told.claims
     latest = HERE / "results" / "latest.json"

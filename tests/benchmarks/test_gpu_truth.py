@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_truth import lm_tables, trace_steps
+from gpu_truth import images, lm_tables, timing, trace_steps
+from gpu_truth.batches import TRACED_BATCH, with_batch
+from gpu_truth.brackets import Bracket, needed_bytes, offers
+from gpu_truth.brackets import losses as bracket_losses
 from gpu_truth.devices import device_of
-from gpu_truth.image_models import image_rows
+from gpu_truth.fitting import best, is_fitted, leave_one_out
+from gpu_truth.image_models import ImageRow, image_rows
+from gpu_truth.kept import Kept
 from gpu_truth.language_models import language_model
 from gpu_truth.lm_tables import read_table
 from gpu_truth.loops import Loop, at_batch, peaks, record
 from gpu_truth.main import BESIDE_REPOSITORY, EXAMPLE
 from gpu_truth.replaying import found, replay
+from gpu_truth.timing import RATIOS, SPEEDS, StepTime, seconds_of, step_time
 from gpu_truth.trace_steps import loop_of
 from gpu_truth.traces import read_trace, trace_from
 
@@ -349,3 +355,137 @@ def test_devices_are_known_by_the_words_of_a_row():
     for text in ("not stated", "abacus"):
         with pytest.raises(UsageError):
             device_of(text)
+
+
+def test_one_capture_gives_every_batch():
+    loop = Loop(loss="cross_entropy", has_backward=True, num_warmups=0)
+    device = device_of("rtx 3090")
+    scaled = with_batch(record(small_model(TRACED_BATCH), loop), 96)
+    captured = record(small_model(96), loop)
+    assert peaks(scaled) == peaks(captured)
+    assert [n.flops for n in scaled.graph.nodes] == [n.flops for n in captured.graph.nodes]
+    assert seconds_of(scaled, device) == seconds_of(captured, device)
+    # The constants that are left open are the device's own in the middle of the candidates.
+    middle = step_time(captured, device, is_channels_last=False).at(SPEEDS[len(SPEEDS) // 2])
+    assert middle == pytest.approx(seconds_of(captured, device))
+
+
+def test_a_model_that_is_left_out_is_judged_by_the_others_choice():
+    losses = {"a": [0.0, 1.0, 2.0], "b": [1.0, 0.5, 2.0], "c": [1.0, 0.4, 2.0]}
+    assert best(losses) == 1
+    assert leave_one_out(losses) == {"a": 1, "b": 0, "c": 0}
+    assert best({"a": [1.0, 0.0, 0.0, 0.0, 1.0]}) == 2
+
+
+def test_constants_are_found_again_from_seconds_that_they_gave():
+    known = SPEEDS[5 * len(SPEEDS) // 9]
+    steps = []
+    for matrix, copies in ((8.0, 1.0), (1.0, 8.0), (3.0, 3.0)):
+        step = StepTime([matrix / ratio + copies for ratio in RATIOS], 0.01)
+        steps.append((step, step.at(known)))
+    assert SPEEDS[best({"made up": timing.losses(steps)})] == known
+
+
+def test_what_a_card_offers_lies_inside_the_brackets_that_it_explains():
+    device = device_of("rtx 3090")
+    tight = [Bracket(64, 96, 20 << 30, 22 << 30), Bracket(8, None, 19 << 30, None)]
+    offered = offers(device)[best({"made up": bracket_losses(tight, device)})]
+    assert 20 << 30 <= offered < 22 << 30
+    assert [bracket.predicted(offered) for bracket in tight] == [64, 8]
+    assert tight[0].predicted(22 << 30) == 96
+    assert tight[0].predicted(19 << 30) == 63
+    assert tight[0].distance_bytes(23 << 30) == 1 << 30
+
+
+def test_needs_are_looked_for_only_where_they_decide():
+    device = device_of("rtx 3090")
+    loop = Loop(loss="cross_entropy", has_backward=True, num_warmups=0)
+    small = record(small_model(96), loop)
+    assert needed_bytes(small, device) == peaks(small).reserved_bytes
+
+
+def image_row(model="made_up_b", *, version=112, seconds=1.0, batch=64, failed_batch=96):
+    return ImageRow(
+        file=f"train-amp-nchw-pt{version}-cu113-rtx3090",
+        model=model,
+        family="made",
+        batch=batch,
+        image=224,
+        seconds=seconds,
+        num_parameters=1.0,
+        failed_batch=failed_batch,
+    )
+
+
+def made_step(row, *, seconds=1.0, needed=20 << 30, larger=23 << 30):
+    time = StepTime([seconds] * len(RATIOS), 0.0)
+    return images.Step(row, time, Bracket(row.batch, row.failed_batch, needed, larger))
+
+
+def test_rows_that_are_off_are_explained_by_the_sources_own_spread_alone():
+    slow = made_step(image_row(version=110, seconds=2.5))
+    quick = made_step(image_row(version=112, seconds=0.9))
+    other = made_step(image_row("another", seconds=2.5))
+    rows, claims = images.predicted([slow, quick, other], device_of("rtx 3090"))
+    explained, _, unexplained = [row for row in rows if row.quantity.startswith("step")]
+    assert "pt112" in explained.explained
+    assert (unexplained.explained, unexplained.seen) == ("", "not explained")
+    (claim,) = [claims["step_times_off"]]
+    assert claim == {"explained": 1, "unexplained": 1}
+    assert claims["constants_from_models"] == 0
+
+
+def test_constants_come_from_one_half_of_the_models_and_are_told_with_leave_one_out():
+    names = [f"made_up_{index}" for index in range(40)]
+    half = [name for name in names if is_fitted(name)]
+    assert 10 < len(half) < 30
+    # Those that are predicted take three times as long: no constant may have seen that.
+    steps = [made_step(image_row(name, seconds=0.8 if name in half else 3.0)) for name in names]
+    rows, claims = images.predicted(steps, device_of("rtx 3090"))
+    times = [row for row in rows if row.quantity.startswith("step")]
+    assert {row.model for row in times if row.fitted} == set(half)
+    assert all(abs(row.error_pct) < 2 for row in times if row.fitted)
+    assert all(row.error_pct < -70 for row in times if not row.fitted)
+    assert set(claims["leave_one_out"]["median_error_pct_of_model"]) == set(half)
+    assert claims["brackets_inside_pct"]["all"] == 100
+    assert 20 << 30 <= claims["constants"]["offered_bytes"] < 23 << 30
+
+
+def test_an_interrupted_run_of_image_models_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "train-amp-nchw-pt112-cu113-rtx3090.csv").write_text(
+        "model,train_samples_per_sec,train_step_time,train_batch_size,train_img_size,param_count,"
+        "family,next_larger_batch_that_failed\n"
+        "first,1,1,64,224,1,made,96\nsecond,1,1,64,224,1,made,96\n"
+    )
+    monkeypatch.setenv("BAYPLAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(images, "timm_fault", str)
+    monkeypatch.setattr(images, "timm_names", lambda: frozenset(("first", "second")))
+    asked = []
+
+    def training(row, batch, *, architecture):
+        asked.append(row.model)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        loop = Loop(loss="cross_entropy", has_backward=True, num_warmups=0)
+        return record(small_model(batch), loop, architecture=architecture)
+
+    monkeypatch.setattr(images, "training", training)
+    stopped = images.found(tmp_path, is_quick=False, on_progress=str)
+    assert "interrupted" in stopped.claims["not_rebuilt"]["the rest"]
+    done = images.found(tmp_path, is_quick=False, on_progress=str)
+    assert {row.model for row in done.rows} == {"first", "second"}
+    assert len(asked) == 3
+    assert [row for row in done.rows if row.model == asked[0]] == stopped.rows
+    assert not list((tmp_path / "cache").glob("gpu_truth-*"))  # complete: nothing to go on with
+
+
+def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
+    kept = Kept("made-up", tmp_path)
+    kept.put("a", [1])
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text() + '\n["b", [')
+    kept = Kept("made-up", tmp_path)
+    assert (kept.get("a"), kept.get("b")) == ([1], None)
+    kept.put("c", 2)
+    assert Kept("made-up", tmp_path).get("c") == 2

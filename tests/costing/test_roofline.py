@@ -15,6 +15,7 @@ from bayplan.costing.roofline import (
     bytes_moved,
     convolution_rate,
     derive_profile,
+    kernel_parts,
     node_parts,
     peak_flops_per_s,
 )
@@ -136,6 +137,51 @@ def test_above_the_peak_a_convolution_is_still_bound_by_memory():
 def test_rates_are_of_float32_alone():
     sketch = convolution(3, 8, dtype="float16")
     assert seconds_of(sketch, telling_device()) == seconds_of(sketch, plain_device())
+
+
+HALF_CASES = {
+    # Arithmetic and traffic of each kernel. Image and output have 1600 bytes each, the weight 1152
+    # or less. Half of 100 bytes per second is reached, and half of 1000 operations.
+    (1, True, False): [(2 * 10**6, (3200 + 1152) / 50 / 0.65)],
+    (1, False, False): [(2 * 10**6, (3200 + 1152) / 50 / 0.65), (0.0, 2 * 3200 / 50)],
+    (2, True, False): [(57600 / 500 / 0.05, (3200 + 576) / 50 / 0.65)],
+    (8, True, False): [(0.0, (3200 + 144) / 50 / 0.5)],
+    (8, False, True): [(0.0, (3200 + 144) / 50 / 0.3)],
+}
+
+
+@pytest.mark.parametrize(("case", "kernels"), HALF_CASES.items())
+def test_kernels_of_a_half_precision_convolution(case, kernels):
+    groups, is_channels_last, backward = case
+    graph = convolution(3, 8, groups=groups, backward=backward, dtype="float16").graph()
+    found = kernel_parts(graph, graph.nodes[0], plain_device(), is_channels_last=is_channels_last)
+    assert [part for kernel in found for part in kernel] == pytest.approx(
+        [part for kernel in kernels for part in kernel]
+    )
+
+
+def test_backward_of_a_half_precision_convolution_is_a_kernel_for_each_gradient():
+    sketch = Sketch()
+    image = sketch.value(1, 8, 10, 10, dtype="float16")
+    weight = sketch.value(16, 8, 3, 3, dtype="float16")
+    output = sketch.value(1, 16, 10, 10, dtype="float16")
+    gradients = [sketch.value(*shape, dtype="float16") for shape in ((1, 8, 10, 10), (16, 8, 3, 3))]
+    for written in (gradients[:1], gradients[1:], gradients):
+        sketch.node("convolution_backward.default", [output, image, weight], written, 10**9)
+    graph = sketch.graph()
+    of_image, of_weight, both = (
+        kernel_parts(graph, node, plain_device(), is_channels_last=True) for node in graph.nodes
+    )
+    assert of_image == of_weight == [(2 * 10**6, pytest.approx((4800 + 2304) / 50 / 0.65))]
+    assert both == [(10**6, of_image[0][1])] * 2
+
+
+def test_a_copy_into_another_order_is_slower_than_one_that_keeps_it():
+    sketch = Sketch()
+    sketch.node("clone.default", [sketch.value(100)], [sketch.value(100)])
+    sketch.node("mul.Tensor", [sketch.value(100)], [sketch.value(100)])
+    reordered, kept = seconds_of(sketch, plain_device())
+    assert reordered == pytest.approx(kept / 0.4)
 
 
 def moved(sketch):

@@ -8,11 +8,8 @@ An operator is bound either by arithmetic or by memory traffic, so the slower of
 (Williams et al., "Roofline", 2009); a fixed launch cost comes on top. What real kernels reach of
 either peak is one efficiency per operator class, in the device description.
 
-A device may also say what its convolutions reach by kernel and channels.
-
-Within a class, kernels differ in what they reach. `_FACTORS` has what is common to all devices,
-fitted to half of the image models of `benchmarks/gpu_truth`, all on one device; the other half, and
-other devices, are predicted with it.
+A device may also say what its float32 convolutions reach by kernel and channels. In half precision
+they are priced kernel by kernel (`_half_kernels`), with shares that are the same on all devices.
 
 Left out on purpose: caches (every operand is read from memory once), overlap of kernels, clocks
 that drop under load, and waiting for the host. A derived profile is a guess, and says so: origin
@@ -33,6 +30,7 @@ __all__ = [
     "bytes_moved",
     "convolution_rate",
     "derive_profile",
+    "kernel_parts",
     "node_parts",
     "op_class",
     "peak_flops_per_s",
@@ -157,24 +155,16 @@ WINOGRAD_SAVING = 2.25
 """Winograd's F(2x2, 3x3) needs 16 products where a direct 3x3 convolution needs 36 (Lavin and Gray,
 "Fast Algorithms for Convolutional Neural Networks", 2015)."""
 
-# Shares of a class's efficiency. Those of convolutions, batch norms and pools hold in half
-# precision, where convolutions run on tensor cores.
-_FACTORS = {
-    "dense convolution": 1.45,
-    "pointwise convolution": 1.09,
-    "grouped convolution": 0.68,
-    "grouped convolution, channels last": 0.11,
-    "convolution bound by memory": 0.29,
-    "depthwise convolution": 0.31,
-    "depthwise convolution, channels last": 0.43,
-    "batch_norm": 1.5,
-    "pool": 0.28,
-    "layer_norm": 0.3,
-    "softmax": 0.63,
-}
-# Tensor cores take channels last: what lies otherwise is turned before and after, so often.
-_TURNS = 2.3
+# Of what matrix products and copies reach on a device, convolutions in half precision reach these
+# shares, by kind, with channels last or not. Chosen on the models of `benchmarks/gpu_truth` that it
+# marks `fitted`, all on one device, and rounded; other models and devices are predicted with them.
+_CONVOLUTION_TRAFFIC = 0.65  # windows overlap, gradients of weights are added up in parts
+_GROUPED_RATE = {False: 0.4, True: 0.05}  # tiles of tensor cores are wider than a group
+_DEPTHWISE_TRAFFIC = {False: 0.3, True: 0.5}  # no tensor cores: each window is read anew
+# A copy that changes the order of dimensions does not read or write whole lines.
+_REORDERED_TRAFFIC = 0.4
 _HALF = ("float16", "bfloat16")
+_HALF_BYTES = 2
 _MATRIX_CLASSES = frozenset((OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION))
 _WINOGRAD_CHANNELS = 16  # with fewer, transforming the tiles costs more than the products saved
 _FEW_CHANNELS = 4  # a picture's
@@ -198,7 +188,7 @@ def derive_profile(
     """
     _check_rates(device)
     seconds = tuple(
-        max(node_parts(graph, node, device, is_channels_last=is_channels_last))
+        sum(map(max, kernel_parts(graph, node, device, is_channels_last=is_channels_last)))
         + device.launch_seconds.value
         if op_class(node.op) is not OpClass.VIEW
         else 0.0
@@ -296,14 +286,24 @@ def _convolution_shapes(
     return shapes[backward], shapes[1 + backward], output
 
 
-def node_parts(
+def node_parts(graph: StepGraph, node: Node, device: DeviceKind) -> tuple[float, float]:
+    """The seconds of a node's arithmetic and of its memory traffic."""
+    arithmetic, traffic = zip(*kernel_parts(graph, node, device), strict=True)
+    return sum(arithmetic), sum(traffic)
+
+
+def kernel_parts(
     graph: StepGraph, node: Node, device: DeviceKind, *, is_channels_last: bool = False
-) -> tuple[float, float]:
-    """The seconds of a node's arithmetic and of its memory traffic, of which the longer counts."""
+) -> list[tuple[float, float]]:
+    """Of each kernel of a node, the seconds of arithmetic and of traffic; the longer one counts."""
     kind = op_class(node.op)
     if kind is OpClass.VIEW:
-        return 0.0, 0.0
+        return [(0.0, 0.0)]
     dtype = _working_dtype(graph, node)
+    if kind is OpClass.CONVOLUTION and dtype in _HALF:
+        kernels = _half_kernels(graph, node, device, dtype, is_channels_last=is_channels_last)
+        if kernels:
+            return kernels
     compute_seconds = _flops(graph, node, kind) / peak_flops_per_s(device, kind, dtype)
     memory_seconds = bytes_moved(graph, node) / device.bandwidth_bytes_per_s.value
     compute_share = memory_share = device.efficiency[kind].value
@@ -313,13 +313,9 @@ def node_parts(
         memory_share = device.efficiency[OpClass.ELEMENTWISE].value
     elif kind is OpClass.CONVOLUTION and uses_winograd(graph, node, device):
         compute_seconds /= WINOGRAD_SAVING
-    elif kind is OpClass.CONVOLUTION and dtype in _HALF:
-        return _half_convolution(
-            graph, node, compute_seconds / compute_share, memory_seconds, device, is_channels_last
-        )
-    elif kind is OpClass.REDUCTION:
-        memory_share *= _reduction_factor(node.op, dtype)
-    return compute_seconds / compute_share, memory_seconds / memory_share
+    elif node.op == "aten.clone.default":
+        memory_share *= _REORDERED_TRAFFIC
+    return [(compute_seconds / compute_share, memory_seconds / memory_share)]
 
 
 def _flops(graph: StepGraph, node: Node, kind: OpClass) -> float:
@@ -333,39 +329,39 @@ def _flops(graph: StepGraph, node: Node, kind: OpClass) -> float:
     return min(node.flops, counted * (1 + ("backward" in node.op))) if is_grouped else node.flops
 
 
-def _half_convolution(
-    graph: StepGraph,
-    node: Node,
-    compute_seconds: float,
-    memory_seconds: float,
-    device: DeviceKind,
-    is_channels_last: bool,
-) -> tuple[float, float]:
-    """The parts of a convolution in half precision, by how many groups it has and how it lies."""
-    share = device.efficiency[OpClass.CONVOLUTION].value
-    image, weight, output = _convolution_shapes(graph, node) or ((), (), ())
-    if min(map(len, (image, weight, output))) < 3:
-        return compute_seconds, memory_seconds / share
+def _half_kernels(
+    graph: StepGraph, node: Node, device: DeviceKind, dtype: str, *, is_channels_last: bool
+) -> list[tuple[float, float]]:
+    """The kernels of a convolution in half precision; none where its shapes are not known.
+
+    Backward is one kernel for the gradient of the image and one for that of the weight, each of
+    which reads the output's gradient. Tensor cores take channels last: where images lie otherwise,
+    each kernel has its image and its output turned, which reads and writes them once more.
+    """
+    shapes = _convolution_shapes(graph, node)
+    if shapes is None or min(map(len, shapes)) < 3:
+        return []
+    image, weight, output = shapes
+    num_kernels = 1
+    if "backward" in node.op:
+        written = [graph.values[value].shape for value in node.writes]
+        num_kernels = (image in written) + (weight in written)
+    turned_bytes = _HALF_BYTES * (math.prod(image) + math.prod(output))
+    compute_rate = (
+        peak_flops_per_s(device, OpClass.CONVOLUTION, dtype)
+        * device.efficiency[OpClass.MATMUL].value
+    )
+    memory_rate = device.bandwidth_bytes_per_s.value * device.efficiency[OpClass.ELEMENTWISE].value
+    traffic_seconds = (turned_bytes + _HALF_BYTES * math.prod(weight)) / memory_rate
     is_grouped = image[1] > weight[1] and output[1] == weight[0]
-    layout = ", channels last" if is_channels_last else ""
     if is_grouped and weight[1] == 1:
-        return 0.0, memory_seconds / share / _FACTORS[f"depthwise convolution{layout}"]
-    name = "pointwise convolution" if set(weight[2:]) == {1} else "dense convolution"
+        return [(0.0, traffic_seconds / _DEPTHWISE_TRAFFIC[is_channels_last])] * num_kernels
+    flops = _flops(graph, node, OpClass.CONVOLUTION) / max(num_kernels, 1)
     if is_grouped:
-        name = f"grouped convolution{layout}"
-    turning_seconds = 0.0 if is_channels_last else _TURNS * memory_seconds
-    bound_seconds = memory_seconds / share / _FACTORS["convolution bound by memory"]
-    if compute_seconds * share > memory_seconds:  # bound by arithmetic at both peaks
-        bound_seconds = 0.0
-    factor = min(_FACTORS[name], 1 / share)  # nothing is faster than its peak
-    return compute_seconds / factor + turning_seconds, bound_seconds + turning_seconds
-
-
-def _reduction_factor(op: str, dtype: str) -> float:
-    for name in ("layer_norm", "softmax", *(("batch_norm", "pool") if dtype in _HALF else ())):
-        if name in op:
-            return _FACTORS[name]
-    return 1.0
+        compute_rate *= _GROUPED_RATE[is_channels_last]
+    kernel = flops / compute_rate, traffic_seconds / _CONVOLUTION_TRAFFIC
+    turns = [] if is_channels_last else [(0.0, 2 * turned_bytes / memory_rate)]
+    return [kernel, *turns] * num_kernels
 
 
 def _working_dtype(graph: StepGraph, node: Node) -> str:

@@ -150,7 +150,13 @@ def test_record_grows_in_forward_and_goes_in_part_in_backward():
     phases = [Phase.FORWARD] * 4 + [Phase.BACKWARD] * 4 + [Phase.UPDATE]
     nodes = tuple(Node(op="aten.mul.Tensor", phase=phase) for phase in phases)
     graph = StepGraph(
-        model="drawn", nodes=nodes, values=(), storages=(), num_formulas=2, num_edges=3
+        model="drawn",
+        nodes=nodes,
+        values=(),
+        storages=(),
+        num_recorded=4,
+        num_formulas=2,
+        num_edges=3,
     )
     each = RecordBytes(made=(4, 6, 4), kept=(0, 2, 0), engine=(0, 0, 1))
     live = replay_memory(graph, [0] * 9, record_bytes=each)

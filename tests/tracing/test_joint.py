@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from bayplan import torch_compat, torch_joint
 from bayplan.data.program import Op
+from bayplan.devices.device import ObjectBytes
 from bayplan.rewriting.free import positions_to_overwrite
 from bayplan.rewriting.repeats import make_repeatable
 from bayplan.tracing.joint import JointStep, LossMemory, MemoryContext, analyse_joint
@@ -271,7 +272,10 @@ def test_dead_code_is_no_op():
 def test_objects_count_for_all_but_inputs():
     sizes = [
         analysed(
-            lambda x: x.sin().cos(), weight(5), granularity_bytes=64, object_bytes=size
+            lambda x: x.sin().cos(),
+            weight(5),
+            granularity_bytes=64,
+            objects=ObjectBytes(tensor=size),
         ).program
         for size in (0, 400)
     ]

@@ -105,6 +105,7 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A whole step. `dict=True` only makes room for the cached properties.
 
     Attributes:
+        num_recorded: operators of the forward that autograd records.
         num_formulas: of gradients, that autograd has recorded when the forward ends; and
             num_edges: from each to those that its gradients go to. 0 where nobody counted.
     """
@@ -115,11 +116,16 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
     storages: tuple[Storage, ...]
+    num_recorded: int = 0
     num_formulas: int = 0
     num_edges: int = 0
 
     def __post_init__(self) -> None:
-        check_not_negative(num_formulas=self.num_formulas, num_edges=self.num_edges)
+        check_not_negative(
+            num_recorded=self.num_recorded,
+            num_formulas=self.num_formulas,
+            num_edges=self.num_edges,
+        )
         num_nodes, num_values, num_storages = map(len, (self.nodes, self.values, self.storages))
         for index, node in enumerate(self.nodes):
             for field, values in (("reads", node.reads), ("writes", node.writes)):

@@ -24,7 +24,7 @@ WORKSPACE, OBJECTS = "workspace", "objects"
 
 
 class RecordBytes(NamedTuple):
-    """What autograd's record of a step takes, each by forward node, by formula and by edge.
+    """What autograd's record of a step takes, each by recorded node, by formula and by edge.
 
     Attributes:
         made: when the forward ends, with the tensor objects that formulas save.
@@ -93,7 +93,7 @@ def replay_memory(
 def _recorded(graph: StepGraph, each: RecordBytes) -> Iterator[int]:
     """The bytes of the record during each node; forward makes and backward frees them evenly."""
     num_nodes, num_seen = Counter(node.phase for node in graph.nodes), Counter[Phase]()
-    counts = num_nodes[Phase.FORWARD], graph.num_formulas, graph.num_edges
+    counts = graph.num_recorded, graph.num_formulas, graph.num_edges
     made, kept, engine = (sum(map(mul, counts, sizes)) for sizes in each)
     for node in graph.nodes:
         num_seen[node.phase] += 1

@@ -492,7 +492,7 @@ class PreparedStep:
             prices=self._prices,
             resident_bytes=resident_bytes(self.graph, granularity_bytes=self.granularity_bytes)
             + self._object_bytes.step,
-            object_bytes=self._object_bytes.tensor,
+            objects=self._object_bytes,
             loss=loss_memory(self.step, granularity_bytes=granularity_bytes, cache=cache),
             update_bytes=update_bytes(self.graph, granularity_bytes=granularity_bytes),
             granularity_bytes=granularity_bytes,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 from bayplan import torch_answers, torch_compat
@@ -23,6 +25,7 @@ from bayplan.step import TrainingStep
 from bayplan.tracing.capture import GeneratorStates, record_step, same_generators
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
+from bayplan.tracing.joint import MemoryContext
 from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.piece_gradients import GradientWatch, Operators
 from bayplan.tracing.tracer import Locator, StepTracer
@@ -73,7 +76,7 @@ class Simulated:
     graph: StepGraph
     spans: Sequence[tuple[int, bool, int, int]]
     workspace_bytes: Sequence[int]
-    granularity_bytes: int
+    context: MemoryContext
     largest_bytes: dict[Operators, int]
 
     @cached_property
@@ -85,14 +88,31 @@ class Simulated:
         return max(self.total_bytes)
 
     def _totals(self, workspace_bytes: Sequence[int]) -> Sequence[int]:
-        live = replay_memory(self.graph, workspace_bytes, granularity_bytes=self.granularity_bytes)
-        return live.total_bytes
+        live = replay_memory(
+            self.graph,
+            workspace_bytes,
+            granularity_bytes=self.context.granularity_bytes,
+            record_bytes=self.context.objects.record,
+        )
+        return tuple(map(add, live.total_bytes, self._object_bytes()))
+
+    def _object_bytes(self) -> Iterator[int]:
+        """Of the objects that hold what pieces make, and of the call, at each operator."""
+        objects = self.context.objects
+        inside = {i for _, _, first, end in self.spans for i in range(first, end)}
+        changes = [objects.step] + [0] * len(self.graph.nodes)
+        for storage in self.graph.storages:
+            if storage.born in inside:
+                changes[storage.born] += objects.tensor
+                if storage.released is not None:
+                    changes[storage.released + 1] -= objects.tensor
+        return accumulate(changes[:-1])
 
     @cached_property
     def runs(self) -> list[PieceRun]:
         """Each execution of a piece that has a backward, in the order of their forwards."""
         totals = self._totals([0] * len(self.graph.nodes))
-        born = born_bytes(self.graph, self.granularity_bytes)
+        born = born_bytes(self.graph, self.context.granularity_bytes)
         waiting: dict[int, list[tuple[int, int]]] = {}
         runs = []
         for piece, is_forward, first, end in self.spans:
@@ -194,6 +214,6 @@ def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBacke
         graph,
         tracer.spans,
         tracer.workspace_bytes,
-        granularity_bytes,
+        backend.context,
         backend.largest_bytes,
     )

@@ -59,6 +59,7 @@ def convert(tracer: StepTracer, *, model: str, gradient_storages: Iterable[int])
         ),
         values=tuple(values),
         storages=tuple(storages),
+        num_recorded=tracer.num_recorded,
         num_formulas=tracer.num_formulas,
         num_edges=tracer.num_edges,
     )

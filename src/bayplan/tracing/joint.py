@@ -19,6 +19,7 @@ from torch import fx
 from bayplan import torch_compat
 from bayplan.data.program import Cost, Op, Program
 from bayplan.data.units import round_up
+from bayplan.devices.device import ObjectBytes
 from bayplan.rewriting.free import Price, nodes_after_tangents, positions_to_overwrite
 from bayplan.rewriting.repeats import (
     CHANGED,
@@ -72,7 +73,7 @@ class LossMemory:
     trained: frozenset[str] | None = None
 
 
-_NO_LOSS = LossMemory()
+_NO_LOSS, _NO_OBJECTS = LossMemory(), ObjectBytes()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class MemoryContext:
         update_bytes: memory that the optimizer's update takes over parameters, gradients and state,
             once backward is done; None where no update follows.
         granularity_bytes: the allocator's rounding of each buffer.
-        object_bytes: what torch's own objects take for each buffer that is no input of the step.
+        objects: what torch's own objects take.
         updates: of the parameters to update in backward; None leaves their gradients.
     """
 
@@ -96,7 +97,7 @@ class MemoryContext:
     loss: LossMemory = _NO_LOSS
     update_bytes: int | None = None
     granularity_bytes: int = 1
-    object_bytes: int = 0
+    objects: ObjectBytes = _NO_OBJECTS
     updates: ParameterUpdates | None = None
 
 
@@ -138,7 +139,7 @@ def analyse_joint(
     The context's prices are not used: `cost_of` is already made of them.
     """
     joint.graph.eliminate_dead_code()
-    survey = _Survey(joint, context.granularity_bytes, context.object_bytes)
+    survey = _Survey(joint, context.granularity_bytes, context.objects.tensor)
     survey.run_on_fakes()
     outputs = joint.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "a joint graph returns a list"
@@ -176,7 +177,7 @@ def analyse_joint(
         inputs=frozenset(survey.inputs),
         outputs=frozenset((*survey.buffers_behind(lasting), *kept)) - survey.inputs,
         resident_bytes=context.resident_bytes + context.loss.beside_bytes,
-        object_bytes=context.object_bytes,
+        object_bytes=context.objects.tensor,
     )
     return JointStep(
         graph=joint.graph,

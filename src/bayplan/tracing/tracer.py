@@ -182,7 +182,8 @@ class StepTracer(torch_compat.OperatorWatch):
         self.storages: list[RawStorage] = []
         self.num_nodes_at_backward = 0
         self.live_bytes = 0
-        self.num_formulas = self.num_edges = 0  # of autograd's record of the forward
+        # Of autograd's record of the forward.
+        self.num_recorded = self.num_formulas = self.num_edges = 0
         self._locator = locator
         self._alive: dict[int, RawStorage] = {}
         self._number: int | None = None  # of the formula that runs
@@ -250,6 +251,7 @@ class StepTracer(torch_compat.OperatorWatch):
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = true_output(func, args, func(*args, **kwargs))
         index = len(self.nodes)
+        self.num_recorded += self.phase is Phase.FORWARD and torch.is_grad_enabled()
         if func is _CONSTANT:
             args = ()  # made by Python just before; the output is the same memory, or its fake twin
         taken = torch_compat.tensors_in((args, kwargs))

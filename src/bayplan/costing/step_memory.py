@@ -4,7 +4,7 @@ A planned graph holds forward and backward. The optimizer's state and update lie
 count as well: in memory, and the update in seconds. `loss_memory.py` adds what the loss takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from bayplan.costing.operators import measured_workspaces
 from bayplan.costing.pricing import RankPrices, seconds_of_nodes
 from bayplan.costing.roofline import derive_profile
 from bayplan.data.device import DeviceKind
-from bayplan.data.graph import Phase, StepGraph, StorageKind
+from bayplan.data.graph import Node, Phase, StepGraph, StorageKind, Value
 from bayplan.data.live_memory import RecordBytes, replay_memory
 from bayplan.data.units import round_up
 from bayplan.step import TrainingStep
@@ -25,8 +25,10 @@ from bayplan.tracing.capture import capture_step
 from bayplan.tracing.fake import OptimizerSource, without_memory
 
 __all__ = [
+    "WORKSPACE_SHARE",
     "UpdateCost",
     "derived_update_cost",
+    "most_workspace_bytes",
     "outside_nodes",
     "plain_peak_bytes",
     "resident_bytes",
@@ -34,8 +36,10 @@ __all__ = [
     "update_cost",
 ]
 
-# No kernel is taken to need more scratch memory than this share of the peak.
-_WORKSPACE_SHARE = 0.15
+# No kernel is taken to need more scratch memory than this share of the peak; one that computes
+# products may need more, up to so many times what it reads and writes: convolutions copy all of it
+# into blocks of 16 channels, however few there are.
+WORKSPACE_SHARE, _MOST_COPIES = 0.15, 6
 
 
 _COUNTER_BYTES = 8  # of a counter of steps, which lies in the host's memory on most accelerators
@@ -87,17 +91,36 @@ def plain_peak_bytes(
     )
     if cache is None:
         return live.peak_bytes
-    least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
-    high = [index for index, total in enumerate(live.total_bytes) if total >= least_bytes]
-    measured = measured_workspaces(
-        step,
-        graph,
-        high,
-        optimizer=optimizer,
-        granularity_bytes=granularity_bytes,
-        cache=cache,
-    )
-    return max(live.total_bytes[index] + size for index, size in measured.items())
+    least_bytes = (1 - WORKSPACE_SHARE) * live.peak_bytes
+    measured: dict[int, int] = {}
+
+    def peak_with(nodes: Collection[int]) -> int:
+        measured.update(
+            measured_workspaces(
+                step,
+                graph,
+                nodes,
+                optimizer=optimizer,
+                granularity_bytes=granularity_bytes,
+                cache=cache,
+            )
+        )
+        return max(live.total_bytes[index] + size for index, size in measured.items())
+
+    peak_bytes = peak_with([i for i, total in enumerate(live.total_bytes) if total >= least_bytes])
+    more = [
+        index
+        for index, node in enumerate(graph.nodes)
+        if index not in measured
+        and live.total_bytes[index] + most_workspace_bytes(node, graph.values) > peak_bytes
+    ]
+    return peak_with(more) if more else peak_bytes
+
+
+def most_workspace_bytes(node: Node, values: Sequence[Value]) -> int:
+    """The most scratch memory that a node is taken to need if it computes products; else 0."""
+    touched = {*node.reads, *node.writes} if node.flops else ()
+    return _MOST_COPIES * sum(values[value].size_bytes for value in touched)
 
 
 def outside_nodes(graph: StepGraph) -> frozenset[int]:

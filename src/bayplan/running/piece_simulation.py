@@ -15,6 +15,7 @@ from typing import Any
 from bayplan import torch_answers, torch_compat
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import OperatorCosts
+from bayplan.costing.step_memory import WORKSPACE_SHARE, most_workspace_bytes
 from bayplan.data.errors import BayplanError
 from bayplan.data.graph import StepGraph
 from bayplan.data.live_memory import replay_memory
@@ -33,21 +34,21 @@ from bayplan.tracing.tracer import Locator, StepTracer
 __all__ = ["Simulated", "simulate", "watch_gradients"]
 
 PriceCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Cost]
-_WORKSPACE_SHARE = 0.15  # no kernel is taken to need more scratch memory than this of the peak
 
 
 class _PieceTracer(StepTracer):
     """Records what runs also in compiled pieces, and between which operators each runs.
 
-    Operators that run when there is much get a price: not all of them, since each is run for it.
+    Operators that may need scratch memory at the peak get a price: not all of them, since each is
+    run for it.
     """
 
-    def __init__(self, locator: Locator, price: PriceCall | None, least_bytes: float) -> None:
+    def __init__(self, locator: Locator, price: PriceCall | None, peak_bytes: int) -> None:
         super().__init__(locator)
         self.spans: list[tuple[int, bool, int, int]] = []  # piece, is forward, first, end
         self.workspace_bytes: list[int] = []
         self._begun: list[int] = []
-        self._price, self._least_bytes = price, least_bytes
+        self._price, self._peak_bytes = price, peak_bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,7 +57,10 @@ class _PieceTracer(StepTracer):
     def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         output = super().run(func, *args, **kwargs)
         workspace_bytes = 0
-        if self._price is not None and self.live_bytes >= self._least_bytes:
+        most_bytes = max(
+            WORKSPACE_SHARE * self._peak_bytes, most_workspace_bytes(self.nodes[-1], self.values)
+        )
+        if self._price is not None and self.live_bytes + most_bytes >= self._peak_bytes:
             workspace_bytes = self._price(func, args, kwargs).workspace_bytes
         self.workspace_bytes.append(workspace_bytes)
         return output
@@ -183,12 +187,12 @@ def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBacke
     name = type(step.model).__name__
 
     def recorded(
-        fake: TrainingStep, price: PriceCall | None = None, least_bytes: float = 0
+        fake: TrainingStep, price: PriceCall | None = None, peak_bytes: int = 0
     ) -> tuple[StepGraph, _PieceTracer]:
         tracers: list[_PieceTracer] = []
 
         def tracer_of(locator: Locator) -> StepTracer:
-            tracers.append(_PieceTracer(locator, price, least_bytes))
+            tracers.append(_PieceTracer(locator, price, peak_bytes))
             backend.on_run = tracers[-1].hear
             return tracers[-1]
 
@@ -206,8 +210,7 @@ def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBacke
         device = next(fake.model.parameters()).device
         with backend.context.prices(device) as costs, again():  # in this order: prices are real
             assert isinstance(costs, OperatorCosts), "a fitted model runs here"
-            least_bytes = (1 - _WORKSPACE_SHARE) * live.peak_bytes
-            graph, tracer = recorded(fake, costs.price, least_bytes)
+            graph, tracer = recorded(fake, costs.price, live.peak_bytes)
         backend.on_run = lambda *_: None
     return Simulated(
         backend.pieces,

@@ -30,7 +30,7 @@ from bayplan.data.errors import CaptureError, DoesNotFit
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import Limit, format_bytes
 from bayplan.data.verdict import InPieces, PlanSummary
-from bayplan.planning.memory.orders import FastestWithin, by_strategy, planned_bytes
+from bayplan.planning.memory.orders import FastestWithin, by_strategy, limit_for, planned_bytes
 from bayplan.planning.memory.pieces import Surroundings, choose_orders, kept_bytes, plain_piece
 from bayplan.planning.memory.strategies import keep
 from bayplan.running.piece_backend import PieceBackend, Unplanned
@@ -156,7 +156,7 @@ def plan_pieces(
             written |= {fault.operators}
     limit_bytes = decide.limit.of(decide.plain_peak_bytes or plain.peak_bytes)
     plan_of = partial(_plan_of, gradients, plain)
-    if plain.peak_bytes <= limit_bytes:
+    if plain.peak_bytes <= planned_bytes(limit_bytes):
         orders = {index: _in_plain_order(each.traced) for index, each in enumerate(plain.pieces)}
         return plan_of(orders, plain)
     search = _Search(plain, decide, alone)
@@ -166,9 +166,9 @@ def plan_pieces(
         for _ in range(_MOST_ROUNDS):
             orders = choose_orders(plain.runs, search.plain, plain.outside, target_bytes, search)
             run = simulated(plan_of(orders, plain).decider())
-            if run.peak_bytes <= limit_bytes:
+            if run.peak_bytes <= planned_bytes(limit_bytes):
                 return plan_of(orders, run)
-            target_bytes -= run.peak_bytes - limit_bytes
+            target_bytes -= run.peak_bytes - planned_bytes(limit_bytes)
         raise DoesNotFit(
             f"the pieces of the forward were planned {_MOST_ROUNDS} times, and always took more"
         )
@@ -176,7 +176,7 @@ def plan_pieces(
     try:
         return within(limit_bytes)
     except DoesNotFit as refusal:
-        smallest_bytes = _smallest(within, limit_bytes, plain.peak_bytes)
+        smallest_bytes = _smallest(within, limit_bytes, limit_for(plain.peak_bytes))
         raise PiecesDoNotFit(
             f"the pieces of a forward that is not one graph do not fit {format_bytes(limit_bytes)}"
             f" together: {str(refusal).partition(' Fits with')[0].rstrip('.')}. All fit with"

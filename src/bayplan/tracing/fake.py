@@ -136,6 +136,8 @@ def fake_step(step: TrainingStep, optimizer: OptimizerSource) -> TrainingStep:
     if optimizer is not None:
         _check_trains(optimizer, model, loss_fn)
         _update_all_at_once(optimizer)
+        if isinstance(mode, KnownValues):
+            mode.watch(optimizer)
     return replace(step, model=model, batch=batch, loss_fn=loss_fn, optimizer=optimizer)
 
 

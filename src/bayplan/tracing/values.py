@@ -16,10 +16,13 @@ that reads only such tensors is computed for real beside its fake run, so whoeve
    layers at random then goes the way that keeps all of them (`go_fullest_way`).
 4. A step that decides by what parameters compute is captured with `knows_all`: then every tensor of
    the forward is known, and the forward is computed for real beside its fake run.
+5. Of an optimizer's update only single numbers are known, its counters: however often a step runs,
+   its parameters decide what they decide in the step that is about to run.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +133,7 @@ class KnownValues(torch_compat.FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.knows_all = knows_all
         self._is_inside = False  # an operator that is faked by way of others
+        self._is_updating = False
         self._copies = _Copies()
         self._single: float | None = None  # what every single random number is; None as it comes
         self._num_singles = self._made_bytes = 0
@@ -141,6 +145,15 @@ class KnownValues(torch_compat.FakeTensorMode):
     def draw_again(self) -> None:
         """Let the next random numbers be those that came first."""
         self._random_state = self._first_state
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the updates of an optimizer from the rest of its step."""
+
+        def updating(is_updating: bool, *_: object) -> None:
+            self._is_updating = is_updating
+
+        optimizer.register_step_pre_hook(partial(updating, True))
+        optimizer.register_step_post_hook(partial(updating, False))
 
     def go_fullest_way(self, run: Callable[[], object]) -> None:
         """Run a step, and let it later go the way that makes most.
@@ -206,6 +219,8 @@ class KnownValues(torch_compat.FakeTensorMode):
                 each.numel() * each.element_size() for each in torch_compat.tensors_in(output)
             )
             self._made_bytes += sum(made_bytes)
+        if self._is_updating and any(tensor.dim() for tensor in torch_compat.tensors_in(changed)):
+            return output
         if not knows_all:
             for tensor in torch_compat.tensors_in(changed):
                 known = known_of[id(tensor)]

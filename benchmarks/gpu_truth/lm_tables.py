@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 import msgspec
-from gpu_truth import bert_tables, course_tables
+from gpu_truth import bert_tables, course_tables, galvatron_tables
 from gpu_truth.rows import Found, Row
 from gpu_truth.timing import time_claims
 
@@ -18,6 +18,7 @@ __all__ = ["found", "read_table"]
 Rules = Callable[[dict[str, Any], list[dict[str, Any]], dict[str, Any], Any], Iterator[Row]]
 _RULES: dict[str, Rules] = {
     "cs336_lm.json": course_tables.rows_of,
+    "galvatron.json": galvatron_tables.rows_of,
     "huggingface_docs.json": bert_tables.rows_of,
 }
 
@@ -75,10 +76,18 @@ def _told(fault: Exception) -> str:
 
 
 def _claims(rows: list[Row]) -> dict[str, Any]:
-    memory = [abs(row.error_pct) for row in rows if row.quantity.endswith("bytes")]
+    memory = [row for row in rows if row.quantity.endswith("bytes")]
+    errors = [abs(row.error_pct) for row in memory]
+    unexplained = [abs(row.error_pct) for row in memory if not row.explained]
     return {
-        "num_peaks": len(memory),
-        "peaks_mean_pct": mean(memory or [0.0]),
-        "peaks_worst_pct": max(memory, default=0.0),
+        "num_peaks": len(errors),
+        "peaks_mean_pct": mean(errors or [0.0]),
+        "peaks_worst_pct": max(errors, default=0.0),
+        "peaks_not_explained": {
+            "num_rows": len(unexplained),
+            "mean_pct": mean(unexplained or [0.0]),
+            "worst_pct": max(unexplained, default=0.0),
+            "within_10_pct": sum(error <= 10 for error in unexplained),
+        },
         "step_times": time_claims([row for row in rows if row.quantity.endswith("seconds")]),
     }

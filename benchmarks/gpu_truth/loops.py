@@ -29,7 +29,15 @@ from bayplan.tracing.fake import without_memory
 from bayplan.tracing.tracer import Locator, StepTracer
 
 ANY_GPU = "sm_80"
-__all__ = ["LOSSES", "Loop", "Peaks", "Recording", "at_batch", "peaks", "record"]
+__all__ = [
+    "LOSSES",
+    "Loop",
+    "Peaks",
+    "Recording",
+    "at_batch",
+    "peaks",
+    "record",
+]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -250,7 +258,7 @@ def _backward(loss: Tensor | None, tracer: StepTracer) -> None:
 
 @dataclass
 class Peaks:
-    """Of the measured part of a loop."""
+    """Of the measured part of a loop, or of one moment of it."""
 
     requested_bytes: int = 0
     allocated_bytes: int = 0
@@ -283,12 +291,32 @@ def peaks(
     return highest
 
 
+def held_before(recording: Recording, number: int) -> Peaks:
+    """What is in use when an operator is about to run, or at the end after the last one."""
+    allocator, told = CachingAllocator(), Peaks()
+
+    def look(index: int) -> None:
+        if index == number:
+            told.requested_bytes = allocator.requested_bytes
+            told.allocated_bytes = allocator.allocated_bytes
+            told.reserved_bytes = allocator.reserved_bytes
+
+    _replay(recording.graph, allocator, on_node=lambda index: None, before_node=look)
+    look(number if number >= len(recording.graph.nodes) else -1)
+    return told
+
+
 # torch keeps a workspace for cuBLAS from the first product on, one for backward's thread as well.
 _BLAS_WORKSPACE_BYTES = 8_519_680
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"))
 
 
-def _replay(graph: StepGraph, allocator: CachingAllocator, on_node: Callable[[int], None]) -> None:
+def _replay(
+    graph: StepGraph,
+    allocator: CachingAllocator,
+    on_node: Callable[[int], None],
+    before_node: Callable[[int], None] = lambda index: None,
+) -> None:
     """Hand a loop's allocations and releases to the allocator; `on_node` hears of each operator."""
     born, released = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     live: dict[int, Block] = {}
@@ -303,6 +331,7 @@ def _replay(graph: StepGraph, allocator: CachingAllocator, on_node: Callable[[in
             released[storage.released].append(index)
     multiplied = set[bool]()
     for number, node in enumerate(graph.nodes):
+        before_node(number)
         for index in born[number]:
             live[index] = allocator.allocate(graph.storages[index].size_bytes)
         is_backward = node.phase is Phase.BACKWARD

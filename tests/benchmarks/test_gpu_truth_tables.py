@@ -73,3 +73,66 @@ def test_a_row_that_cannot_be_rebuilt_is_listed_with_its_reason(tmp_path, change
     done = found_in(tmp_path, "huggingface_docs.json", [CONTEXT, row])
     assert not done.rows
     assert reason in "".join(done.claims["not_rebuilt"])
+
+
+def layers_row(layers, value, **others):
+    config = {"hidden": 256, "heads": 4, "vocab": 100, "layers": layers, "strategy": "1_1_8"}
+    row = {"source": "made up", "path": "a/b.json", "model": "gpt-tiny"}
+    row |= {"config": config | others.pop("config", {}), "batch_per_gpu": 2, "sequence": "512"}
+    row |= {"device": "not stated", "n_gpus": 8, "unit": "MiB", "value": value}
+    row["quantity"] = "memory_allocated: after forward minus before forward (activations kept)"
+    return row | others
+
+
+def test_a_layer_is_the_difference_of_two_rows_of_one_job(tmp_path):
+    rows = [layers_row("1", 10.0), layers_row("3", 40.0), layers_row("2", 1.0, sequence="64")]
+    rows = [row | {"batch_per_gpu": 1} for row in rows]
+    done = found_in(tmp_path, "galvatron.json", rows)
+    (told,) = done.rows
+    assert told.reported == 30 * MIB
+    # 17 activations of a GPT layer with dropout, and flash attention's sums of each row.
+    unit = 512 * 256 * 2
+    assert told.predicted == pytest.approx(2 * 17 * unit, rel=0.02)
+    assert (
+        done.claims["not_rebuilt"][
+            "galvatron.json: the fewest layers: what others are compared with"
+        ]
+        == 2
+    )
+
+
+def test_a_checkpointed_layer_keeps_its_input_and_its_mask(tmp_path):
+    config = {"activation_checkpointing": True}
+    rows = [
+        layers_row(layers, 1.0 + int(layers), model="bert-tiny", config=config) for layers in "12"
+    ]
+    (told,) = found_in(tmp_path, "galvatron.json", rows).rows
+    assert told.predicted == 512 * 2 * 256 * 2 + 2 * 512 * 512
+
+
+def test_states_of_a_layer_are_sharded_over_all_ranks(tmp_path):
+    quantity = "memory_allocated after backward (model states of this rank: sharded by ZeRO-3)"
+    rows = [
+        layers_row(layers, int(layers[-1]), model="t5-tiny", quantity=quantity, config=config)
+        for layers in ("1,1", "1,2")
+        for config in [{"d_model": 256, "d_ff": 1024, "d_kv": 64}]
+    ]
+    (told,) = found_in(tmp_path, "galvatron.json", rows).rows
+    assert told.predicted == pytest.approx(16 * (8 + 8) * 256 * 256 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "swin-huge"}, "no rules to rebuild the layers of 'swin-huge'"),
+        ({"quantity": "step_time: forward"}, "the GPU is not told"),
+        ({"quantity": "peak memory_allocated minus memory after backward"}, "gathered weights"),
+        ({"config": {"layers": "all"}}, "invalid literal"),
+        ({"unit": "acres"}, "no unit 'acres'"),
+    ],
+)
+def test_a_layer_that_cannot_be_rebuilt_is_listed_with_its_reason(tmp_path, change, reason):
+    rows = [layers_row("1", 1.0, **change), layers_row("2", 2.0, **change)]
+    done = found_in(tmp_path, "galvatron.json", rows)
+    assert not done.rows
+    assert reason in "".join(done.claims["not_rebuilt"])

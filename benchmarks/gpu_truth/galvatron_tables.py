@@ -1,8 +1,8 @@
 """What a layer adds to memory in Galvatron's profiles: differences between layer counts.
 
 A profile has the same job with one layer and with two. Their difference is a layer: what its
-forward keeps for backward, and its share of parameters, gradients and optimizer states, sharded over
-all ranks.
+forward keeps for backward, and its share of parameters, gradients and optimizer states, sharded
+over all ranks.
 """
 
 import json

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from gpu_truth import bert_tables, course_tables, galvatron_tables
+from gpu_truth.device_fit import device_constants, left_out
 from gpu_truth.rows import Found, Row
 from gpu_truth.timing import time_claims
 
@@ -58,12 +59,19 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
                 by_table.setdefault(path.name, []).extend(made)
             except KeyboardInterrupt:
                 skipped["interrupted"] = 1
-            except (BayplanError, KeyError, TypeError, ValueError) as fault:
+            except (BayplanError, AttributeError, KeyError, TypeError, ValueError) as fault:
                 reason = f"{path.name}: {_told(fault)}"
                 skipped[reason] = skipped.get(reason, 0) + 1
+    derived, by_source = rows, left_out(rows, by="source")
+    rows = left_out(rows, by="model")
     return Found(
         rows,
         _claims(rows)
+        | {
+            "step_times_nothing_fitted": _time_claims(derived),
+            "step_times_other_sources": _time_claims(by_source),
+            "constants": {name: vars(each) for name, each in device_constants(derived).items()},
+        }
         | {"by_table": {name: _claims(part) for name, part in by_table.items()}}
         | {"not_rebuilt": skipped},
     )
@@ -89,5 +97,18 @@ def _claims(rows: list[Row]) -> dict[str, Any]:
             "worst_pct": max(unexplained, default=0.0),
             "within_10_pct": sum(error <= 10 for error in unexplained),
         },
-        "step_times": time_claims([row for row in rows if row.quantity.endswith("seconds")]),
+        "fits_right": sum(row.reported == row.predicted for row in rows if _is_choice(row)),
+        "fits": sum(map(_is_choice, rows)),
+        "step_times": _time_claims(rows),
+    }
+
+
+def _is_choice(row: Row) -> bool:
+    return row.quantity.endswith("whether")
+
+
+def _time_claims(rows: list[Row]) -> dict[str, Any]:
+    times = [row for row in rows if row.quantity.endswith("seconds")]
+    return time_claims(times) | {
+        "not explained": time_claims([row for row in times if not row.explained])
     }

@@ -228,6 +228,7 @@ def _iterate(
         cast = torch.autocast("cuda", dtype=loop.autocast)
     with torch.set_grad_enabled(loop.with_grad), cast:
         output = call_model(model, inputs)
+        marks["output"] = len(tracer.nodes)
         if loop.loss:
             loss = LOSSES[loop.loss](output, targets)
         marks["forward"] = len(tracer.nodes)

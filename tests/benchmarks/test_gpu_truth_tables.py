@@ -4,6 +4,7 @@ import json
 
 import pytest
 from gpu_truth import lm_tables
+from gpu_truth.device_fit import Constants, Costs, TimedRow, fitted_to, left_out
 
 MIB = 1 << 20
 
@@ -136,3 +137,107 @@ def test_a_layer_that_cannot_be_rebuilt_is_listed_with_its_reason(tmp_path, chan
     done = found_in(tmp_path, "galvatron.json", rows)
     assert not done.rows
     assert reason in "".join(done.claims["not_rebuilt"])
+
+
+def course_row(quantity, value, **others):
+    config = {"model": "plain attention (einsum), no mask stated", "heads": 1, "d_k": 64}
+    row = {"source": "made up", "repo": "a/b", "path": "c", "model": "attention d64"}
+    row |= {"config": config, "batch_per_gpu": 8, "sequence": 1024, "dtype": "float32"}
+    row |= {"device": "NVIDIA A10 24 GB", "n_gpus": 1, "unit": "MiB"}
+    return row | {"quantity": quantity, "value": value} | others
+
+
+def language_row(quantity, value, **others):
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 100}
+    row = course_row(quantity, value, unit="ms", sequence=64, **others)
+    return row | {"model": "tiny", "config": {"model": "cs336-staff-26", **sizes}}
+
+
+def test_attention_keeps_its_exponentials_and_its_weights(tmp_path):
+    rows = [
+        course_row("memory_allocated after forward with grad recording", 1.0),
+        course_row("saved for backward (difference to no_grad)", 1.0),
+    ]
+    after, saved = found_in(tmp_path, "cs336_lm.json", rows).rows
+    scores, vectors, workspaces = 8 * 1024 * 1024 * 4, 8 * 1024 * 64 * 4, 2 * 8_519_680
+    assert saved.predicted == pytest.approx(2 * scores, rel=0.01)
+    assert after.predicted == pytest.approx(
+        2 * scores + 7 * vectors + 1024 * 1024 + workspaces, rel=0.01
+    )
+
+
+def test_rows_of_one_iteration_share_its_capture(tmp_path):
+    rows = [
+        language_row(quantity, 1.0, optimizer="torch.optim.AdamW")
+        for quantity in (
+            "step_time: forward with grad recording",
+            "step_time: backward",
+            "step_time: optimizer step",
+            "step_time: forward + F.cross_entropy + backward + AdamW step",
+        )
+    ]
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "cs336_lm.json").write_text(json.dumps({"rows": rows}))
+    told = []
+    done = lm_tables.found(tmp_path, is_quick=False, on_progress=told.append)
+    assert len([line for line in told if "times" in line]) == 1
+    forward, backward, update, whole = (row.costs.seconds for row in done.rows)
+    assert 0 < update < backward
+    assert forward + backward + update < whole < 1.2 * (forward + backward + update)
+
+
+@pytest.mark.parametrize(
+    ("device", "notes", "fits"),
+    [
+        ("NVIDIA A10 24 GB", "", 1.0),
+        ("NVIDIA A10 24 GB (0.45 GiB usable)", "", 0.0),
+        ("NVIDIA A10 24 GB", "Process 12 has 22.0 GiB memory in use.", 0.0),
+    ],
+)
+def test_a_step_fits_beside_what_else_is_on_the_card(tmp_path, device, notes, fits):
+    row = language_row("fits: train_step", False, device=device, notes=notes, optimizer="own AdamW")
+    done = found_in(tmp_path, "cs336_lm.json", [row])
+    assert [told.predicted for told in done.rows] == [fits]
+    assert done.claims["fits_right"] == (fits == 0.0)
+
+
+def timed_rows(constants, *, model, explained=""):
+    costs = [Costs(0.010, 0.001, 50), Costs(0.001, 0.009, 70), Costs(0.0001, 0.0002, 900)]
+    return [
+        TimedRow(
+            source="made up",
+            model=model,
+            device="NVIDIA A10",
+            quantity="step: seconds",
+            reported=constants.seconds(cost),
+            predicted=cost.seconds,
+            explained=explained,
+            costs=cost,
+        )
+        for cost in costs
+    ]
+
+
+def test_constants_of_a_device_are_found_from_its_times():
+    truth = Constants(product_scale=1.3, other_scale=0.8, host_seconds=3e-5)
+    found = fitted_to(timed_rows(truth, model="a"))
+    assert found.host_seconds == pytest.approx(truth.host_seconds, rel=0.05)
+    assert found.product_scale == pytest.approx(truth.product_scale, rel=0.05)
+    assert found.other_scale == pytest.approx(truth.other_scale, rel=0.05)
+
+
+def test_a_group_is_predicted_by_constants_that_never_saw_it():
+    usual, strange = Constants(), Constants(product_scale=5.0, other_scale=5.0)
+    rows = timed_rows(usual, model="a") + timed_rows(strange, model="b")
+    told = left_out(rows)
+    assert told[0].predicted == pytest.approx(5 * rows[0].predicted, rel=0.1)
+    assert told[3].predicted == pytest.approx(rows[3].predicted, rel=0.1)
+    alone = left_out(rows, by="source")  # nothing to learn from: as derived
+    assert [row.predicted for row in alone] == [row.predicted for row in rows]
+
+
+def test_a_row_that_something_else_slowed_teaches_nothing():
+    slowed = timed_rows(Constants(product_scale=9.0), model="a", explained="another process")
+    rows = slowed + timed_rows(Constants(), model="b") + timed_rows(Constants(), model="c")
+    told = left_out(rows)
+    assert told[3].predicted == pytest.approx(rows[3].predicted, rel=0.1)

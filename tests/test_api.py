@@ -38,6 +38,11 @@ def test_every_public_name_is_there_and_no_other():
     for name in bayplan.__all__:
         assert getattr(bayplan, name) is not None
     assert dir(bayplan) == sorted(bayplan.__all__)
+
+
+def test_first_use_draws_no_random_number():
+    script = "import random, bayplan; state = random.getstate(); bayplan.fit; bayplan.data_parallel"
+    subprocess.run([sys.executable, "-c", f"{script}; assert random.getstate() == state"], check=True)
     with pytest.raises(AttributeError, match="no attribute 'capturee'"):
         _ = bayplan.capturee
 

@@ -94,3 +94,57 @@ def test_gradients_that_arrive_in_another_layout_than_the_output(digests):
         bayplan.fit(step.model, step.batch, step.loss_fn, memory="1GiB", time_limit_seconds=0.5)
 
     assert digests(build, prepare=fit) == digests(build)
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 48)
+
+    def forward(self, x):
+        return self.layer(x).unfold(1, 6, 3)
+
+
+@pytest.mark.parametrize("knows_loss", [True, False])
+def test_gradients_of_outputs_that_overlap_themselves(digests, knows_loss):
+    """torch lays gradients out like outputs: one number was copied over another."""
+
+    def build():
+        return Overlapping(), torch.randn(5, 7), lambda y: (y * y.detach().roll(1, 2)).mean()
+
+    def fit(step):
+        if knows_loss:
+            bayplan.fit(step.model, step.batch, step.loss_fn, memory="1GiB", time_limit_seconds=0.5)
+        else:
+            step.model.compile(backend="bayplan", options={"memory": "1GiB"})
+
+    assert digests(build, prepare=fit) == digests(build)
+
+
+class Spectra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x):
+        values = []
+        for y in (x, self.layer(x)):
+            both = torch.linalg.svdvals(y), torch.linalg.eigvalsh(y @ y.mT)
+            values += [*both, torch.linalg.eigvals(y).abs(), torch.linalg.cond(y)[:, None]]
+        return torch.cat(values, 1)
+
+
+def test_values_are_computed_without_vectors_where_nobody_trains_with_them():
+    torch.manual_seed(0)
+    model, x = Spectra(), torch.randn(5, 7, 7)
+
+    def outputs():
+        kept = [model(x)]
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                kept.append(model(x).clone())
+        return kept
+
+    plain = outputs()
+    bayplan.fit(model, x, lambda y: y.sum(), memory="1GiB", time_limit_seconds=0.5)
+    assert all(one.equal(other) for one, other in zip(outputs(), plain, strict=True))

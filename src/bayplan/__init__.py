@@ -4,6 +4,7 @@ The names below are imported on first use, so that `import bayplan.data` and the
 `--help` do not wait for torch.
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'bayplan' has no attribute {name!r}")
     home = next((home for home, names in _HOMES.items() if name in names), "bayplan.api")
-    return getattr(import_module(home), name)
+    drawn = random.getstate()
+    try:
+        return getattr(import_module(home), name)
+    finally:
+        random.setstate(drawn)  # rich draws a number when it is imported
 
 
 def __dir__() -> list[str]:

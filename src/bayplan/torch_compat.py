@@ -86,6 +86,7 @@ __all__ = [
     "noting_changes",
     "num_changes",
     "outside_tracing",
+    "overlaps",
     "replayed_views",
     "running_eagerly",
     "set_compiled_call",
@@ -378,6 +379,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             span *= size
     return True
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may be in one place, as those of an unfolded one are."""
+    end = 0  # of what the smaller strides reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
 
 
 def is_graph_kept() -> bool:

@@ -129,7 +129,11 @@ def gradient_parts(gradient: Any) -> list[Any]:
 def _told_tangents(
     tangents: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]],
 ) -> Iterator[None]:
-    """Let torch trace with gradients of these strides, instead of those of the outputs."""
+    """Let torch trace with gradients of these strides, instead of those of the outputs.
+
+    Those of outputs that overlap themselves are never taken: a gradient has a number for each
+    element, and torch would copy them over each other.
+    """
     from torch._functorch._aot_autograd import collect_metadata_analysis
 
     guess = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
@@ -139,6 +143,9 @@ def _told_tangents(
         shape, stride = next(waiting, ((), None))
         if stride is not None and isinstance(x, torch.Tensor) and x.shape == shape:
             x = x.new_empty_strided(shape, stride)
+        is_strided = isinstance(x, torch.Tensor) and x.layout is torch.strided
+        if is_strided and torch_compat.overlaps(x):
+            x = x.new_empty(x.shape)
         return guess(x)
 
     collect_metadata_analysis.coerce_tangent_and_suggest_memory_format = told

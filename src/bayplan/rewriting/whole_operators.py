@@ -7,6 +7,9 @@ runs the operator itself a second time for that, since a formula alone cannot be
 
 Others cannot be traced at all because C++ reads values on the way, as the lengths of a CTC loss. If
 the shape of their output is known, they stay whole as well.
+
+And singular values and eigenvalues come with their vectors in traces, also where nobody trains with
+them. Plain training computes the values alone there, by another method.
 """
 
 import math
@@ -19,7 +22,7 @@ import torch
 
 from bayplan import torch_compat, torch_joint
 
-__all__ = ["WholeOperator", "whole_operators"]
+__all__ = ["ValuesOperator", "WholeOperator", "whole_operators"]
 
 aten = torch.ops.aten
 
@@ -65,6 +68,42 @@ class WholeOperator:
         return _Whole.apply(self, tuple(kwargs), *args, *kwargs.values())
 
 
+@dataclass(frozen=True)
+class ValuesOperator:
+    """How singular values or eigenvalues are traced: with vectors only where a gradient needs them.
+
+    Attributes:
+        original: torch's operator.
+        values: makes them of a matrix; its second argument is whether vectors are needed.
+    """
+
+    original: Any
+    values: Callable[..., Any]
+
+    def call(self, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_trained = torch.is_grad_enabled() and matrix.requires_grad
+        return self.values(matrix, is_trained, *args, **kwargs)
+
+
+def _singular_values(matrix: torch.Tensor, has_vectors: bool, **options: Any) -> Any:
+    return aten._linalg_svd(matrix, False, has_vectors, **options)[1]
+
+
+def _symmetric_eigenvalues(matrix: torch.Tensor, has_vectors: bool, triangle: str = "L") -> Any:
+    return aten._linalg_eigh(matrix, triangle, has_vectors)[0]
+
+
+def _eigenvalues(matrix: torch.Tensor, has_vectors: bool) -> Any:
+    return aten.linalg_eig(matrix)[0] if has_vectors else aten._linalg_eigvals(matrix)
+
+
+_VALUES = (
+    ValuesOperator(aten.linalg_svdvals.default, _singular_values),
+    ValuesOperator(aten.linalg_eigvalsh.default, _symmetric_eigenvalues),
+    ValuesOperator(aten.linalg_eigvals.default, _eigenvalues),
+)
+
+
 class _Whole(torch.autograd.Function):
     """A whole operator as autograd sees it while a step is traced."""
 
@@ -101,7 +140,7 @@ def _is_differentiable(argument: Any) -> bool:
 
 
 @cache
-def whole_operators() -> tuple[WholeOperator, ...]:
+def whole_operators() -> tuple[WholeOperator | ValuesOperator, ...]:
     """All of them, known to torch under names of ours from now on."""
     library = torch.library.Library("bayplan", "FRAGMENT")
     kernels = (
@@ -117,7 +156,7 @@ def whole_operators() -> tuple[WholeOperator, ...]:
         value, gradient = _value_of(each, fake, library), _gradient_of(each, library)
         whole.append(WholeOperator(each, value, gradient))
     _LIBRARIES.append(library)
-    return tuple(whole)
+    return (*whole, *_VALUES)
 
 
 def _combinations(

@@ -19,6 +19,7 @@ All other branches on values stay Dynamo's business, also those on random number
 """
 
 import dis
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "KNOWN",
     "answer_as_eager",
-    "answers_of_gpu",
     "break_after",
     "known_arrays",
     "left_outside",
@@ -85,23 +85,6 @@ def unnoticed_fakes() -> Iterator[None]:
         del FakeTensor.__format__
         del home.__getattr__  # pyrefly: ignore[missing-attribute]
         home.FakeTensor = FakeTensor
-
-
-@contextmanager
-def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
-    """Let autocast work for `cuda` where there is no GPU, as it does where there is one."""
-    common, home = torch.cuda.amp.common, torch.cuda
-    before = common.amp_definitely_not_available, home.is_bf16_supported
-
-    def supports_bfloat16(including_emulation: bool = True) -> bool:
-        return has_bfloat16 or including_emulation
-
-    common.amp_definitely_not_available = lambda: False
-    home.is_bf16_supported = supports_bfloat16
-    try:
-        yield
-    finally:
-        common.amp_definitely_not_available, home.is_bf16_supported = before
 
 
 @contextmanager
@@ -409,8 +392,9 @@ def _truth_of_batch(node: fx.Node) -> bool | None:
     for other in node.graph.nodes:
         if _writes(other) and not needed.isdisjoint(_ancestors(other)):
             return None
-    check = _cut_out(node, needed)
     graphargs = [each.meta["grapharg"] for each in inputs]
+    known = [each.example for each in graphargs if hasattr(each.example, KNOWN)]
+    check = _cut_out(node, needed, home=_value_of(known[0]).device if known else None)
     with _disable_current_modes():
         truth = _evaluate(check, [each.example for each in graphargs])
     if truth is not None and inputs:  # what depends on constants alone needs no guard
@@ -445,18 +429,30 @@ def _writes(node: fx.Node) -> bool:
         return False
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name in ("setitem", "__setitem__") or name.startswith("__i")
-    is_augmented = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
-    return is_in_place or is_operator or (is_augmented and name != "is_") or "out" in node.kwargs
+    if getattr(target, "__module__", "") == "_operator":
+        # `iadd` and `ior` write; `invert`, `is_not` and, named so for the keyword, `or_` do not.
+        other = name.removeprefix("i")
+        is_augmented = other != name and any(
+            hasattr(operator, each) for each in (other, f"{other}_")
+        )
+        return is_operator or is_augmented
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or is_operator or "out" in node.kwargs
 
 
-def _cut_out(node: fx.Node, needed: set[fx.Node]) -> fx.GraphModule:
+def _cut_out(node: fx.Node, needed: set[fx.Node], home: torch.device | None) -> fx.GraphModule:
+    """What a node is computed from, as a graph; on the device of values that are known, if any."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def at_home(argument: Any) -> Any:
+        return home if isinstance(argument, torch.device) and home is not None else argument
+
     for each in node.graph.nodes:
         if each in needed:
-            copies[each] = graph.node_copy(each, copies.__getitem__)
-            copies[each].meta.clear()  # which holds fake tensors
+            copy = copies[each] = graph.node_copy(each, copies.__getitem__)
+            copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), at_home)
+            copy.meta.clear()  # which holds fake tensors
     graph.output(copies[node])
     return fx.GraphModule(nn.Module(), graph)
 

@@ -1,8 +1,8 @@
 """Torch's private names, in one place, so that a new release breaks in one place.
 
 Attributes of torch's objects included. `torch_joint.py` has those for tracing a joint graph,
-`torch_answers.py` those for what code is told while it is traced. Each has a test of its own in
-`tests/test_torch_compat*.py` or `tests/tracing/test_values.py` that says what we rely on.
+`torch_answers.py` and `torch_gpu.py` those for what code is told while it is traced. Each has a
+test in `tests/test_torch_compat*.py` or `tests/tracing/test_values.py` that says what we rely on.
 """
 
 import logging

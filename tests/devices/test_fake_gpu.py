@@ -29,6 +29,8 @@ class Attention(nn.Module):
         heads = self.project(tokens).unflatten(-1, (4, self.head)).transpose(1, 2).to(self.dtype)
         mask = torch.ones(8, 8, dtype=torch.bool, device=tokens.device)
         options = dict(self.options)
+        if options.pop("is_odd", False):  # rows that begin between CUTLASS's units
+            heads = functional.pad(heads.flatten(), (1, 0))[1:].view(heads.shape)
         if options.pop("masked", False):
             options["attn_mask"] = mask
         mixed = functional.scaled_dot_product_attention(
@@ -61,6 +63,9 @@ def kernel(module: nn.Module, device: str) -> str:
         ("a100", {}, "flash"),
         ("a100", {"head": 36}, "flash"),
         ("a100", {"head": 36, "masked": True}, "math"),  # not a multiple of eight
+        ("a100", {"masked": True}, "efficient"),
+        ("a100", {"masked": True, "is_odd": True}, "math"),
+        ("v100", {"is_odd": True}, "efficient"),  # where it is not asked for
         ("rtx-4090", {"head": 200}, "efficient"),  # too little shared memory for its backward
         ("rtx-4090", {"head": 192}, "flash"),
         ("v100", {}, "efficient"),
@@ -71,6 +76,15 @@ def kernel(module: nn.Module, device: str) -> str:
 )
 def test_attention_follows_the_rules_of_torch(device, options, chosen):
     assert kernel(Attention(**options), device) == chosen
+
+
+def test_cudnn_takes_65535_rows_at_most():
+    def chosen(num_rows: int) -> str:
+        graph = capture(Attention(head=8), torch.ones(num_rows, 2, 32), device="h100")
+        return next(node.op for node in graph.nodes if "dot_product" in node.op)
+
+    assert "cudnn" in chosen(65535)
+    assert "flash" in chosen(65536)
 
 
 def test_kernels_that_are_switched_off_are_not_chosen():
@@ -155,6 +169,54 @@ def test_lstm_keeps_what_cudnn_says_it_keeps():
     sizes = [graph.values[value].size_bytes for value in node.writes]
     assert 112896 in sizes
     assert node.flops == 2 * 40 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
+
+
+class Deciding(nn.Module):
+    """Makes constants on its device, and decides by its batch, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cell = nn.Linear(4, 4), nn.GRUCell(4, 4)
+
+    def forward(self, rows, mask):
+        empty = torch.tensor([], dtype=rows.dtype, device=rows.device)
+        rows = torch.cat([empty, rows.flatten()]).view(rows.shape)
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0], device=rows.device)
+        if (~mask | torch.zeros(2, 6, dtype=torch.bool, device=rows.device)).any():
+            rows = self.layer(rows) * scale
+        return self.cell(rows)
+
+
+def test_models_that_decide_and_make_constants_are_planned_as_on_the_host():
+    masks, num_ops = torch.ones(2, 6, dtype=torch.bool), []
+    for mask in (masks, masks.tril()):
+        step = prepare(Deciding(), (torch.ones(2, 4), mask), lambda made: made.sum(), device="a100")
+        num_ops.append(len(step.traced.with_packs().program.ops))
+        assert len([node for node in step.graph.nodes if "gru_cell" in node.op]) == 2
+    assert num_ops[0] < num_ops[1]  # the second mask decides for one layer more
+
+
+class Aligning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 5)
+
+    def forward(self, rows):
+        told = self.layer(rows).log_softmax(-1)
+        lengths = torch.full((2,), 6), torch.full((2,), 3)
+        targets = torch.ones(2, 3, dtype=torch.long, device=rows.device)
+        return functional.ctc_loss(told, targets, *lengths)
+
+
+def test_operators_that_torch_has_no_rule_for_are_looked_at_on_the_host():
+    graph = capture(Aligning(), torch.ones(6, 2, 8), device="h100", optimizer=fused_sgd)
+    names = {node.op.split(".")[1] for node in graph.nodes}
+    assert names.issuperset({"_ctc_loss", "_ctc_loss_backward", "_fused_sgd_"})
+    assert "_cudnn_ctc_loss" not in names
+
+
+def fused_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
 
 
 def test_torch_looks_as_before_outside_of_a_capture():

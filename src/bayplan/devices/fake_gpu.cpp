@@ -134,10 +134,22 @@ int64_t row_alignment(const sdp_params& given) {
   return has_tensor_cores ? std::max<int64_t>(least, is_half ? 8 : 4) : least;
 }
 
+// Whether rows begin where CUTLASS can load them: by their offsets, since memory itself is aligned.
+bool begins_aligned(const sdp_params& given) {
+  if (capability < 80 || !sdp::has_only_dense_inputs(given)) return true;
+  const auto unit = row_alignment(given) * static_cast<int64_t>(given.query.element_size());
+  const auto is_aligned = [unit](const Tensor& tensor) {
+    const auto offset = tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+    return tensor.numel() == 0 || offset % unit == 0;
+  };
+  return is_aligned(given.query) && is_aligned(given.key) && is_aligned(given.value);
+}
+
 bool efficient_can(const sdp_params& given) {
   if (!sdp::check_runtime_disabled_mem_efficient(given, false) || !is_between(50, 121) ||
       !sdp::check_tensor_shapes(given, false))
     return false;
+  if (!begins_aligned(given)) return false;
   const auto alignment = row_alignment(given);
   const auto head = head_of(given.query), head_of_value = head_of(given.value);
   if (head != head_of(given.key) || head % alignment != 0 || head == 0 ||
@@ -169,6 +181,8 @@ bool cudnn_can(const sdp_params& given) {
       !sdp::check_last_dim_stride_equals_1_dense<true>(given, false) ||
       !sdp::check_batch_size_and_num_heads_dense<true, false>(given, false))
     return false;
+  constexpr int64_t most_rows = 65535;
+  if (given.query.size(0) > most_rows || given.query.size(1) > most_rows) return false;
   const auto query = head_of(given.query), value = head_of(given.value);
   const bool is_uneven = capability / 10 == 10 && query == 192 && value == 128;
   const int64_t most = capability == 90 ? 256 : is_uneven ? 192 : 128;

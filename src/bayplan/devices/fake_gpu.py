@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bayplan import torch_answers
+from bayplan import torch_gpu
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed, load_library
 
@@ -66,7 +66,7 @@ class FakeGpu:
         library = _library()
         with (
             _lock,
-            torch_answers.answers_of_gpu(has_bfloat16=self.has_bfloat16),
+            torch_gpu.answers_of_gpu(has_bfloat16=self.has_bfloat16),
             torch.autograd.set_multithreading_enabled(False),
         ):
             asked = self.capability if self.is_nvidia else -self.capability

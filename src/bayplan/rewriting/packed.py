@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bayplan.devices.device import HOST
 from bayplan.devices.machine import cache_directory
 from bayplan.native import CompileFailed, load_library
 
@@ -165,7 +166,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def _kernels_for(values: torch.Tensor) -> ctypes.CDLL | None:
     """Kernels of ours for some numbers as they lie in memory; None where there are none."""
-    is_plain = values.dtype is torch.float32 and values.is_cpu and not values.is_neg()
+    is_plain = values.dtype is torch.float32 and HOST.holds(values) and not values.is_neg()
     return _kernels() if is_plain else None
 
 
@@ -237,7 +238,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(flat: torch.Tensor) -> int:
-    return _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK
+    return _CPU_CHUNK if HOST.holds(flat) else _DEVICE_CHUNK
 
 
 def _chunks(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -249,7 +250,7 @@ def _chunks(flat: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
     """Whether each element is above the threshold, or NaN."""
-    if not values.is_cpu:
+    if not HOST.holds(values):
         return (values <= threshold).logical_not_()
     if values.element_size() < 4:
         values = values.float()  # exact, and what the operator compares, too
@@ -259,14 +260,14 @@ def _passes(values: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
-    if not mask.is_cpu:
+    if not HOST.holds(mask):
         return _packed_by_torch(mask)
     return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def _unpacked(bits: torch.Tensor, numel: int) -> torch.Tensor:
     """A byte of zero or one for each element."""
-    if not bits.is_cpu:
+    if not HOST.holds(bits):
         return _unpacked_by_torch(bits, numel)
     return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
 

@@ -211,7 +211,7 @@ class _Copier:
     def add_counters(self, state: Iterable[torch.Tensor]) -> None:
         """Make twins that know their value, of the single numbers that an optimizer reads."""
         for tensor in state:
-            is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.is_cpu
+            is_real = not isinstance(tensor, torch_compat.FakeTensor) and HOST.holds(tensor)
             if is_real and tensor.dim() == 0:
                 with torch_compat.outside_tracing():
                     value = tensor.item()
@@ -270,7 +270,7 @@ def _learn_storage(base: torch.Tensor, tensor: torch.Tensor, *, knows_all: bool)
     with torch_compat.outside_tracing():
         is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if knows_all:
-            is_real = not isinstance(tensor, torch_compat.FakeTensor) and tensor.is_cpu
+            is_real = not isinstance(tensor, torch_compat.FakeTensor) and HOST.holds(tensor)
             value = tensor.detach() if is_real else value_of(tensor)
         else:
             value = value_of(tensor) if is_small(base) and not is_trained else None

@@ -1,9 +1,10 @@
 """What cuDNN's kernels make, where torch's fake kernels say something else or nothing.
 
 A recurrent layer keeps a reserve for its backward, which torch's fake kernel has empty; the
-backward itself has no fake kernel. The gradients of all its weights are parts of one buffer, as the
-weights are. Fused attention returns the state of its random numbers, which torch's fake kernels put
-on `meta`, so that the backward would be priced with it in the wrong place.
+backward itself has no fake kernel, as cells of a GRU have none. The gradients of all weights of a
+layer are parts of one buffer, as the weights are. Fused attention returns the state of its random
+numbers, which torch's fake kernels put on `meta`, so that the backward would be priced with it in
+the wrong place.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,8 @@ def correct_fake_cuda() -> None:
     """
     torch_compat.set_fake_kernel(aten._cudnn_rnn.default, _recurrent)
     torch_compat.set_fake_kernel(aten._cudnn_rnn_backward.default, _recurrent_backward)
+    torch_compat.set_fake_kernel(aten._thnn_fused_gru_cell.default, _gru_cell)
+    torch_compat.set_fake_kernel(aten._thnn_fused_gru_cell_backward.default, _gru_cell_backward)
     for operator in (
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -36,6 +39,9 @@ def correct_fake_cuda() -> None:
         torch_compat.set_fake_kernel(operator, _attention)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm.default, _batch_norm)
     torch_compat.set_fake_kernel(aten.cudnn_batch_norm_backward.default, _batch_norm_backward)
+    for asked in (aten._use_cudnn_ctc_loss, aten._use_miopen_ctc_loss):
+        for operator in (asked.default, asked.Tensor):
+            torch_compat.set_fake_kernel(operator, _never)
     # A CPU wheel has no kernel of these for CUDA, and would take the other form that torch has of
     # them, several operators long.
     for operator in (aten.silu_backward, aten.mish_backward, aten.native_channel_shuffle):
@@ -123,6 +129,28 @@ def _recurrent_backward(_: _Rule | None, image: torch.Tensor, *rest: Any) -> tup
         torch.empty_like(cell) if of_cell and cell is not None else None,
         gradients,
     )
+
+
+def _gru_cell(
+    _: _Rule | None, image_gates: torch.Tensor, __: torch.Tensor, hidden: torch.Tensor, *___: Any
+) -> tuple[torch.Tensor, ...]:
+    """With a workspace for its backward: three gates and two products (RNN.cu of torch)."""
+    num_rows, num_units = hidden.shape
+    return torch.empty_like(hidden), hidden.new_empty(num_rows, 5 * num_units)
+
+
+def _gru_cell_backward(
+    _: _Rule | None, gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    num_rows, num_units = gradient.shape
+    of_gates = (workspace.new_empty(num_rows, 3 * num_units) for _ in range(2))
+    of_biases = (workspace.new_empty(3 * num_units) if has_bias else None for _ in range(2))
+    return *of_gates, torch.empty_like(gradient), *of_biases
+
+
+def _never(*_: Any) -> bool:
+    """CTC loss is torch's own; cuDNN's replaces it for targets that lie in one row on the host."""
+    return False
 
 
 def _batch_norm(

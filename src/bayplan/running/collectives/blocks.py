@@ -237,8 +237,8 @@ class Blocks:
 def _is_same_bytes(into: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether equal numbers are equal bytes in both."""
     return (
-        into.is_cpu
-        and source.is_cpu
+        HOST.holds(into)
+        and HOST.holds(source)
         and into.dtype is source.dtype
         and ((into.is_contiguous() and source.is_contiguous()) or into.stride() == source.stride())
         and not source.is_neg()

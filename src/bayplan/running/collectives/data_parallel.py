@@ -15,6 +15,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.exchange import ExchangeSettings
 from bayplan.data.histogram import histogram, histogram_text
 from bayplan.data.links import LinkCost
+from bayplan.devices.device import device_of
 from bayplan.planning.buckets.bucket_plan import (
     BucketPlan,
     Gradient,
@@ -248,7 +249,8 @@ class DataParallel:
 
     @property
     def _is_on_cpu(self) -> bool:
-        return all(parameter.is_cpu for parameter in self._trained.values())
+        homes = (device_of(parameter.device) for parameter in self._trained.values())
+        return all(home.counts_cpu_time for home in homes)
 
     def _cores_are_taken(self) -> bool:
         """Whether backward needs all cores that this rank has: then it stands still during sums."""

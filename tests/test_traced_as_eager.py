@@ -148,3 +148,27 @@ def test_values_are_computed_without_vectors_where_nobody_trains_with_them():
     plain = outputs()
     bayplan.fit(model, x, lambda y: y.sum(), memory="1GiB", time_limit_seconds=0.5)
     assert all(one.equal(other) for one, other in zip(outputs(), plain, strict=True))
+
+
+def test_evaluation_runs_torchs_own_shortcuts():
+    """Without gradients torch's encoder leaves padding out, and its attention is one kernel."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(4, 6, 8)
+    padding = torch.arange(6).expand(4, 6) > torch.tensor([[5], [3], [2], [1]])
+    batch = {"src": x, "src_key_padding_mask": padding}
+
+    def outputs():
+        kept = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            for is_training in (False, True):
+                model.train(is_training)
+                torch.manual_seed(1)
+                with mode():
+                    kept.append(model(**batch).clone())
+        return kept
+
+    plain = outputs()
+    bayplan.fit(model, batch, lambda y: y.sum(), memory="1GiB", time_limit_seconds=0.5)
+    assert not plain[0][3, 2:].any()
+    assert all(one.equal(other) for one, other in zip(outputs(), plain, strict=True))

@@ -6,7 +6,7 @@ output stays alive until the step ends, as it does under a variable name in such
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,6 +122,16 @@ def check_model(model: Any, loss_fn: Any) -> None:
             f"a loss is a function of the output, or of output and targets, got {loss_fn!r}; give"
             " one like torch.nn.functional.mse_loss, or None if the model returns its loss"
         )
+    if isinstance(loss_fn, type):
+        raise UsageError(
+            f"a loss is a function of the output, or of output and targets, got the class"
+            f" {loss_fn.__name__}; make one of it: {loss_fn.__name__}()"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "the model is wrapped in DistributedDataParallel, whose reductions between processes"
+            " are no part of a plan. Fit the module inside, then wrap it"
+        )
 
 
 def autocast_dtype(autocast: Any) -> torch.dtype | None:
@@ -166,12 +176,41 @@ def _num_required(function: Callable[..., Any]) -> int:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model with a tensor, a tuple of positional or a mapping of keyword arguments."""
+    """Call a model with a tensor, a tuple of positional or a mapping of keyword arguments.
+
+    Raises:
+        UsageError: its forward does not take them.
+    """
+    listed: Sequence[Any] = ()
+    named: Mapping[str, Any] = {}
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
+        named = inputs
+    else:
+        listed = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    try:
+        return model(*listed, **named)
+    except TypeError as fault:
+        mismatch = _mismatch(model, listed, named)
+        if mismatch is None:
+            raise
+        raise UsageError(
+            f"{type(model).__name__}.forward does not take {_describe(inputs)}: {mismatch}. A tuple"
+            " of inputs is positional arguments, a dict keywords. With a loss of two arguments the"
+            " batch is a pair (inputs, targets), else all of it goes to the model"
+        ) from fault
+
+
+def _mismatch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a forward does not take these arguments, in Python's words; None if it does."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # it tells nothing
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as fault:
+        return str(fault)
+    return None
 
 
 def loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> torch.Tensor:
@@ -185,6 +224,8 @@ def loss_of(output: Any, loss_fn: LossFunction, targets: tuple[Any, ...]) -> tor
             f"the step needs a loss of one number, got {_describe(loss)} from {origin};"
             " give a loss function that returns a scalar tensor"
         )
+    if loss.is_complex():
+        raise UsageError(f"the step needs a real loss, got {loss.dtype}; give its .abs() or .real")
     if not loss.requires_grad:
         raise UsageError(
             f"{'the loss' if loss_fn is None else 'the loss ' + _named(loss_fn)} does not depend on"

@@ -77,6 +77,7 @@ __all__ = [
     "is_dense",
     "is_faking",
     "is_graph_kept",
+    "is_in_functorch",
     "is_of_size",
     "is_tangent",
     "is_view",
@@ -91,6 +92,7 @@ __all__ = [
     "running_eagerly",
     "set_compiled_call",
     "set_fake_kernel",
+    "silent_fakes",
     "storage_key",
     "suggested_format",
     "tensors_in",
@@ -532,6 +534,22 @@ def is_compile_fault(fault: BaseException) -> bool:
     # The last is a plain RuntimeError, where torch did not even begin.
     kinds = (TorchDynamoException, GuardOnDataDependentSymNode)
     return isinstance(fault, kinds) or "found no compiled frames" in str(fault)
+
+
+def is_in_functorch() -> bool:
+    """Whether `torch.func.grad`, `vmap` or the like is at work here."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@contextmanager
+def silent_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback for each error inside a fake kernel."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def dispatch_modes() -> list[str]:

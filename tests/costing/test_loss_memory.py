@@ -42,6 +42,16 @@ def test_loss_of_the_models_own_is_part_of_its_graph():
     assert replace(alone, gradients=(), trained=None) == LossMemory()
 
 
+def test_loss_that_is_picked_from_the_output_takes_nothing():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return {"loss": super().forward(x).sum()}
+
+    found = of(lambda output: output["loss"], torch.ones(2, 4), Own(4, 4))
+    assert found.peak_bytes < 100
+    assert [gradient.is_used for gradient in found.gradients] == [True]
+
+
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, F.smooth_l1_loss, nn.BCELoss()])
 def test_loss_that_is_reduced_in_its_own_storage_keeps_it(loss_fn):
     found = of(loss_fn, model=nn.Sequential(nn.Linear(10, 1000), nn.Sigmoid()))

@@ -124,9 +124,27 @@ def test_modes_that_see_every_operator_are_named(model):
         model(torch.ones(32, 16))
 
 
+def test_function_transforms_are_named(model):
+    with pytest.raises(CaptureError, match=r"torch.func .*deepcopy.*force_eager"):
+        torch.func.grad(lambda x: model(x).mean())(torch.ones(32, 16))
+    with pytest.raises(CaptureError, match=r"torch.func .*deepcopy.*force_eager"):
+        torch.vmap(model)(torch.ones(32, 16))
+
+
+def test_wrong_inputs_leave_no_traceback_of_torchs_in_the_log(model, caplog):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(64, 15))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"batch": (torch.ones(2, 4), torch.ones(2, 4))}, r"Linear.forward does not take a tuple"),
+        ({"batch": {"x": torch.ones(2, 4)}}, r"Linear.forward does not take a dict: .*'input'"),
+        ({"batch": torch.ones(2, 4, device="meta")}, "the batch has tensors on meta"),
+        ({"loss_fn": nn.MSELoss}, r"got the class MSELoss; make one of it: MSELoss\(\)"),
+        ({"loss_fn": lambda y: (y + 1j).sum()}, r"a real loss, got torch.complex64"),
         ({"model": lambda x: x}, r"a model is a torch.nn.Module, got a function"),
         ({"loss_fn": "mse"}, "a loss is a function .* got 'mse'"),
         ({"optimizer": "adamm"}, "no optimizer 'adamm'; did you mean"),
@@ -142,9 +160,15 @@ def test_wrong_arguments_are_named_and_not_blamed_on_the_model(options, words):
     given = {"model": nn.Linear(4, 4), "batch": torch.ones(2, 4), "loss_fn": mean}
     with pytest.raises(UsageError, match=words):
         bayplan.fit(**{**given, "memory": "100%", **options})
-    if "memory" not in options:
+    if "memory" not in options and "meta" not in words:
         with pytest.raises(UsageError, match=words):
             bayplan.capture(**{**given, **options})
+
+
+def test_what_was_never_fitted_has_no_plan():
+    for other in (nn.Linear(4, 4), "model", None):
+        with pytest.raises(UsageError, match="fitted"):
+            bayplan.plan_of(other)
 
 
 def test_precision_and_optimizer_by_name():

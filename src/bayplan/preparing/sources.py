@@ -63,7 +63,7 @@ def prepare(
         check_model(model, loss_fn)
         check_one_device(model)
         if device is None:
-            _check_home(model, on)
+            _check_home(model, batch, on)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
     return PreparedStep(
@@ -76,8 +76,13 @@ def prepare(
     )
 
 
-def _check_home(model: nn.Module, on: str | torch.device | None) -> None:
+def _check_home(model: nn.Module, batch: Batch, on: str | torch.device | None) -> None:
     home = one_home(model)
+    if any(tensor.is_meta for tensor in batch_tensors(batch)):
+        raise UsageError(
+            f"the batch has tensors on meta, which has no memory, so the step cannot run; the model"
+            f" is on {home}"
+        )
     if is_chosen(on) and chosen_device(on) is not device_of(home):
         raise UsageError(
             f"the model is on {home}, and on={str(on)!r} is another device; move it there yourself,"

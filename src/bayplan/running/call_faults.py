@@ -25,6 +25,7 @@ from bayplan.devices.device import HOST, Device, device_of
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
 from bayplan.tracing.hooks import num_hooks, on_copies, own_generators, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
+from bayplan.tracing.shared_casts import keeps_casts
 
 __all__ = [
     *("Planned", "also_ours", "explained_call", "explained_run", "once_differentiable"),
@@ -44,13 +45,22 @@ class Planned(BaseException):
 
 
 def explained_call(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled call of a model whose errors are ours."""
+    """A compiled call of a model whose errors are ours.
+
+    Without gradients the model runs as it is written: nothing is kept, so there is nothing to plan,
+    and torch's own layers compute otherwise there (`nn.TransformerEncoder` with a mask, in `eval`)
+    than what can be traced.
+    """
     is_fitted = False
+    plainly = partial(torch_compat.call_of_module, model)
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_fitted
         try:
-            output = call(*args, **kwargs)
+            if not torch.is_grad_enabled() and not keeps_casts():
+                return plainly(*args, **kwargs)
+            with torch_compat.silent_fakes():  # they are told here, in the user's terms
+                output = call(*args, **kwargs)
             is_fitted = True
             return output
         except Planned:
@@ -85,6 +95,12 @@ def _fault_of_call(
         return also_ours(fault)
     if refused := refused_hooks(model):
         return refused
+    if torch_compat.is_in_functorch():
+        return CaptureError(
+            "the planned model is called under torch.func (grad, vmap, jacrev or the like), which"
+            " torch's compiled calls do not support. Give it copy.deepcopy(model), which is not"
+            f" planned, or call the model {_IN_EAGER}, which runs it as without a plan"
+        )
     plain = _plain_fault(model, args, kwargs)
     if plain is not None:
         return also_ours(plain)

@@ -169,6 +169,8 @@ def fitting_of(model: nn.Module) -> Fitting:
     Raises:
         UsageError: it was not fitted.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a fitted model is a torch.nn.Module, got {type(model).__name__}")
     fitting = getattr(torch_compat.compiled_call(model), _FITTING, None)
     if not isinstance(fitting, Fitting):
         raise UsageError(

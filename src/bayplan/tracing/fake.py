@@ -6,7 +6,6 @@ user's model, optimizer and batch are left untouched, and may themselves be real
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,20 +74,16 @@ def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
     torch logs a traceback for each error inside a fake kernel; ours tell it in the user's terms.
     """
     correct_fakes()
-    logger = logging.getLogger(torch_compat.FakeTensorMode.__module__)
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        # What is compiled hides its operators, and cannot run on fake tensors.
-        with (
-            torch_compat.running_eagerly(),
-            torch_answers.unnoticed_fakes(),
-            torch_answers.known_arrays(),
-            on_copies(),
-            KnownValues(knows_all=knows_all) as mode,
-        ):
-            yield mode
-    finally:
-        logger.disabled = was_disabled
+    # What is compiled hides its operators, and cannot run on fake tensors.
+    with (
+        torch_compat.silent_fakes(),
+        torch_compat.running_eagerly(),
+        torch_answers.unnoticed_fakes(),
+        torch_answers.known_arrays(),
+        on_copies(),
+        KnownValues(knows_all=knows_all) as mode,
+    ):
+        yield mode
 
 
 def build_without_memory(build: Callable[[], _Thing]) -> _Thing:

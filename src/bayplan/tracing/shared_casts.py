@@ -23,7 +23,7 @@ from bayplan import torch_compat
 from bayplan.data.errors import UsageError
 from bayplan.devices.device import device_of
 
-__all__ = ["OnePerAutocast", "SharedCasts", "sharing_casts"]
+__all__ = ["OnePerAutocast", "SharedCasts", "keeps_casts", "sharing_casts"]
 
 # What autocast runs in the lower precision, by the names of torch's functions and operators; on
 # CUDA some more, but none that reads a parameter as it is.
@@ -172,6 +172,13 @@ def _gates_of_projected(_: Any, state: Any, *rest: Any) -> int:
     if not isinstance(state, tuple | list) or state[0].shape[-1] == state[1].shape[-1]:
         return 0
     return 4 * int(state[1].shape[-1])
+
+
+def keeps_casts() -> bool:
+    """Whether what is cast now is kept for later, until an autocast ends."""
+    torch.autocast_increment_nesting()
+    is_within = torch.autocast_decrement_nesting() > 0
+    return is_within and torch.is_autocast_cache_enabled()
 
 
 class OnePerAutocast:

@@ -202,6 +202,8 @@ class StepTracer(torch_compat.OperatorWatch):
         A hook after a formula would keep the gradients that it takes until it ends, where plain
         training lets go of them.
         """
+        if loss.grad_fn is None:  # given as it is, as by a loss that picks it from the output
+            return
         seen: dict[Any, int] = {loss.grad_fn: 0}
         waiting: list[Any] = [loss.grad_fn]
         while waiting:

@@ -100,6 +100,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "uncompiled",
+    "uncompiled_name",
     "watch_hooks",
 ]
 
@@ -424,6 +425,11 @@ _ADVICE = ("mark_dynamic", "mark_static", "mark_unbacked", "maybe_mark_dynamic")
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` was given; any other is itself."""
     return getattr(module, "_orig_mod", module)
+
+
+def uncompiled_name(name: str) -> str:
+    """A parameter's name as if `torch.compile` had been given no part of its model."""
+    return name.replace("_orig_mod.", "")
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

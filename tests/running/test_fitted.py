@@ -251,6 +251,23 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
 
 
+def test_models_that_torch_compiled_in_part_or_wrote_itself(model_state):
+    def trained(has_plan, make):
+        torch.manual_seed(0)
+        model, batch = make(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))), inputs()
+        if has_plan:
+            bayplan.fit(model, batch, total, memory="100%", time_limit_seconds=0.1)
+        total(model(batch)).backward()
+        return model_state(model)
+
+    def compiled_in_part(model):
+        model[0] = torch.compile(model[0], backend="eager")
+        return model
+
+    for make in (compiled_in_part, torch.fx.symbolic_trace):
+        assert trained(True, make) == trained(False, make)
+
+
 def test_limit_below_the_smallest_possible_names_what_works():
     model, batch = deep(), torch.randn(512, 64)
     with pytest.raises(DoesNotFit, match=r"Fits with \d+ bytes") as fault:

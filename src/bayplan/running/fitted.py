@@ -250,7 +250,8 @@ def _check_trained(model: nn.Module, plainly: frozenset[str], planned: frozenset
     An optimizer moves a parameter whose gradient is zero, by its momentum or by weight decay, and
     leaves one alone that has none.
     """
-    traced = {name for name, each in model.named_parameters() if id(each) in planned}
+    parameters = model.named_parameters()
+    traced = {torch_compat.uncompiled_name(name) for name, each in parameters if id(each) in planned}
     if lost := sorted(plainly - traced):
         raise CaptureError(
             f"{_first_of(lost)} of {type(model).__name__} gets a gradient in plain training, not"

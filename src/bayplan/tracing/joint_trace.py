@@ -158,7 +158,7 @@ def _torchs_own(model: nn.Module) -> list[nn.Module]:
         # Lists and dicts of modules have no forward of their own, and are called by nobody.
         is_called = type(child).forward is not nn.Module.forward
         has_parts = next(child.children(), None) is not None
-        if is_called and has_parts and type(child).forward.__module__.startswith("torch."):
+        if is_called and has_parts and _is_torchs(type(child).forward):
             found.append(child)
         else:
             found += _torchs_own(child)
@@ -166,9 +166,12 @@ def _torchs_own(model: nn.Module) -> list[nn.Module]:
 
 
 def _forward_of(model: nn.Module) -> Callable[..., Any]:
-    is_torchs = model.forward.__module__.startswith("torch.")
     # torch passes over frames of its own, `nn.Sequential`'s, and compiles child by child.
-    return MethodType(_forward, model) if is_torchs else model.forward
+    return MethodType(_forward, model) if _is_torchs(model.forward) else model.forward
+
+
+def _is_torchs(forward: Callable[..., Any]) -> bool:
+    return (forward.__module__ or "").startswith("torch.")  # none of what `torch.fx` writes
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -255,6 +255,37 @@ def test_step_that_runs_more_pieces_is_planned_anew(planner_cache):
     assert all(map(torch.equal, plain.trained(6), fitted.trained(6)))
 
 
+class Leaving(nn.Module):
+    """Leaves early at random: the shorter way is no part of the longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last = self.blocks
+        x = first(x)
+        if torch.rand(1).item() < 0.5:
+            return last(x)
+        return last(middle(x))
+
+
+def test_way_that_is_no_part_of_the_fullest_is_planned_when_it_comes(planner_cache):
+    torch.manual_seed(0)
+    model, batch = Leaving(), torch.rand(SAMPLES, WIDTH)
+    plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
+    with pytest.warns(UserWarning, match="is not one graph"):
+        bayplan.fit(
+            model, batch, mean, memory="80%", optimizer=fitted.optimizer, time_limit_seconds=0.5
+        )
+    assert all(map(torch.equal, plain.trained(6), fitted.trained(6)))
+    peak_bytes = max(fitted.peak_bytes(planner_cache) for _ in range(8))
+    fitting = fitting_of(model)
+    assert fitting.pieces is not None
+    assert len(fitting.pieces.plans) == 2
+    assert peak_bytes <= fitting.known["limit_bytes"]
+
+
 def test_errors_of_the_model_stay_its_own(planner_cache):
     model, batch = Broken(1, check), torch.rand(SAMPLES, WIDTH)
     with pytest.warns(UserWarning, match="test_graph_breaks.py"):

@@ -136,17 +136,18 @@ class Simulated:
 
 @contextmanager
 def _faked(
-    step: TrainingStep, optimizer: OptimizerSource
+    step: TrainingStep, optimizer: OptimizerSource, *, as_drawn: bool
 ) -> Iterator[tuple[TrainingStep, Callable[[], AbstractContextManager[None]]]]:
     """A copy of a step on fake tensors that ran once, and where to run it again.
 
-    Every run draws the same random numbers, so that all go one way.
+    Every run draws the same random numbers, so that all go one way: the fullest, or the way that
+    the next call goes.
     """
     with same_generators(), explained(), _unwrapped():
         states = GeneratorStates()
         with without_memory(knows_all=True) as mode:
             fake = fake_step(step, optimizer)
-            mode.go_fullest_way(fake)
+            (mode.go_as_drawn if as_drawn else mode.go_fullest_way)(fake)
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -170,17 +171,25 @@ def _unwrapped() -> Iterator[None]:
         raise inner from fault
 
 
-def watch_gradients(step: TrainingStep, optimizer: OptimizerSource) -> GradientWatch:
+def watch_gradients(
+    step: TrainingStep, optimizer: OptimizerSource, *, as_drawn: bool = False
+) -> GradientWatch:
     """See which gradients the pieces of a step's forward get and hand out in plain training."""
     watch = GradientWatch()
-    with _faked(step, optimizer) as (fake, again):
+    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again):
         compile_whole(fake.model, watch, fullgraph=False)
         with again():
             fake(on_loss=watch.count_uses)
     return watch
 
 
-def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBackend) -> Simulated:
+def simulate(
+    step: TrainingStep,
+    optimizer: OptimizerSource,
+    backend: PieceBackend,
+    *,
+    as_drawn: bool = False,
+) -> Simulated:
     """Run a step on fake tensors, its pieces as a backend compiles them."""
     backend.is_planning = True
     granularity_bytes = backend.context.granularity_bytes
@@ -199,7 +208,7 @@ def simulate(step: TrainingStep, optimizer: OptimizerSource, backend: PieceBacke
         graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
         return graph, tracers[-1]
 
-    with _faked(step, optimizer) as (fake, again):
+    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again):
         compile_whole(fake.model, backend, fullgraph=False)
         with again():
             fake()

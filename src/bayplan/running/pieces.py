@@ -131,22 +131,27 @@ def plan_pieces(
     decide: FastestWithin,
     context: MemoryContext,
     varying: frozenset[Operators] = frozenset(),
+    *,
+    as_drawn: bool = False,
 ) -> PiecePlan:
     """Plan a step whose forward is not one graph.
 
     Args:
         decide: its limit is the step's, and its settings are those of every search.
         varying: pieces to leave as they are written.
+        as_drawn: whether a step that is decided by random numbers is planned as the next call draws
+            them, instead of the way that makes most.
 
     Raises:
         DoesNotFit: says the smallest limit that is known to work.
     """
     alone = _alone(context)
-    gradients, inexact = watch_gradients(step, optimizer).found()
+    gradients, inexact = watch_gradients(step, optimizer, as_drawn=as_drawn).found()
     written = varying | inexact
 
     def simulated(decide: Decide) -> Simulated:
-        return simulate(step, optimizer, PieceBackend(decide, alone, gradients, written))
+        backend = PieceBackend(decide, alone, gradients, written)
+        return simulate(step, optimizer, backend, as_drawn=as_drawn)
 
     plain = None
     while plain is None:
@@ -303,7 +308,7 @@ class PiecewiseCall:
         model = self.step.model
         if not torch.is_grad_enabled():
             return self._variants[0](*args, **kwargs)
-        state, num_plans = _State(model), 0
+        state, num_plans, as_drawn = _State(model), 0, False
         while True:
             for index, call in enumerate(self._variants):
                 try:
@@ -320,6 +325,8 @@ class PiecewiseCall:
                     self._variants.clear()  # they would compile it for every size
                     break
             is_of_no_use = num_plans > 0 and self.plans[0].way == self.plans[1].way
+            # What a step that drops layers runs may be no part of what the fullest one runs.
+            as_drawn, is_of_no_use = as_drawn or is_of_no_use, as_drawn and is_of_no_use
             if is_of_no_use or num_plans == _MOST_PLANS_OF_A_CALL:
                 raise CaptureError(
                     "the forward goes another way when it runs than on the tensors without memory"
@@ -328,10 +335,12 @@ class PiecewiseCall:
                     " there out of the forward, or train the model as it is"
                 )
             gc.collect()
-            self.plan_for(args, kwargs)
+            self.plan_for(args, kwargs, as_drawn=as_drawn)
             num_plans += 1
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def plan_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, as_drawn: bool = False
+    ) -> None:
         """Plan the step anew, as a call with these arguments has it run."""
         inputs, targets = split_batch(self.step.batch, self.step.loss_fn)
         if args and kwargs:
@@ -341,16 +350,18 @@ class PiecewiseCall:
             )
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         batch = (inputs, *targets) if targets else inputs
-        self.add(replace(self.step, batch=batch))
+        self.add(replace(self.step, batch=batch), as_drawn=as_drawn)
 
-    def add(self, step: TrainingStep) -> None:
+    def add(self, step: TrainingStep, *, as_drawn: bool = False) -> None:
         """Plan a step, and have the model run so from now on."""
         model = self.step.model
         current = torch_compat.compiled_call(model)
         uncompile(model)  # the copy that is planned must not run what is compiled already
         try:
             varying = frozenset(self._varying)
-            plan = plan_pieces(step, self.optimizer, self.decide, self.context, varying)
+            plan = plan_pieces(
+                step, self.optimizer, self.decide, self.context, varying, as_drawn=as_drawn
+            )
             self.plans.insert(0, plan)
             self._variants.insert(0, self._compiled(plan))
             del self._variants[_MOST_VARIANTS:]

@@ -175,6 +175,10 @@ class KnownValues(torch_compat.FakeTensorMode):
         decides = {*made_bytes.values()} != {as_drawn}
         self._single = largest if decides and made_bytes[largest] >= as_drawn else None
 
+    def go_as_drawn(self, run: Callable[[], object]) -> None:
+        """Run a step, and let it later go the way that its random numbers lead."""
+        self._made_by(run)
+
     def _made_by(self, run: Callable[[], object]) -> int:
         self._num_singles = self._made_bytes = 0
         self.draw_again()

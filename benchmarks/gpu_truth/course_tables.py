@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_truth.device_fit import Costs, TimedRow, costs_of, sum_of
+from gpu_truth.device_fit import Costs, TimedRow, costs_of
 from gpu_truth.devices import architecture_of, device_of
 from gpu_truth.language_models import language_model, optimizer_of, plain_attention
 from gpu_truth.loops import Loop, Recording, held_before, peaks, record
@@ -20,6 +20,7 @@ from bayplan.data.errors import BayplanError, DoesNotFit, UsageError
 __all__ = ["rows_of"]
 
 _NUM_KEPT = 2
+_NUM_CAPTURED = 3
 _PARTS = ("output", "forward", "backward", "update")  # the forward with its loss is two of them
 _OTHER_PROCESS = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use")
 
@@ -99,13 +100,8 @@ def _costs(
     loop = _covering_loop(row, table)
     key = f"costs of {_job(row)} {loop}"
     if key not in captures:
-        recording = record(_builder(row), loop, architecture=architecture_of(row["device"]))
         on_progress(f"{row['model'][:40]}, {row['batch_per_gpu']} x {row['sequence']}: times")
-        places = [recording.first, *(recording.marks[name] for name in _PARTS[:-1]), None]
-        captures[key] = {
-            name: costs_of(recording, device, first=first, last=last)
-            for name, first, last in zip(_PARTS, places, places[1:], strict=False)
-        }
+        captures[key] = _part_costs(row, loop, device)
     parts = captures[key]
     if "optimizer step" in quantity:
         return parts["update"]
@@ -113,7 +109,34 @@ def _costs(
         return parts["backward"]
     own = _loop(row, quantity)
     names = ["output"] + ["forward"] * bool(own.loss) + ["backward"] * own.has_backward
-    return sum_of(parts[name] for name in names + ["update"] * (own.optimizer is not None))
+    total = Costs(0.0, 0.0, 0)
+    for name in names + ["update"] * (own.optimizer is not None):
+        total = total.plus(parts[name])
+    return total
+
+
+def _part_costs(row: dict[str, Any], loop: Loop, device: DeviceKind) -> dict[str, Costs]:
+    """Of each part of an iteration; all layers are alike, so two of them tell what many cost."""
+    num_layers = row["config"].get("num_layers")
+    if not isinstance(num_layers, int) or num_layers <= _NUM_CAPTURED:
+        return _captured_costs(row, loop, device)
+    few, more = (
+        _captured_costs(row | {"config": row["config"] | {"num_layers": number}}, loop, device)
+        for number in (_NUM_CAPTURED - 1, _NUM_CAPTURED)
+    )
+    return {
+        name: costs.plus(few[name], -1).times(num_layers - _NUM_CAPTURED).plus(costs)
+        for name, costs in more.items()
+    }
+
+
+def _captured_costs(row: dict[str, Any], loop: Loop, device: DeviceKind) -> dict[str, Costs]:
+    recording = record(_builder(row), loop, architecture=architecture_of(row["device"]))
+    places = [recording.first, *(recording.marks[name] for name in _PARTS[:-1]), None]
+    return {
+        name: costs_of(recording, device, first=first, last=last)
+        for name, first, last in zip(_PARTS, places, places[1:], strict=False)
+    }
 
 
 def _covering_loop(row: dict[str, Any], table: list[dict[str, Any]]) -> Loop:

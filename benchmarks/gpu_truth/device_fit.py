@@ -44,12 +44,15 @@ class Costs:
     def seconds(self) -> float:
         return self.product_seconds + self.other_seconds
 
+    def plus(self, other: "Costs", factor: int = 1) -> "Costs":
+        return Costs(
+            self.product_seconds + factor * other.product_seconds,
+            self.other_seconds + factor * other.other_seconds,
+            self.num_operators + factor * other.num_operators,
+        )
 
-def sum_of(parts: Iterable[Costs]) -> Costs:
-    """Of parts that run one after the other."""
-    together = [(part.product_seconds, part.other_seconds, part.num_operators) for part in parts]
-    products, others, numbers = zip(*together, strict=True)
-    return Costs(sum(products), sum(others), sum(numbers))
+    def times(self, factor: int) -> "Costs":
+        return Costs(0.0, 0.0, 0).plus(self, factor)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 import msgspec
-from gpu_truth import bert_tables, course_tables, galvatron_tables
+from gpu_truth import bert_tables, course_tables, galvatron_tables, mmseg_tables
 from gpu_truth.device_fit import device_constants, left_out
 from gpu_truth.rows import Found, Row
 from gpu_truth.timing import time_claims
@@ -21,6 +21,19 @@ _RULES: dict[str, Rules] = {
     "cs336_lm.json": course_tables.rows_of,
     "galvatron.json": galvatron_tables.rows_of,
     "huggingface_docs.json": bert_tables.rows_of,
+    "mmsegmentation.json": mmseg_tables.rows_of,
+}
+
+_OBJECTS = "images and objects of varying size: the peak is that of the largest batch met"
+_SHARDED = "sharded over several GPUs: what is gathered and exchanged is not in one rank's graph"
+_REASONS = {
+    "detectron2.json": _OBJECTS,
+    "mmdetection.json": _OBJECTS,
+    "litgpt.json": "texts of varying length: a peak is that of the longest, a time of a mixture",
+    "llm_foundry.json": _SHARDED,
+    "torchtitan.json": _SHARDED,
+    "torchgpipe.json": "U-Net and AmoebaNet in pipelines; batches and chunks are not in the row",
+    "nvidia_deeplearningexamples.json": "not tried: fed by DALI, many on several GPUs",
 }
 
 
@@ -53,7 +66,8 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
                 break
             try:
                 if path.name not in _RULES:
-                    raise UsageError("no rules to rebuild this table's models")
+                    usual = "no rules to rebuild this table's models"
+                    raise UsageError(_REASONS.get(path.name, usual))
                 made = list(_RULES[path.name](row, table, captures, on_progress))
                 rows += made
                 by_table.setdefault(path.name, []).extend(made)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bayplan import torch_compat
-from bayplan.data.graph import Phase, StepGraph, StorageKind
+from bayplan.data.graph import Node, Phase, StepGraph, StorageKind
 from bayplan.devices.fake_gpu import FakeGpu
 from bayplan.simulating.allocator import Block, CachingAllocator
 from bayplan.simulating.allocator_settings import AllocatorSettings
@@ -271,8 +271,12 @@ def peaks(
     settings: AllocatorSettings | None = None,
     *,
     capacity_bytes: int | None = None,
+    workspace_bytes: Callable[[StepGraph, Node], int] | None = None,
 ) -> Peaks:
     """What the allocator holds at most while the measured iterations run.
+
+    Args:
+        workspace_bytes: what a library takes while a node runs.
 
     Raises:
         DoesNotFit: the driver has no more than `capacity_bytes`, and that is not enough.
@@ -283,6 +287,15 @@ def peaks(
     def look(index: int) -> None:
         if index == recording.first - 1 and recording.empties_cache:
             allocator.empty_cache()
+        graph = recording.graph
+        taken = workspace_bytes(graph, graph.nodes[index]) if workspace_bytes else 0
+        if taken:
+            workspace = allocator.allocate(taken)
+        measure(index)
+        if taken:
+            allocator.free(workspace)
+
+    def measure(index: int) -> None:
         if index >= recording.first:
             highest.requested_bytes = max(highest.requested_bytes, allocator.requested_bytes)
             highest.allocated_bytes = max(highest.allocated_bytes, allocator.allocated_bytes)

@@ -3,8 +3,10 @@
 import json
 
 import pytest
-from gpu_truth import lm_tables
+import torch
+from gpu_truth import lm_tables, mmseg_tables
 from gpu_truth.device_fit import Constants, Costs, TimedRow, fitted_to, left_out
+from gpu_truth.segmentation import Segmenter, SegmenterKind
 
 MIB = 1 << 20
 
@@ -201,6 +203,16 @@ def test_a_step_fits_beside_what_else_is_on_the_card(tmp_path, device, notes, fi
     assert done.claims["fits_right"] == (fits == 0.0)
 
 
+def test_layers_that_are_alike_are_captured_twice_and_counted(tmp_path):
+    quantity = "step_time: forward + F.cross_entropy + backward"
+    rows = [language_row(quantity, 1.0) for _ in range(3)]
+    for row, number in zip(rows, (3, 5, 7), strict=True):
+        row["config"] |= {"num_layers": number}
+    three, five, seven = (row.costs for row in found_in(tmp_path, "cs336_lm.json", rows).rows)
+    assert five.seconds - three.seconds == pytest.approx(seven.seconds - five.seconds)
+    assert five.num_operators - three.num_operators == seven.num_operators - five.num_operators > 0
+
+
 def timed_rows(constants, *, model, explained=""):
     costs = [Costs(0.010, 0.001, 50), Costs(0.001, 0.009, 70), Costs(0.0001, 0.0002, 900)]
     return [
@@ -241,3 +253,65 @@ def test_a_row_that_something_else_slowed_teaches_nothing():
     rows = slowed + timed_rows(Constants(), model="b") + timed_rows(Constants(), model="c")
     told = left_out(rows)
     assert told[3].predicted == pytest.approx(rows[3].predicted, rel=0.1)
+
+
+def segmentation_row(model, **others):
+    row = {"source": "made up", "model": model, "config": {"architecture": ["R-18", "PSPNet"]}}
+    row |= {"batch_per_gpu": 2, "image": [64, 64], "dtype": "float32", "device": "NVIDIA V100"}
+    row |= {"quantity": "peak memory_allocated: full run", "value": 1.0, "unit": "GB"}
+    return row | others
+
+
+def test_a_segmentation_network_is_built_by_the_words_of_its_name():
+    kind = mmseg_tables.kind_of(
+        segmentation_row("deeplabv3plus_r101b-d16-mg124_4xb2-80k_cityscapes-512x1024")
+    )
+    assert kind == SegmenterKind(
+        head="deeplabv3plus",
+        depth=101,
+        num_classes=19,
+        stride=16,
+        has_deep_stem=False,
+        multi_grid=True,
+    )
+    six = mmseg_tables.kind_of(segmentation_row("fcn-d6_r50-d16_4xb2-40k_cityscapes-769x769"))
+    assert (six.head, six.head_dilation, six.depth) == ("fcn", 6, 50)
+
+
+@pytest.mark.parametrize("head", ["fcn", "pspnet", "deeplabv3", "deeplabv3plus", "upernet"])
+def test_stages_stride_or_dilate_and_every_head_ends_at_the_classes(head):
+    with torch.device("meta"):
+        for stride, multi_grid in ((8, False), (16, True), (32, False)):
+            kind = SegmenterKind(
+                head=head, depth=50, num_classes=7, stride=stride, multi_grid=multi_grid
+            )
+            model = Segmenter(kind)
+            stages = model.backbone(torch.empty(2, 3, 128, 128))
+            assert [stage.shape[1] for stage in stages] == [256, 512, 1024, 2048]
+            assert stages[-1].shape[2] == 128 // stride
+            assert model.classifier(model.head(stages)).shape[1] == 7
+
+
+def test_the_peak_of_a_segmentation_network_grows_with_its_classes(tmp_path):
+    names = [f"pspnet_r18-d8_4xb2-80k_{data}-64x64" for data in ("loveda", "ade20k")]
+    rows = [segmentation_row(name, image=[256, 256]) for name in names]
+    done = found_in(tmp_path, "mmsegmentation.json", rows)
+    few, many = (row.predicted for row in done.rows)
+    # Logits and their logarithms of two heads at the size of the labels, at the least.
+    assert many - few >= 4 * (150 - 7) * 2 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "setr_vit-l_mla_8xb1-160k_ade20k-512x512"}, "no rules to rebuild"),
+        ({"model": "pspnet_r18-d8_4xb2-80k_moon-64x64"}, "how many classes moon has"),
+        ({"dtype": "fp16 AMP"}, "older than autocast"),
+        ({"image": None}, "NoneType"),
+    ],
+)
+def test_a_segmentation_row_of_other_words_is_listed(tmp_path, change, reason):
+    row = segmentation_row("pspnet_r18-d8_4xb2-80k_loveda-64x64") | change
+    done = found_in(tmp_path, "mmsegmentation.json", [row])
+    assert not done.rows
+    assert reason in "".join(done.claims["not_rebuilt"])

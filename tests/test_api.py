@@ -41,8 +41,10 @@ def test_every_public_name_is_there_and_no_other():
 
 
 def test_first_use_draws_no_random_number():
-    script = "import random, bayplan; state = random.getstate(); bayplan.fit; bayplan.data_parallel"
-    subprocess.run([sys.executable, "-c", f"{script}; assert random.getstate() == state"], check=True)
+    script = "import random, bayplan; state = random.getstate(); bayplan.fit; bayplan.tune"
+    subprocess.run(
+        [sys.executable, "-c", f"{script}; assert random.getstate() == state"], check=True
+    )
     with pytest.raises(AttributeError, match="no attribute 'capturee'"):
         _ = bayplan.capturee
 

@@ -254,7 +254,10 @@ def deep() -> nn.Module:
 def test_models_that_torch_compiled_in_part_or_wrote_itself(model_state):
     def trained(has_plan, make):
         torch.manual_seed(0)
-        model, batch = make(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))), inputs()
+        model, batch = (
+            make(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))),
+            inputs(),
+        )
         if has_plan:
             bayplan.fit(model, batch, total, memory="100%", time_limit_seconds=0.1)
         total(model(batch)).backward()

@@ -251,7 +251,9 @@ def _check_trained(model: nn.Module, plainly: frozenset[str], planned: frozenset
     leaves one alone that has none.
     """
     parameters = model.named_parameters()
-    traced = {torch_compat.uncompiled_name(name) for name, each in parameters if id(each) in planned}
+    traced = {
+        torch_compat.uncompiled_name(name) for name, each in parameters if id(each) in planned
+    }
     if lost := sorted(plainly - traced):
         raise CaptureError(
             f"{_first_of(lost)} of {type(model).__name__} gets a gradient in plain training, not"

@@ -131,7 +131,11 @@ def _part_costs(row: dict[str, Any], loop: Loop, device: DeviceKind) -> dict[str
 
 
 def _captured_costs(row: dict[str, Any], loop: Loop, device: DeviceKind) -> dict[str, Costs]:
-    recording = record(_builder(row), loop, architecture=architecture_of(row["device"]))
+    recording = record(
+        _builder(row, has_targets=bool(loop.loss)),
+        loop,
+        architecture=architecture_of(row["device"]),
+    )
     places = [recording.first, *(recording.marks[name] for name in _PARTS[:-1]), None]
     return {
         name: costs_of(recording, device, first=first, last=last)
@@ -177,19 +181,26 @@ def _recorded(
         kept = [name for name, value in recordings.items() if isinstance(value, Recording)]
         for name in kept[: len(kept) - _NUM_KEPT + 1]:  # rows of one model follow each other
             del recordings[name]
-        recordings[key] = record(_builder(row), loop, architecture=architecture_of(row["device"]))
+        recordings[key] = record(
+            _builder(row, has_targets=bool(loop.loss)),
+            loop,
+            architecture=architecture_of(row["device"]),
+        )
     return recordings[key]
 
 
-def _builder(row: dict[str, Any]) -> Callable[[], tuple[nn.Module, Any, torch.Tensor]]:
+def _builder(
+    row: dict[str, Any], *, has_targets: bool
+) -> Callable[[], tuple[nn.Module, Any, torch.Tensor | None]]:
     config, batch, sequence = row["config"], int(row["batch_per_gpu"]), int(row["sequence"])
 
-    def build() -> tuple[nn.Module, Any, torch.Tensor]:
+    def build() -> tuple[nn.Module, Any, torch.Tensor | None]:
         if _is_plain(row):
             model = PlainAttention(batch * int(config["heads"]), sequence, int(config["d_k"]))
-            return model, (), torch.empty(())
+            return model, (), None
         ids = torch.empty(batch, sequence, dtype=torch.int64)
-        return language_model(config, sequence=sequence), ids, torch.empty_like(ids)
+        targets = torch.empty_like(ids) if has_targets else None
+        return language_model(config, sequence=sequence), ids, targets
 
     return build
 

@@ -68,7 +68,12 @@ DIALECTS = {
         norm="sqrt", rope="stacked", mask="tril", positions="model", feed_forward="named"
     ),
     "cs336-student-niu": Dialect(
-        norm="sqrt", rope="copied", mask="copied", softmax_twice=True, norms_first=True
+        norm="sqrt",
+        rope="copied",
+        mask="copied",
+        softmax_twice=True,
+        norms_first=True,
+        block="attention, sum",
     ),
     "cs336-student-hanmin": Dialect(
         norm="sqrt", rope="built", mask="tril first", feed_forward="both first"
@@ -150,9 +155,16 @@ class _Attention(nn.Module):
             positions = torch.arange(x.shape[-2])
         if self._dialect.rope == "built":
             turns = _built_turns(self._sizes)
-        q, k = self._turned(q, turns, positions), self._turned(k, turns, positions)
+        if self._dialect.rope == "copied":  # what was not turned yet has no other name
+            q = self._turned(q, turns, positions)
+            k = self._turned(k, turns, positions)
+        else:
+            q, k = self._turned(q, turns, positions), self._turned(k, turns, positions)
         x = self._attended(q, k, v)
-        return self.out(x.transpose(1, 2).reshape(*x.shape[::2][:1], x.shape[2], -1))
+        if self._dialect.rope != "copied":
+            return self.out(x.transpose(1, 2).reshape(*x.shape[::2][:1], x.shape[2], -1))
+        x = x.transpose(1, 2).reshape(*x.shape[::2][:1], x.shape[2], -1)
+        return self.out(x)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self._sizes.num_heads, -1).transpose(1, 2)
@@ -208,7 +220,8 @@ class _Attention(nn.Module):
             scores = torch.where(mask, scores, -torch.inf)
         if kind == "copied":
             scale = torch.sqrt(torch.full((), q.shape[-1]))
-            scores = scores / scale
+            undivided = scores  # keeps a name to the end
+            scores = undivided / scale
             scores.masked_fill_(~mask.to(torch.bool), -torch.inf)
         else:
             scores = scores / math.sqrt(q.shape[-1])

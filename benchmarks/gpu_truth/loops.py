@@ -29,7 +29,14 @@ from bayplan.tracing.fake import without_memory
 from bayplan.tracing.tracer import Locator, StepTracer
 
 ANY_GPU = "sm_80"
+# torch keeps a workspace for cuBLAS from the first product on, one for backward's thread as well.
+# Its size is in torch's CublasHandlePool: 32 MiB on Hopper, 8 MiB and 128 KiB elsewhere.
+BLAS_WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = 8_519_680, 32 << 20
+HOPPER = "sm_90"
 __all__ = [
+    "BLAS_WORKSPACE_BYTES",
+    "HOPPER",
+    "HOPPER_WORKSPACE_BYTES",
     "LOSSES",
     "Loop",
     "Peaks",
@@ -118,12 +125,22 @@ class Loop:
 
 @dataclass(frozen=True)
 class Recording:
-    """Every operator of a loop; `first` is the first one that was measured."""
+    """Every operator of a loop; `first` is the first one that was measured.
+
+    `drops` are the last operators of iterations without backward, whose graph is then dropped.
+    """
 
     graph: StepGraph
     first: int
     empties_cache: bool = False
     marks: dict[str, int] = field(default_factory=dict)
+    architecture: str = ANY_GPU
+    drops: frozenset[int] = frozenset()
+
+    @property
+    def blas_bytes(self) -> int:
+        is_hopper = self.architecture.startswith(HOPPER)
+        return HOPPER_WORKSPACE_BYTES if is_hopper else BLAS_WORKSPACE_BYTES
 
 
 def record(
@@ -152,12 +169,15 @@ def record(
         stack.enter_context(torch_compat.replayed_views())
         stack.enter_context(locator.watching())
         stack.enter_context(tracer)
-        marks = _run(model, inputs, targets, loop, tracer, optimizer)
+        drops = set[int]()
+        marks = _run(model, inputs, targets, loop, tracer, optimizer, drops)
         return Recording(
             convert(tracer, model=type(model).__name__, gradient_storages=()),
             marks["first"],
             loop.empties_cache,
             marks,
+            architecture,
+            frozenset(drops),
         )
 
 
@@ -184,6 +204,7 @@ def _run(
     loop: Loop,
     tracer: StepTracer,
     optimizer: Any,
+    drops: set[int],
 ) -> dict[str, int]:
     trained = _trained(model)
     warmup = loop.warmup or loop
@@ -197,6 +218,8 @@ def _run(
         kind = warmup if index < loop.num_warmups else loop
         for _ in range(kind.accumulation):
             made = _iterate(model, inputs, targets, kind, tracer, marks)
+            if not kind.has_backward:
+                drops.add(len(tracer.nodes) - 1)
             held = made if loop.holds else None
             del made
         if kind.optimizer is not None:
@@ -301,7 +324,7 @@ def peaks(
             highest.allocated_bytes = max(highest.allocated_bytes, allocator.allocated_bytes)
             highest.reserved_bytes = max(highest.reserved_bytes, allocator.reserved_bytes)
 
-    _replay(recording.graph, allocator, look)
+    _replay(recording, allocator, look)
     return highest
 
 
@@ -315,23 +338,22 @@ def held_before(recording: Recording, number: int) -> Peaks:
             told.allocated_bytes = allocator.allocated_bytes
             told.reserved_bytes = allocator.reserved_bytes
 
-    _replay(recording.graph, allocator, on_node=lambda index: None, before_node=look)
+    _replay(recording, allocator, on_node=lambda index: None, before_node=look)
     look(number if number >= len(recording.graph.nodes) else -1)
     return told
 
 
-# torch keeps a workspace for cuBLAS from the first product on, one for backward's thread as well.
-_BLAS_WORKSPACE_BYTES = 8_519_680
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"))
 
 
 def _replay(
-    graph: StepGraph,
+    recording: Recording,
     allocator: CachingAllocator,
     on_node: Callable[[int], None],
     before_node: Callable[[int], None] = lambda index: None,
 ) -> None:
     """Hand a loop's allocations and releases to the allocator; `on_node` hears of each operator."""
+    graph = recording.graph
     born, released = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     live: dict[int, Block] = {}
     for index, storage in enumerate(graph.storages):
@@ -351,9 +373,11 @@ def _replay(
         is_backward = node.phase is Phase.BACKWARD
         if is_backward not in multiplied and node.op.split(".")[1] in _PRODUCTS:
             multiplied.add(is_backward)
-            allocator.allocate(_BLAS_WORKSPACE_BYTES)
+            allocator.allocate(recording.blas_bytes)
         on_node(number)
-        for index in released[number]:
+        # A graph that is dropped whole goes from its end to its beginning.
+        order = reversed if number in recording.drops else iter
+        for index in order(released[number]):
             allocator.free(live.pop(index))
 
 

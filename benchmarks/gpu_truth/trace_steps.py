@@ -6,6 +6,7 @@ our allocator says how much was requested, allocated and reserved at most while 
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,9 +17,16 @@ from typing import Any
 import torch
 from gpu_truth.devices import architecture_of
 from gpu_truth.language_models import language_model, optimizer_of
-from gpu_truth.loops import Loop, peaks, record
+from gpu_truth.loops import (
+    BLAS_WORKSPACE_BYTES,
+    HOPPER,
+    HOPPER_WORKSPACE_BYTES,
+    Loop,
+    peaks,
+    record,
+)
 from gpu_truth.rows import Found, Row
-from gpu_truth.traces import Trace, read_trace
+from gpu_truth.traces import Action, Trace, read_trace
 from torch import nn
 
 from bayplan.data.errors import BayplanError, UsageError
@@ -81,8 +89,8 @@ def _rows(trace: Trace) -> list[Row]:
     if "compile" in trace.notes:
         raise UsageError("compiled: kernels and buffers are Inductor's")
     loop = loop_of(trace.config, trace.step)
-    build = _builder(trace.config, in_loop="randn" in trace.step)
-    recording = record(build, loop, architecture=architecture_of(trace.device))
+    build = _builder(trace.config, in_loop="randn" in trace.step, has_targets=bool(loop.loss))
+    recording = record(build, loop, architecture=_architecture(trace))
     ours = peaks(recording, trace.settings)
     explained = ""
     taken = trace.start_reserved_bytes or 0
@@ -110,30 +118,42 @@ def _rows(trace: Trace) -> list[Row]:
     ]
 
 
+def _architecture(trace: Trace) -> str:
+    """The GPU's by its name; where nobody says it, a Hopper's workspace for products shows it."""
+    is_told = not trace.device.lower().startswith("not ")
+    kept = Counter[int]()
+    for event in trace.events:
+        if event.action in (Action.ALLOC, Action.FREE_COMPLETED):
+            kept[event.size_bytes] += 1 if event.action is Action.ALLOC else -1
+    is_hopper = kept[HOPPER_WORKSPACE_BYTES] > 0 and BLAS_WORKSPACE_BYTES not in kept
+    return HOPPER if is_hopper and not is_told else architecture_of(trace.device)
+
+
 def _in_use_bytes(trace: Trace) -> int:
     return sum(size for segment in trace.start for _, size, _ in segment.active)
 
 
 def _builder(
-    config: dict[str, Any], *, in_loop: bool
-) -> Callable[[], tuple[nn.Module, Any, torch.Tensor]]:
+    config: dict[str, Any], *, in_loop: bool, has_targets: bool
+) -> Callable[[], tuple[nn.Module, Any, torch.Tensor | None]]:
     linear = re.fullmatch(r"nn\.Linear\((\d+), ?(\d+)\)", str(config.get("model")))
     batch = int(config.get("batch", 1))
     if linear is not None:
         inputs, outputs = map(int, linear.groups())
         make = partial(torch.empty, batch, inputs)
 
-        def build_linear() -> tuple[nn.Module, Any, torch.Tensor]:
-            return nn.Linear(inputs, outputs), make if in_loop else make(), torch.empty(())
+        def build_linear() -> tuple[nn.Module, Any, torch.Tensor | None]:
+            return nn.Linear(inputs, outputs), make if in_loop else make(), None
 
         return build_linear
     sequence = config.get("sequence")
     if not isinstance(sequence, int):
         raise UsageError("the sequence length is not told")
 
-    def build() -> tuple[nn.Module, Any, torch.Tensor]:
+    def build() -> tuple[nn.Module, Any, torch.Tensor | None]:
         ids = torch.empty(batch, sequence, dtype=torch.int64)
-        return language_model(config, sequence=sequence), ids, torch.empty_like(ids)
+        targets = torch.empty_like(ids) if has_targets else None
+        return language_model(config, sequence=sequence), ids, targets
 
     return build
 

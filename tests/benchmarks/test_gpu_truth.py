@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from gpu_truth.image_models import ImageRow, image_rows
 from gpu_truth.kept import Kept
 from gpu_truth.language_models import language_model
 from gpu_truth.lm_tables import read_table
-from gpu_truth.loops import Loop, at_batch, peaks, record
+from gpu_truth.loops import Loop, _replay, at_batch, peaks, record
 from gpu_truth.main import BESIDE_REPOSITORY, EXAMPLE
 from gpu_truth.replaying import found, replay
 from gpu_truth.timing import RATIOS, SPEEDS, StepTime, seconds_of, step_time
@@ -24,6 +25,7 @@ from gpu_truth.trace_steps import loop_of
 from gpu_truth.traces import read_trace, trace_from
 
 from bayplan.data.errors import FileFault, UsageError
+from bayplan.simulating.allocator import CachingAllocator
 
 MIB = 1 << 20
 SHARED = Path(BESIDE_REPOSITORY)
@@ -298,6 +300,42 @@ def test_a_loop_without_gradients_needs_less_than_a_step():
     step = peaks(record(small_model(7), Loop(loss="cross_entropy", has_backward=True)))
     assert forward.requested_bytes < step.requested_bytes <= step.allocated_bytes
     assert step.allocated_bytes <= step.reserved_bytes
+
+
+def test_products_of_a_hopper_take_a_larger_workspace():
+    usual, hopper = (
+        peaks(record(small_model(7), Loop(with_grad=False), architecture=architecture))
+        for architecture in ("sm_80", "sm_90")
+    )
+    assert hopper.requested_bytes - usual.requested_bytes == (32 << 20) - 8_519_680
+
+
+def test_a_gpu_that_nobody_names_is_known_by_its_workspace():
+    def trace(*sizes, **fields_of_it):
+        events = [[ALLOC, number << 30, size, 0, 0, -1, size] for number, size in enumerate(sizes)]
+        segments = [
+            (number << 30, size, [[number << 30, size, 0]]) for number, size in enumerate(sizes)
+        ]
+        return replace(recording(events, segments=segments), **fields_of_it)
+
+    told = trace_steps._architecture
+    assert told(trace(32 << 20, device="not stated")) == "sm_90"
+    assert told(trace(32 << 20, device="NVIDIA A10 24 GB")) == "sm_86"
+    assert told(trace(32 << 20, 8_519_680, device="not stated")) == "sm_80"
+
+
+def test_a_graph_that_is_dropped_goes_from_its_end():
+    forward = record(small_model(7), Loop(num_warmups=0))
+    step = record(small_model(7), Loop(loss="cross_entropy", has_backward=True, num_warmups=0))
+    assert forward.drops == {len(forward.graph.nodes) - 1}
+    assert not step.drops
+    freed, allocator = [], CachingAllocator()
+    free = allocator.free
+    allocator.free = lambda block: (freed.append(block.requested_bytes), free(block))
+    _replay(forward, allocator, lambda index: None)
+    last = [storage for storage in forward.graph.storages if storage.released in forward.drops]
+    assert len(last) > 20
+    assert freed[-1] == next(storage.size_bytes for storage in last if storage.size_bytes)
 
 
 def test_a_recording_is_scaled_to_another_batch():

@@ -70,6 +70,7 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
         gap: how much faster an optimal order could be at most, as a share; None if unknown.
         time_ratio_spread: how far `time_ratio` may be off.
         price_spread: how far the prices of operators may be off, as a share of them all.
+        in_step: whether seconds were measured in the running step, and not of operators alone.
     """
 
     program_fingerprint: str
@@ -85,6 +86,7 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     time_ratio_spread: float = 0.0
     price_spread: float = 0.0
     reserved_bytes: int | None = None
+    in_step: bool = False
 
     def __post_init__(self) -> None:
         if not self.schedule:

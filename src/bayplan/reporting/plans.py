@@ -142,11 +142,13 @@ def fit_line(plan: DevicePlan, *, seconds: float, is_kept: bool) -> str:
     order = plan.order
     limit = "" if plan.limit_bytes is None else f" {limit_text(plan).removeprefix('limit ')}"
     how = "with a plan of the cache, ready" if is_kept else "planned"
+    is_guess = plan.decisions and not order.in_step
+    alone = ", by prices of operators alone" if is_guess else ""
     return (
         f"{plan.model} fits{limit}: planned peak {format_bytes(order.peak_bytes)}"
         f" (plain {format_bytes(order.plain_peak_bytes)}){_reserved_text(order)}, planned step"
         f" {ratio_text(order.time_ratio, order.time_ratio_spread)} x plain"
-        f" ({choice_counts(plan.decisions)}); {how} in {format_seconds(seconds)}"
+        f"{alone} ({choice_counts(plan.decisions)}); {how} in {format_seconds(seconds)}"
     )
 
 

@@ -28,6 +28,7 @@ from bayplan.devices.device import HOST, device_of
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.rewriting.free import are_gradients_of_one
+from bayplan.rewriting.repeats import CHANGED
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.call_faults import Planned, explained_run, once_differentiable
 from bayplan.running.executor import compile_graph
@@ -40,7 +41,7 @@ from bayplan.tracing.checkpoints import with_checkpoints_checked
 from bayplan.tracing.fake import correct_fakes
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.shared_casts import OnePerAutocast, SharedCasts, sharing_casts
-from bayplan.tracing.tangents import compile_with_tangents, matched
+from bayplan.tracing.tangents import OutputGradient, compile_with_tangents, matched
 from bayplan.tracing.traced_step import Decide, MemoryContext, TracedStep
 
 __all__ = ["PlannedBackend", "device_of_casts", "halves_by", "ordered_step", "steps_of"]
@@ -66,24 +67,29 @@ class PlannedBackend:
     open_store: Callable[[int], SwapStore] = _no_store  # for so many bytes of swapped activations
     orders: list[StepOrder] = field(default_factory=list)  # decided for each graph so far
     only_plans: bool = False  # whether a graph that is called raises `Planned` instead of running
+    try_out: Callable[..., None] | None = None  # is called in its place, see `only_plans`
     trained: frozenset[int] = frozenset()  # ids of what the last graph makes gradients of
     _per_autocast: OnePerAutocast = field(default_factory=OnePerAutocast)
+    _changed: tuple[int, ...] = ()  # positions of the inputs that the last graph changes
     _graphs: Counter[str] = field(default_factory=Counter)  # traced so far, by shapes of inputs
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._warn_of_repeats(inputs)
         correct_fakes()
         torch_compat.guard_global_hooks()
+        gradients = matched(module, self.context.loss.gradients)
         with sharing_casts(module, inputs) as casts:
             run = compile_with_tangents(
                 module,
                 inputs,
-                matched(module, self.context.loss.gradients),
+                gradients,
                 partition=with_checkpoints_checked(module, partial(self._partition, inputs)),
                 compile_graph=self._compile,
                 whole=whole_operators(),
             )
-        return self._checked(once_differentiable(run), casts_on=device_of_casts(inputs, casts))
+        return self._checked(
+            once_differentiable(run), gradients, casts_on=device_of_casts(inputs, casts)
+        )
 
     def _warn_of_repeats(self, inputs: Sequence[Any]) -> None:
         shapes = str([getattr(value, "shape", None) for value in inputs])
@@ -99,10 +105,15 @@ class PlannedBackend:
             )
 
     def _checked(
-        self, run: Callable[..., Any], casts_on: torch.device | None
+        self,
+        run: Callable[..., Any],
+        gradients: Mapping[int, OutputGradient],
+        casts_on: torch.device | None,
     ) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
             if self.only_plans:
+                if self.try_out is not None:
+                    self.try_out(run, args, self._changed, gradients)
                 raise Planned
             if casts_on is not None:
                 self._per_autocast.check(casts_on)
@@ -130,6 +141,8 @@ class PlannedBackend:
         pairs = zip(inputs, outputs[num_fwd_outputs:], strict=False)
         self.trained = frozenset(id(tensor) for tensor, made in pairs if made is not None)
         traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
+        places = joint.graph.find_nodes(op="placeholder")
+        self._changed = tuple(i for i, node in enumerate(places) if node.meta.get(CHANGED))
         order = self.decide(traced)
         halves = halves_by(order, traced, lambda size_bytes: Swapper(self.open_store(size_bytes)))
         self.orders.append(order)
@@ -173,12 +186,16 @@ def ordered_step(order: StepOrder, traced: TracedStep) -> tuple[JointStep, Swapp
     return step, apply_order(order, step.program)
 
 
-def steps_of(swapped: Swapped, joint: JointStep) -> list[Step]:
+def steps_of(swapped: Swapped, joint: JointStep, *, is_plain: bool = False) -> list[Step]:
     """The steps that carry an arrangement out, as the executor knows them.
 
     The two gradients of a convolution that follow each other are computed in one call, where that
     keeps within the peak of backward: two calls let go of the input in between, but take longer.
     Without prices, as of a plan from a file, nobody knows what their kernels need for themselves.
+
+    Args:
+        is_plain: whether results get memory of their own, as in plain training, instead of
+            overwriting an argument; but not where the peak would rise.
     """
     parts: dict[int, SwapStep] = {}
     for swap in swapped.swap_ops:
@@ -191,6 +208,7 @@ def steps_of(swapped: Swapped, joint: JointStep) -> list[Step]:
     program = swapped.program
     replay = replay_schedule(program, plain_schedule(program))
     limit_bytes = max(replay.total_bytes[program.first_backward :], default=0)
+    free_bytes = [replay.peak_bytes - total for total in replay.total_bytes]
     steps: list[Step] = []
     is_joined = False  # with the step before
     for index, op in enumerate(swapped.op_of):
@@ -200,6 +218,8 @@ def steps_of(swapped: Swapped, joint: JointStep) -> list[Step]:
             is_joined = False
         else:
             taken, joined = replay.taken_over[index], None
+            if is_plain and taken is not None and program.buffers[taken] <= free_bytes[index]:
+                taken = None
             following = index + 1
             if following < len(swapped.op_of) and following not in parts:
                 first, second = program.ops[index], program.ops[following]

@@ -23,7 +23,7 @@ from bayplan import torch_compat
 from bayplan.rewriting.free import in_place_form, positions_to_overwrite
 from bayplan.rewriting.repeats import as_drawn
 from bayplan.running.direct_calls import direct_call
-from bayplan.tracing.joint import OVERWRITES, SWAPPER
+from bayplan.tracing.joint import OVERWRITES, RUNS, SWAPPER
 
 __all__ = ["compile_graph"]
 
@@ -35,14 +35,19 @@ _NORM_IN_PLACE = aten._native_batch_norm_legit.default
 _STATISTICS = (3, 4)  # positions of mean and variance, among arguments and outputs
 
 
-def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+def compile_graph(
+    module: fx.GraphModule, mark: Callable[[tuple[int, ...]], None] | None = None
+) -> Callable[[list[Any]], list[Any]]:
     """Return a function from a list of inputs, which it empties, to a list of outputs.
 
     A node's meta may name an argument for its result to overwrite (`OVERWRITES`).
+
+    Args:
+        mark: is called after each operator of the program, with its `RUNS`.
     """
     as_drawn(module.graph)
     _change_inputs_in_place(module.graph)
-    writer = _Writer(module)
+    writer = _Writer(module, mark)
     text = "\n".join(writer.lines())
     exec(compile(text, "<bayplan step>", "exec"), writer.names)  # noqa: S102 - see above
     return torch_compat.boxed(writer.names["run"])
@@ -82,8 +87,9 @@ def _is_only_change(copies: dict[Any, fx.Node], old: Any, new: Any, maker: fx.No
 class _Writer:
     """Writes a graph as a function; `names` is what its text refers to."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.names: dict[str, Any] = {"kernels_alone": torch_compat.kernels_alone}
+    def __init__(self, module: fx.GraphModule, mark: Callable[..., None] | None = None) -> None:
+        self.names: dict[str, Any] = {"kernels_alone": torch_compat.kernels_alone, "mark": mark}
+        self._is_marked = mark is not None
         self._module = module
         self._nodes = list(module.graph.nodes)
         self._name_of = {node: f"v{index}" for index, node in enumerate(self._nodes)}
@@ -112,6 +118,8 @@ class _Writer:
                         gone += [value for value in released[user] if value is not node]
                     gone.append(node)
                 yield from self._released(gone)
+                if self._is_marked and RUNS in node.meta:
+                    yield f"    mark({node.meta[RUNS]!r})"
             elif node.op == "output":
                 outputs = list(node.args[0])
                 yield f"    return [{', '.join(map(self._written, outputs))}]"

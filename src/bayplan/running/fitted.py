@@ -1,30 +1,37 @@
 """`bayplan.fit`: the same module, with a step that fits."""
 
+import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.cache import Prices
+from bayplan.costing.eager import PlainForward, autograd_seconds
 from bayplan.costing.pricing import measured_prices
-from bayplan.data.errors import CaptureError, DoesNotFit, NotOneGraph, UsageError
+from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, NotOneGraph, UsageError
 from bayplan.data.plan import DevicePlan, StepOrder
 from bayplan.data.units import Limit, LimitCounts, Progress, format_bytes, no_progress
+from bayplan.devices.device import HOST
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
 from bayplan.planning.memory.planner import device_plan
-from bayplan.planning.memory.reserved import WithinReserved, by_counting, plain_bytes
+from bayplan.planning.memory.reserved import by_counting, plain_bytes
 from bayplan.preparing.sources import prepare
+from bayplan.preparing.step import PreparedStep
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import PlannedBackend
 from bayplan.running.call_faults import Planned, explained_call, unchanged
 from bayplan.running.pieces import PiecewiseCall
+from bayplan.running.step_prices import RankedInStep, StepSeconds, clock_of, kept, try_step
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import Batch, LossFunction, TrainingStep, call_model, split_batch
 from bayplan.tracing.capture import same_generators
@@ -35,6 +42,8 @@ from bayplan.tracing.traced_step import Decide, MemoryContext, Price, TracedStep
 
 __all__ = ["Fitting", "bind", "bind_pieces", "fit", "fitting_of", "plans_of"]
 
+_NUM_TRIES, _FEWEST_TRIES = 5, 2  # of a short step and of a long one, once it is warm
+_SHORT_SECONDS = 0.2
 _FITTING = "bayplan_fitting"  # what the compiled call of a fitted model is marked with
 
 
@@ -50,11 +59,53 @@ class Fitting:
         pieces: what runs instead where the forward is not one graph; `plans` is empty then.
     """
 
-    decide: FastestWithin | WithinReserved
+    decide: RankedInStep
     graph_fingerprint: str
     known: dict[str, Any]
     plans: dict[str, DevicePlan] = field(default_factory=dict)
     pieces: PiecewiseCall | None = None
+
+    def try_out(self, prepared: PreparedStep, plain: PlainForward, backend: PlannedBackend) -> None:
+        """Time the planned and the plain step, where the plan was chosen in the running step."""
+        decided, self.decide.decided = self.decide.decided, None
+        if decided is None:
+            return
+        step, times = prepared.step, list[StepSeconds]()
+
+        def measure() -> StepSeconds | None:
+            runs = decided.runs()
+            while len(times) <= (_NUM_TRIES if _is_short(times) else _FEWEST_TRIES):
+                tried = _try_by_a_call(step, backend)
+                if tried is None:
+                    return None
+                forward, backward = runs.plain_seconds()
+                written = plain.seconds()
+                plain_seconds = max(forward, written) + backward
+                if written:
+                    plain_seconds += autograd_seconds(prepared.graph)
+                times.append(StepSeconds(planned=tried, plain=plain_seconds, ratio_spread=0.0))
+            del times[0]  # it warmed the rest
+            ratios = sorted(each.planned / each.plain for each in times)
+            return StepSeconds(
+                planned=statistics.median(each.planned for each in times),
+                plain=statistics.median(each.plain for each in times),
+                ratio_spread=(ratios[-1] - ratios[0]) / 2,
+            )
+
+        path = self.decide.cache / "steps" / f"{decided.key}-seconds.json"
+        found = None
+        with suppress(RuntimeError, BayplanError):  # of a kernel that minds a made-up gradient
+            found = kept(path, StepSeconds, measure, again=self.decide.again)
+        if found is not None:
+            ((program, plan),) = self.plans.items()
+            order = structs.replace(
+                plan.order,
+                seconds=found.planned,
+                plain_seconds=found.plain,
+                time_ratio_spread=found.ratio_spread,
+                in_step=True,
+            )
+            self.plans[program] = structs.replace(plan, order=order)
 
     def __call__(self, traced: TracedStep) -> StepOrder:
         program = traced.with_packs().program.fingerprint
@@ -111,7 +162,7 @@ def fit(
         on_progress=lambda share: on_progress("planning", int(100 * share), 100),
     )
     fitting = Fitting(
-        by_counting(counting, search, prepared),
+        RankedInStep(by_counting(counting, search, prepared), cache=cache_directory(), again=again),
         prepared.graph.fingerprint,
         {
             "model": prepared.graph.model,
@@ -133,8 +184,10 @@ def fit(
     # Every batch size that comes is priced by running its own operators, not scaled from others.
     fresh: Prices = {}
     context = replace(prepared.context, prices=prices, updates=updates)
+    plain = PlainForward.of(prepared.step, prepared.graph, limit_bytes=limit_bytes)
     try:
-        bind(prepared.step, fitting, context, space=space)
+        try_out = partial(fitting.try_out, prepared, plain)
+        bind(prepared.step, fitting, context, space=space, try_out=try_out)
     except NotOneGraph:
         if fullgraph or updates is not None:
             raise
@@ -159,6 +212,7 @@ def fit(
                 stacklevel=3,
             )
             return fitting
+    fitting.decide.is_on = False  # the memory that a loop keeps is its own
     setattr(torch_compat.compiled_call(model), _FITTING, fitting)
     return fitting
 
@@ -196,13 +250,19 @@ def plans_of(model: nn.Module) -> list[DevicePlan]:
 
 
 def bind(
-    step: TrainingStep, decide: Decide, context: MemoryContext, *, space: SwapSpace | None = None
+    step: TrainingStep,
+    decide: Decide,
+    context: MemoryContext,
+    *,
+    space: SwapSpace | None = None,
+    try_out: Callable[[PlannedBackend], None] | None = None,
 ) -> PlannedBackend:
     """Let a model run as decided from now on, and have it planned by a call that runs nothing.
 
     Args:
         decide: finds the order of each graph; `context` is what counts in memory beside it.
         space: where swapped activations go.
+        try_out: is called once there is a plan, while calls of the model run nothing.
     """
     backend, model = PlannedBackend(decide, context), step.model
     if space is not None:
@@ -221,6 +281,8 @@ def bind(
             # whether the model itself fails it was called plainly, so they are there now.
             _plan_by_a_call(step)
             _warn_of_changed(model, modules)
+        if try_out is not None:
+            try_out(backend)
         if context.loss.trained is not None:
             _check_trained(model, context.loss.trained, backend.trained)
     except BaseException:
@@ -301,10 +363,35 @@ def bind_pieces(
 def _plan_by_a_call(step: TrainingStep) -> None:
     """Call a model whose backend only plans, and leave no trace of that."""
     with (
-        suppress(Planned),
         same_generators(),
         unchanged(step.model),
         on_copies(step.model),
         step.precision(),
+        suppress(Planned),
     ):
         call_model(step.model, split_batch(step.batch, step.loss_fn)[0])
+
+
+def _is_short(times: Sequence[StepSeconds]) -> bool:
+    return not times or times[0].planned < _SHORT_SECONDS
+
+
+def _try_by_a_call(step: TrainingStep, backend: PlannedBackend) -> float | None:
+    """Seconds of a planned forward and backward, run in place of a call; None if they are not."""
+    seconds: list[float | None] = []
+    now = clock_of(next((each.device for each in step.model.parameters()), HOST.where))
+
+    def try_out(*call: Any) -> None:
+        seconds.append(now() - begun)  # torch's guards
+        seconds.append(try_step(*call))
+
+    backend.try_out = try_out
+    try:
+        with same_generators(), unchanged(step.model), on_copies(step.model), step.precision():
+            inputs = split_batch(step.batch, step.loss_fn)[0]
+            begun = now()
+            with suppress(Planned):
+                call_model(step.model, inputs)
+    finally:
+        backend.try_out = None
+    return None if None in seconds else sum(filter(None, seconds))

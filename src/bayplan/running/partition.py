@@ -28,7 +28,7 @@ from bayplan.running.swaps.swapping import (
     swap_here,
     swap_out,
 )
-from bayplan.tracing.joint import OVERWRITES, SWAPPER, JointStep
+from bayplan.tracing.joint import OVERWRITES, RUNS, SWAPPER, JointStep
 
 __all__ = ["Step", "cut"]
 
@@ -174,6 +174,7 @@ class _Builder:
         else:
             made, copy = self._repeat(node, is_partial=program.ops[index].repeat_writes is not None)
             writes = program.repeats[index].writes
+        copy.meta[RUNS] = (index,)
         if taken_over is not None:
             copy.meta[OVERWRITES] = self._overwritten_position(node, taken_over)
         self._see(copy, made, writes, maker=node)
@@ -184,6 +185,7 @@ class _Builder:
         assert first is not None, "the caller's are never joined"
         assert node is not None, "the caller's are never joined"
         both_gradients(self._latest[first], node)
+        self._latest[first].meta[RUNS] = (index, other)
         part = self.graph.call_function(operator.getitem, (self._latest[first], 0))
         part.meta = dict(node.meta)
         self._see(part, node, self._joint.program.ops[other].writes, maker=node)

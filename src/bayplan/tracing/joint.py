@@ -36,6 +36,7 @@ from bayplan.tracing.tracer import true_output
 __all__ = [
     "CARRIED",
     "OVERWRITES",
+    "RUNS",
     "SWAPPER",
     "JointStep",
     "LossMemory",
@@ -48,6 +49,8 @@ __all__ = [
 CARRIED = "bayplan_carried"
 # In a node's meta: the argument it overwrites; the object that its function is called with first.
 OVERWRITES, SWAPPER = "bayplan_overwrites", "bayplan_swapper"
+# The same: the operators of the program that it carries out, of two gradients in one call both.
+RUNS = "bayplan_runs"
 
 
 def _no_prices(_: torch.device) -> AbstractContextManager[Price]:

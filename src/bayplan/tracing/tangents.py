@@ -60,6 +60,15 @@ class OutputGradient:
             step *= max(int(shape[dim]), 1)
         return tuple(strides)
 
+    def made_up(self, output: torch.Tensor) -> torch.Tensor:
+        """Ones, laid out as the gradient of an output."""
+        if self.expanded:
+            return torch.ones_like(_part(output.detach(), self.expanded)).expand(output.shape)
+        stride = self.stride(output.shape)
+        if stride is None:
+            return torch.ones_like(output)
+        return output.new_empty_strided(tuple(output.shape), stride).fill_(1)
+
     def is_laid_out_like(self, other: "OutputGradient") -> bool:
         """Whether both gradients have the same layout, whatever dimensions of one number have."""
         orders = (self.order or (), other.order or ())

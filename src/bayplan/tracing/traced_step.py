@@ -13,6 +13,7 @@ from torch import fx
 
 from bayplan.data.errors import ForeignPlan
 from bayplan.data.plan import StepOrder
+from bayplan.data.program import Program
 from bayplan.devices.device import HOST, device_of
 from bayplan.rewriting.free import Price, free_rewrites
 from bayplan.rewriting.packing import Pack, apply_packs, find_packs
@@ -34,12 +35,15 @@ class TracedStep:
     Attributes:
         joint: rewritten where that is free.
         packs: the ways to pack its activations, as far as they are known to lose nothing.
+        inputs: that the graph was traced with, but for its tangents; none if they are not at hand.
     """
 
     joint: fx.GraphModule
     num_forward_outputs: int
     context: MemoryContext
     packs: tuple[Pack, ...] = ()
+    inputs: Sequence[Any] = ()
+    _repriced: Callable[[Program], Program] | None = None
     _variants: dict[tuple[str, ...], JointStep] = field(default_factory=dict)
 
     @classmethod
@@ -65,14 +69,23 @@ class TracedStep:
                 update=context.updates.function,
                 index_of_input=context.updates.among(inputs),
             )
-        return cls(joint, num_forward_outputs, context, tuple(find_packs(joint.graph)))
+        return cls(joint, num_forward_outputs, context, tuple(find_packs(joint.graph)), inputs)
 
     def with_packs(self, names: Sequence[str] = ()) -> JointStep:
         """The step with some activations packed, analysed and priced once."""
         key = tuple(sorted(names))
         if key not in self._variants:
-            self._variants[key] = self._analyse(key)
+            step = self._analyse(key)
+            if self._repriced is not None:
+                step = replace(step, program=self._repriced(step.program))
+            self._variants[key] = step
         return self._variants[key]
+
+    def reprice(self, repriced: Callable[[Program], Program]) -> None:
+        """Let other prices count from now on, in all variants."""
+        self._repriced = repriced
+        for key, step in self._variants.items():
+            self._variants[key] = replace(step, program=repriced(step.program))
 
     def _analyse(self, names: tuple[str, ...]) -> JointStep:
         module = self.joint

@@ -37,6 +37,7 @@ __all__ = [
     "order_of",
     "pack_variants",
     "planned_bytes",
+    "repriced_order",
 ]
 
 AUTO = "auto"
@@ -124,9 +125,7 @@ class FastestWithin:
         order = None if self.again else kept.read(traced, limit_bytes)
         self.took_kept = order is not None
         if order is not None:  # its figures are of the prices of then
-            variant = traced.with_packs(order.packs).program
-            priced = as_order(variant, arrangement_of(order), packs=order.packs, tier=self.tier)
-            order = structs.replace(priced, gap=order.gap)
+            order = repriced_order(traced, order, self.tier)
         else:
             try:
                 order = self._search(traced, planned_bytes(limit_bytes), limit_bytes, as_order)
@@ -315,6 +314,21 @@ def order_of(
         time_ratio_spread=_ratio_spread(program, schedule, seconds, plain_seconds),
         price_spread=program.spread_share,
     )
+
+
+def repriced_order(traced: PackedVariants, order: StepOrder, tier: Tier | None = None) -> StepOrder:
+    """The same order with the figures of the prices of now."""
+    program = traced.with_packs(order.packs).program
+    priced = order_of(
+        program,
+        arrangement_of(order),
+        strategy=order.strategy,
+        plain_peak_bytes=order.plain_peak_bytes,
+        plain_seconds=traced.with_packs().program.plain_seconds,
+        packs=order.packs,
+        tier=tier,
+    )
+    return structs.replace(priced, gap=order.gap, reserved_bytes=order.reserved_bytes)
 
 
 def _ratio_spread(

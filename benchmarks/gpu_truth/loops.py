@@ -312,10 +312,9 @@ def peaks(
             allocator.empty_cache()
         graph = recording.graph
         taken = workspace_bytes(graph, graph.nodes[index]) if workspace_bytes else 0
-        if taken:
-            workspace = allocator.allocate(taken)
+        workspace = allocator.allocate(taken) if taken else None
         measure(index)
-        if taken:
+        if workspace is not None:
             allocator.free(workspace)
 
     def measure(index: int) -> None:

@@ -331,7 +331,12 @@ def test_a_graph_that_is_dropped_goes_from_its_end():
     assert not step.drops
     freed, allocator = [], CachingAllocator()
     free = allocator.free
-    allocator.free = lambda block: (freed.append(block.requested_bytes), free(block))
+
+    def heard(block):
+        freed.append(block.requested_bytes)
+        free(block)
+
+    allocator.free = heard
     _replay(forward, allocator, lambda index: None)
     last = [storage for storage in forward.graph.storages if storage.released in forward.drops]
     assert len(last) > 20

@@ -37,9 +37,11 @@ class Unplanned(CaptureError):
 
     Attributes:
         operators: of a piece that was planned with other sizes or numbers.
+        unseen: of a piece that was not there when the forward was planned.
     """
 
     operators: Operators | None = None
+    unseen: Operators | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class PieceBackend:
     context: MemoryContext
     gradients: Mapping[Operators, PieceGradients]  # of what is planned
     written: frozenset[Operators] = frozenset()  # what runs as it is written
+    unseen: frozenset[Operators] = frozenset()  # as well: was planned as what lies between pieces
     pieces: list[Piece] = field(default_factory=list)
     largest_bytes: dict[Operators, int] = field(default_factory=dict)  # inputs of what is written
     casts_on: torch.device | None = None  # where a piece casts parameters, if one does
@@ -79,10 +82,14 @@ class PieceBackend:
         if not is_trained or not torch.is_grad_enabled():
             return module.forward  # keeps nothing for a backward, so it may be of any size
         operators = operators_of(module)
+        if operators in self.unseen:
+            return module.forward
         if operators in self.written:
             return self._as_written(module, operators)
         if operators not in self.gradients:
-            raise Unplanned("a piece of the forward that the plan does not have")
+            fault = Unplanned("a piece of the forward that the plan does not have")
+            fault.unseen = operators
+            raise fault
         gradients = self.gradients[operators]
         end = torch_answers.break_after(module)
         module, again = with_repeated_inputs(module, gradients.uses)

@@ -12,12 +12,15 @@ step on fake tensors, pieces as planned (`piece_simulation.py`).
 4. The model is compiled with the orders, which its pieces are known by (`piece_backend.py`).
 
 A call that runs other pieces than planned, or more of them, is stopped there and planned anew: the
-random numbers and the model's buffers are put back, and it begins again.
+random numbers and the model's buffers are put back, and it begins again. Where that plan is the same
+one, torch compiles something on real tensors that it left alone on those without memory: this piece
+runs as it is written, as it was planned.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -301,6 +304,7 @@ class PiecewiseCall:
     context: MemoryContext
     plans: list[PiecePlan] = field(default_factory=list)
     _varying: set[Operators] = field(default_factory=set)
+    _unseen: set[Operators] = field(default_factory=set)
     _variants: list[Callable[..., Any]] = field(default_factory=list)
     _per_autocast: OnePerAutocast = field(default_factory=OnePerAutocast)
 
@@ -314,7 +318,9 @@ class PiecewiseCall:
                 try:
                     outputs = call(*args, **kwargs)
                 except Exception as fault:
-                    operators = _operators_of_unplanned(fault)
+                    unplanned = _unplanned(fault)
+                    operators, unseen = unplanned.operators, unplanned.unseen
+                    del unplanned
                 else:
                     self._variants.insert(0, self._variants.pop(index))
                     return outputs
@@ -327,6 +333,10 @@ class PiecewiseCall:
             is_of_no_use = num_plans > 0 and self.plans[0].way == self.plans[1].way
             # What a step that drops layers runs may be no part of what the fullest one runs.
             as_drawn, is_of_no_use = as_drawn or is_of_no_use, as_drawn and is_of_no_use
+            if is_of_no_use and unseen is not None and unseen not in self._unseen:
+                self._unseen.add(unseen)
+                self._begin_with(self.plans[0])
+                continue
             if is_of_no_use or num_plans == _MOST_PLANS_OF_A_CALL:
                 raise CaptureError(
                     "the forward goes another way when it runs than on the tensors without memory"
@@ -354,17 +364,26 @@ class PiecewiseCall:
 
     def add(self, step: TrainingStep, *, as_drawn: bool = False) -> None:
         """Plan a step, and have the model run so from now on."""
-        model = self.step.model
-        current = torch_compat.compiled_call(model)
-        uncompile(model)  # the copy that is planned must not run what is compiled already
-        try:
+        with self._uncompiled():  # the copy that is planned must not run what is compiled already
             varying = frozenset(self._varying)
             plan = plan_pieces(
                 step, self.optimizer, self.decide, self.context, varying, as_drawn=as_drawn
             )
             self.plans.insert(0, plan)
+        self._begin_with(plan)
+
+    def _begin_with(self, plan: PiecePlan) -> None:
+        with self._uncompiled():
             self._variants.insert(0, self._compiled(plan))
             del self._variants[_MOST_VARIANTS:]
+
+    @contextmanager
+    def _uncompiled(self) -> Iterator[None]:
+        model = self.step.model
+        current = torch_compat.compiled_call(model)
+        uncompile(model)
+        try:
+            yield
         finally:
             torch_compat.set_compiled_call(model, current)
 
@@ -375,6 +394,7 @@ class PiecewiseCall:
             _alone(self.context),
             plan.gradients,
             frozenset({*plan.written, *self._varying}),
+            frozenset(self._unseen),
             largest_bytes=plan.written,
         )
 
@@ -399,12 +419,12 @@ class PiecewiseCall:
         return call
 
 
-def _operators_of_unplanned(fault: Exception) -> Operators | None:
-    """Of the piece that a call met and its plan does not have; other faults are raised again."""
+def _unplanned(fault: Exception) -> Unplanned:
+    """About the piece that a call met and its plan does not have; other faults are raised again."""
     inner = torch_compat.compile_fault(fault)
     if not isinstance(inner, Unplanned):
         raise fault
-    return inner.operators
+    return inner
 
 
 _MOST_VARIANTS = 8

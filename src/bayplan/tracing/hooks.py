@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import CaptureError
+from bayplan.data.source import Owner, owner_of
 
 __all__ = ["copied", "hooked_text", "num_hooks", "on_copies", "own_generators", "refused_hooks"]
 
@@ -85,8 +87,11 @@ def _restore(table: dict[int, Any], kept: Mapping[int, Any]) -> None:
 
 def hooked_text(model: nn.Module) -> str:
     """What to add to a message about a forward that cannot be traced; nothing without hooks."""
-    hooked = [name for name, each in model.named_modules() if any(torch_compat.hooks_of(each)[:2])]
-    names = [repr(name) for name in hooked if name]
+    names = [
+        repr(name)
+        for name, each in model.named_modules()
+        if name and any(map(_is_users, chain(*map(dict.values, torch_compat.hooks_of(each)[:2]))))
+    ]
     if not names:
         return ""
     more = ", …" if len(names) > 3 else ""
@@ -95,6 +100,14 @@ def hooked_text(model: nn.Module) -> str:
         " of them asks for values (`.item()`, `print`), remove it, keep tensors and ask after the"
         ' step, or run the steps that need it under torch.compiler.set_stance("force_eager")'
     )
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is not one that a library puts on its own modules, to collect tensors."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    code = getattr(hook, "__code__", None)
+    return code is None or owner_of(code.co_filename) is not Owner.LIBRARY
 
 
 def num_hooks(model: nn.Module) -> int:

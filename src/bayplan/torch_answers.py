@@ -40,6 +40,7 @@ __all__ = [
     "left_outside",
     "resumed_line",
     "unnoticed_fakes",
+    "written_numbers",
 ]
 
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
@@ -72,19 +73,28 @@ def unnoticed_fakes() -> Iterator[None]:
         is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH_FILES)
         return FakeTensor if is_torchs else _NoTensorIsFake
 
-    def written(tensor: torch.Tensor, form: str) -> str:
-        """A single number in an f-string, as plain tensors are written."""
-        return format(tensor.item() if tensor.dim() == 0 else repr(tensor), form)
-
     del home.FakeTensor
     home.__getattr__ = found  # pyrefly: ignore[missing-attribute] - Python asks it for what is gone
+    try:
+        with written_numbers():
+            yield
+    finally:
+        del home.__getattr__  # pyrefly: ignore[missing-attribute]
+        home.FakeTensor = FakeTensor
+
+
+@contextmanager
+def written_numbers() -> Iterator[None]:
+    """Let a single number that is a fake tensor stand in an f-string as plain tensors do."""
+
+    def written(tensor: torch.Tensor, form: str) -> str:
+        return format(tensor.item() if tensor.dim() == 0 else repr(tensor), form)
+
     FakeTensor.__format__ = written  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
         del FakeTensor.__format__
-        del home.__getattr__  # pyrefly: ignore[missing-attribute]
-        home.FakeTensor = FakeTensor
 
 
 @contextmanager

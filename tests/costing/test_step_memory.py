@@ -9,6 +9,8 @@ from torch import nn
 import bayplan
 from bayplan.costing.pricing import one_thread_prices
 from bayplan.costing.step_memory import UpdateCost, resident_bytes, update_cost
+from bayplan.data.live_memory import replay_memory
+from bayplan.preparing.sources import prepare
 
 
 def total(y: torch.Tensor) -> torch.Tensor:
@@ -60,3 +62,20 @@ def test_prices_of_ranks_leave_the_number_of_threads_alone(own_planner_cache):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_scratch_memory_of_a_product_far_below_the_peak_may_set_it(planner_cache):
+    # The second convolution's backward copies 24 channels into blocks, where little else is left.
+    model = nn.Sequential(
+        nn.Conv2d(3, 24, 3, 2, 1), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 24, 3, 2, 1)
+    )
+    prepared = prepare(model, torch.randn(4, 3, 64, 64), total)
+    live = replay_memory(prepared.graph, [0] * len(prepared.graph.nodes), granularity_bytes=64)
+    bayplan_peak = prepared.plain_peak_bytes
+    with bayplan.record() as recording:
+        for _ in range(3):
+            model.zero_grad()
+            total(model(torch.randn(4, 3, 64, 64))).backward()
+            recording.step()
+    assert bayplan_peak > 1.15 * live.peak_bytes
+    assert bayplan_peak == pytest.approx(recording.result.steady_peak_bytes, rel=0.1)

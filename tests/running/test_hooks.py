@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import bayplan
 from bayplan import torch_compat
+from bayplan.tracing.hooks import hooked_text
 
 pytestmark = [
     pytest.mark.usefixtures("own_planner_cache"),
@@ -384,3 +385,12 @@ def test_model_that_is_traced_at_every_step_says_so():
     with pytest.warns(UserWarning, match="traced 16 times at the same shapes.*like a counter"):
         model(inputs)
     assert len(seen) == 16
+
+
+def test_hooks_that_a_library_collects_tensors_with_do_not_name_the_user():
+    model = Model()
+    hook = eval(compile("lambda *_: None", "/x/site-packages/library/collecting.py", "eval"))
+    model.first.register_forward_hook(partial(hook))
+    assert not hooked_text(model)
+    model.first.register_forward_hook(lambda *_: None)
+    assert "'first'" in hooked_text(model)

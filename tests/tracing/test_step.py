@@ -383,3 +383,17 @@ def test_formulas_of_autograd_are_counted_with_their_edges():
     graph = bayplan.capture(model, torch.ones(2, 4), lambda y: y.sum())
     # sum <- tanh <- addmm <- bias, and weight through its transpose; the batch needs no gradient.
     assert (graph.num_formulas, graph.num_edges) == (6, 6)
+
+
+def test_what_runs_without_gradients_is_not_recorded():
+    class Settled(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                for _ in range(5):
+                    x = super().forward(x).tanh()
+            return super().forward(x)
+
+    def recorded(model: nn.Module) -> int:
+        return bayplan.capture(model, torch.ones(2, 4), lambda y: y.sum()).num_recorded
+
+    assert recorded(Settled(4, 4)) == recorded(nn.Linear(4, 4)) > 0

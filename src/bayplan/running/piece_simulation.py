@@ -151,7 +151,7 @@ def _faked(
 
         @contextmanager
         def again() -> Iterator[None]:
-            with mode, torch_answers.known_arrays():
+            with mode, torch_answers.known_arrays(), torch_answers.written_numbers():
                 mode.draw_again()
                 states.put_back()
                 yield

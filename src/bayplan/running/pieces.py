@@ -12,9 +12,9 @@ step on fake tensors, pieces as planned (`piece_simulation.py`).
 4. The model is compiled with the orders, which its pieces are known by (`piece_backend.py`).
 
 A call that runs other pieces than planned, or more of them, is stopped there and planned anew: the
-random numbers and the model's buffers are put back, and it begins again. Where that plan is the same
-one, torch compiles something on real tensors that it left alone on those without memory: this piece
-runs as it is written, as it was planned.
+random numbers and the model's buffers are put back, and it begins again. Where that plan is the
+same one, torch compiles something on real tensors that it left alone on those without memory: this
+piece runs as it is written, as it was planned.
 """
 
 import gc

@@ -172,3 +172,38 @@ def test_evaluation_runs_torchs_own_shortcuts():
     bayplan.fit(model, batch, lambda y: y.sum(), memory="1GiB", time_limit_seconds=0.5)
     assert not plain[0][3, 2:].any()
     assert all(one.equal(other) for one, other in zip(outputs(), plain, strict=True))
+
+
+class FrozenAttention(nn.Module):
+    """A pretrained layer that only makes features: torch then computes it by one fused kernel."""
+
+    def __init__(self, needs_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True).requires_grad_(False)
+        self.head, self.needs_weights = nn.Linear(16, 8), needs_weights
+
+    def forward(self, x):
+        self.attention.eval()
+        features, weights = self.attention(x, x, x, need_weights=self.needs_weights)
+        total = self.head(features).relu().square().mean()
+        return total if weights is None else total * weights.max()
+
+
+@pytest.mark.parametrize("needs_weights", [False, True])
+def test_frozen_attention_runs_torchs_fused_kernel(assert_same, repeat_everything, needs_weights):
+    """Dynamo says that torch traces, which kept the layer off that kernel: other last bits."""
+
+    def build():
+        return FrozenAttention(needs_weights), torch.randn(6, 12, 16), None
+
+    order = assert_same(build, by_strategy("all", repeat_everything))
+    assert order.schedule
+
+
+def test_frozen_attention_is_fitted():
+    """What is known of its values: the fused kernel makes one tensor where a fake one has two."""
+    torch.manual_seed(0)
+    model, x = FrozenAttention(False), torch.randn(6, 12, 16)
+    plain = model(x).item()
+    bayplan.fit(model, x, memory="100%", time_limit_seconds=0.5, progress=False)
+    assert model(x).item() == plain

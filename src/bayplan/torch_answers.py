@@ -142,7 +142,7 @@ def answer_as_eager(rules: Rules | None = None) -> None:
     for name in (
         *("torch._utils.is_compiling", "torch._dynamo.external_utils.is_compiling"),
         *("torch.compiler.is_compiling", "torch.compiler.is_dynamo_compiling"),
-        "torch.cuda.is_current_stream_capturing",
+        *("torch.cuda.is_current_stream_capturing", _FUSED_ATTENTION_ASKS),
     ):
         home, _, attribute = name.rpartition(".")
         asked = getattr(sys.modules[home], attribute)
@@ -226,6 +226,8 @@ def _not_capturing() -> bool:
     return False
 
 
+# `nn.MultiheadAttention` takes its fused kernel unless it is traced, which Dynamo says it is.
+_FUSED_ATTENTION_ASKS = "torch.nn.modules.activation._is_make_fx_tracing"
 # Functions that ask only because Dynamo cannot trace what they do otherwise, which comes to the
 # same: transformers keeps the outputs it collects in a context variable.
 _ASK_TO_BE_TRACEABLE = {"CompileableContextVar.set"}
@@ -236,6 +238,7 @@ def _answering_as_eager(handler: Callable[..., Any] | None) -> Callable[..., Any
         codes = [frame.f_code for frame in (tx, getattr(tx, "parent", None)) if frame is not None]
         is_torchs = codes[0].co_filename.startswith(_TORCH_FILES)
         is_harmless = not _ASK_TO_BE_TRACEABLE.isdisjoint(code.co_qualname for code in codes)
+        is_torchs &= self.value is not torch.nn.modules.activation._is_make_fx_tracing
         if is_torchs or is_harmless or not _traces_as_eager(tx.output.compiler_fn):
             # None is Dynamo's for the rest of its rules.
             return None if handler is None else handler(self, tx, *args, **kwargs)

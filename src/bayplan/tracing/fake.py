@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,9 @@ OptimizerSource = (
 )
 _Thing = TypeVar("_Thing")
 
+aten = torch.ops.aten
+_NEEDS_WEIGHTS = 10  # its position among the arguments of `_native_multi_head_attention`
+
 
 def optimizer_source(optimizer: Any) -> OptimizerSource:
     """An optimizer, or what makes one, by its word, as a class or function, or itself."""
@@ -57,12 +61,21 @@ def optimizer_source(optimizer: Any) -> OptimizerSource:
     return optimizer
 
 
+@cache
 def correct_fakes() -> None:
     """Let fake kernels that are known to err make what the real ones make, in this process."""
     correct_fake_norms()
     correct_fake_lstm()
     correct_fake_products()
     correct_fake_cuda()
+    torch_compat.set_fake_kernel(aten._native_multi_head_attention.default, _fused_attention)
+
+
+def _fused_attention(otherwise: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Weights that nobody asked for are None, where torch's fake kernel has an empty tensor."""
+    output, weights = otherwise(*args, **kwargs)
+    needs_weights = args[_NEEDS_WEIGHTS] if len(args) > _NEEDS_WEIGHTS else True
+    return output, weights if kwargs.get("need_weights", needs_weights) else None
 
 
 @contextmanager

@@ -57,13 +57,16 @@ def main() -> None:
                 continue
             rows += [{"kind": name} | row.as_dict() for row in told.rows]
             claims[f"{name}, {folder.name}"] = told.claims
+    is_own = {folder.resolve() for folder in folders} == {BESIDE_REPOSITORY}
     latest = HERE / "results" / "latest.json"
-    if arguments.only and not arguments.quick and latest.exists():  # of the others, what is known
+    # Of the kinds that are not run now, what is known.
+    if arguments.only and is_own and not arguments.quick and latest.exists():
         before = json.loads(latest.read_text())
         rows += [row for row in before["rows"] if row.get("kind") not in (None, arguments.only)]
         claims = {**before["claims"], **claims}
     say(claims)
-    finish(__file__, {"rows": rows, "claims": claims}, columns=COLUMNS, arguments=arguments)
+    result = {"rows": rows, "claims": claims}
+    finish(__file__, result, columns=COLUMNS, arguments=arguments, is_own=is_own)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from torch import nn
 
 import bayplan
 from bayplan.cli import main
+from bayplan.costing import probe
+from bayplan.costing.catalogue import read_cluster
 from bayplan.data.errors import OutOfMemory, UsageError
 from bayplan.data.files import read
 from bayplan.devices.device import device_of
@@ -242,7 +244,8 @@ def test_recording_takes_its_device_from_the_parameters():
     assert own.live.allocated < there.peak_bytes <= own.peak.allocated + 10**6
 
 
-def test_the_doctor_says_what_was_never_run_on_a_real_one():
+def test_the_doctor_says_what_was_never_run_on_a_real_one(tmp_path):
+    settle(tmp_path)
     told = command("doctor")
     assert told.code == 0
     assert f"bay:1        {NAME}" in told.out
@@ -251,3 +254,14 @@ def test_the_doctor_says_what_was_never_run_on_a_real_one():
     assert "make test-gpu" in told.out
     alone = command("doctor", "--on", "cpu")
     assert "bay:" not in alone.out
+
+
+def test_one_device_of_several_is_probed(tmp_path):
+    settle(tmp_path)
+    written = Path(tmp_path, "here.yaml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_MATRIX_SIZE", 32)  # the kernels are the CPU's
+        told = command("cluster", "--probe", "--on", "bay:1", "-o", str(written))
+    assert told.code == 0, told.err
+    assert [kind.title for kind in read_cluster(str(written)).kinds.values()] == [f"{NAME}, probed"]
+    assert len(read_cluster(str(written)).devices) == 1

@@ -81,6 +81,7 @@ def test_a_gpu_of_ones_own_comes_with_its_description(bayplan, tmp_path):
         (["titan"], ["no cluster 'titan'", "titanv-8"]),
         (["no.yaml"], ["cannot read no.yaml"]),
         (["titanv-8", "--probe"], ["give one of them"]),
+        (["titanv-8", "--on", "cpu"], ["add --probe"]),
         (["titanv-8", "--gpu", "v100"], ["--gpu, --hosts and --card-gbits are for --from-topo"]),
         (["-o", "x.yaml"], ["which cluster goes to x.yaml", "bayplan cluster titanv-8"]),
         (["--from-topo", "topo.txt"], ["does not say what its GPUs are", "--gpu titan-v"]),

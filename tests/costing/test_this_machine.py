@@ -69,3 +69,11 @@ def test_copies_are_measured():
     latency, bytes_per_s = probe_copy(cpu, cpu)
     assert 0 < latency < 1
     assert bytes_per_s > 1e6
+
+
+def test_what_is_probed_is_a_choice(several_cores):
+    assert (
+        len(expand(probe_machine(lambda: LINKS, on="cpu"), where="here").devices) == several_cores
+    )
+    with pytest.raises(UsageError, match="--on cuda:1: there is no cuda device here"):
+        probe_machine(lambda: LINKS, on="cuda:1")

@@ -33,6 +33,15 @@ Examples:
 )
 
 
+ProbedOn = Annotated[
+    str | None,
+    Parameter(
+        help="With --probe: the devices to measure: auto, cpu, cuda, cuda:1, xpu, …. Default: the"
+        " accelerators if there are any, else the cores."
+    ),
+]
+
+
 @app.default
 def cluster(
     name: str | None = None,
@@ -43,6 +52,7 @@ def cluster(
     hosts: int = 1,
     card_gbits: float = 100.0,
     probe: options.Flag = False,
+    on: ProbedOn = None,
     output: options.Output = None,
     json: options.Json = False,
 ) -> None:
@@ -62,6 +72,8 @@ def cluster(
         raise UsageError("a name, --from-topo and --probe each say which cluster; give one of them")
     if from_topo is None and (gpu is not None or hosts != 1 or card_gbits != 100.0):
         raise UsageError("--gpu, --hosts and --card-gbits are for --from-topo")
+    if on is not None and not probe:
+        raise UsageError("--on says which devices of this machine --probe measures; add --probe")
     if not ways:
         if output is not None:
             raise UsageError(f"which cluster goes to {output}? Name one: bayplan cluster titanv-8")
@@ -76,7 +88,7 @@ def cluster(
     elif name is not None:
         file = read_cluster_file(name)
     else:
-        file = _probed()
+        file = _probed(on)
     whole = expand(file, where=name or file.name)
     if output is not None:
         files.write_by_hand(output, file)
@@ -137,7 +149,7 @@ def _from_topology(source: str, *, gpu: str | None, hosts: int, card_gbits: floa
     return msgspec.structs.replace(file, kinds={kind.name: kind})
 
 
-def _probed() -> "ClusterFile":
+def _probed(on: str | None) -> "ClusterFile":
     from tempfile import TemporaryDirectory
 
     from bayplan.costing.probe import keep, probe_machine
@@ -145,6 +157,6 @@ def _probed() -> "ClusterFile":
 
     # Whoever asks for a probe wants to know how it is now, so nothing kept is taken.
     with TemporaryDirectory(prefix="bayplan-") as folder:
-        file = probe_machine(lambda: local_link_speeds(Path(folder)))
+        file = probe_machine(lambda: local_link_speeds(Path(folder)), on=on)
     keep(file)
     return file

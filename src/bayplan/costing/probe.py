@@ -22,6 +22,7 @@ from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.files import write
 from bayplan.data.links import LinkSpeeds
 from bayplan.data.topology import Topology, cluster_file_of, read_topology, with_measured_copies
+from bayplan.devices.choosing import chosen_device, is_chosen
 from bayplan.devices.device import HOST, Device, accelerators_here, device_of
 from bayplan.devices.machine import num_threads
 
@@ -127,11 +128,21 @@ def _fastest(work: Callable[[], object], *devices: torch.device) -> float:
     return min(seconds)
 
 
-def probe_machine(find_links: Callable[[], LinkSpeeds | None]) -> ClusterFile:
-    """Measure this machine; `find_links` measures how fast two ranks talk, None if they cannot."""
-    if accelerators := accelerators_here():
-        return _accelerators(accelerators, _topology())
-    return _cores(len(os.sched_getaffinity(0)), find_links)
+def probe_machine(
+    find_links: Callable[[], LinkSpeeds | None], *, on: str | None = None
+) -> ClusterFile:
+    """Measure this machine.
+
+    Args:
+        find_links: measures how fast two ranks talk; None if they cannot.
+        on: which of its devices: all of a kind, or a single one; by default its accelerators, and
+            its cores where there are none.
+    """
+    chosen = chosen_device(on)
+    if not chosen.is_accelerator:
+        return _cores(len(os.sched_getaffinity(0)), find_links)
+    is_one = is_chosen(on) and torch.device(str(on)).index is not None
+    return _accelerators([chosen] if is_one else accelerators_here(), _topology())
 
 
 def keep(file: ClusterFile) -> None:

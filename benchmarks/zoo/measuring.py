@@ -95,6 +95,10 @@ class WrongNumbers(Exception):
     """Planned training gave other numbers than plain training."""
 
 
+class NotRepeatable(Exception):
+    """Plain training from the same seeds gave other numbers: there is nothing to compare with."""
+
+
 def measured_row(
     build: Callable[[], Built], precision: str, *, rounds: int, seconds: float
 ) -> dict[str, Any]:
@@ -109,6 +113,8 @@ def measured_row(
     try:
         _compare(row, build, precision, rounds=rounds, seconds=seconds)
         row["status"] = "same"
+    except NotRepeatable as fault:
+        row |= {"status": "refused", "reason": str(fault)}
     except WrongNumbers as fault:
         row |= {"status": "wrong", "reason": str(fault)}
     except BayplanError as fault:
@@ -136,9 +142,9 @@ def _compare(
         except DoesNotFit as fault:
             row[f"no_{share[:2]}"] = str(fault)
         row.setdefault("plan_seconds", time.perf_counter() - started)
-        _check_same(plain, planned.get(share), share)
+        _check_same(plain, planned.get(share), share, make)
     floor = _floor(make, seconds)
-    _check_same(plain, floor, "floor")
+    _check_same(plain, floor, "floor", make)
     every = [*planned.values(), floor]
     pairs = [(prepared.plain_peak_bytes, plain.peak_bytes)]
     pairs += [(each.predicted_bytes, each.peak_bytes) for each in every]
@@ -154,11 +160,25 @@ def _compare(
     _time(row, plain, planned, prepared, rounds)
 
 
-def _check_same(plain: Trained, planned: Trained | None, limit: str) -> None:
-    if planned is not None and planned.digests != plain.digests:
-        pairs = zip(plain.digests, planned.digests, strict=False)
-        first = next((a for a, b in pairs if a != b), "a number more or less")
-        raise WrongNumbers(f"other numbers within {limit}, first in {first.split()[0]}")
+def _check_same(
+    plain: Trained, planned: Trained | None, limit: str, make: Callable[[], TrainingStep]
+) -> None:
+    if planned is None or planned.digests == plain.digests:
+        return
+    first = _first_difference(plain, planned)
+    again = _trained(make())
+    if again.digests != plain.digests:
+        other = _first_difference(plain, again)
+        raise NotRepeatable(
+            f"plain training does not repeat itself: trained again from the same seeds, {other} is"
+            " another one (a forward may draw its own seeds)"
+        )
+    raise WrongNumbers(f"other numbers within {limit}, first in {first}")
+
+
+def _first_difference(one: Trained, other: Trained) -> str:
+    pairs = zip(one.digests, other.digests, strict=False)
+    return next((a for a, b in pairs if a != b), "a number more or less").split()[0]
 
 
 def _time(

@@ -21,6 +21,7 @@ All other branches on values stay Dynamo's business, also those on random number
 import dis
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ __all__ = [
     "answer_as_eager",
     "break_after",
     "known_arrays",
+    "last_line",
     "left_outside",
     "resumed_line",
     "unnoticed_fakes",
@@ -175,6 +177,14 @@ def break_after(module: fx.GraphModule) -> str:
         return text
     frame = reason.user_stack[-1]
     return f"{frame.filename}:{frame.lineno} (`{frame.line}`): {text}"
+
+
+def last_line(module: fx.GraphModule) -> str:
+    """The line of a forward behind the last operator of a graph of Dynamo's; empty if none."""
+    traces = (node.meta.get("stack_trace") for node in reversed(module.graph.nodes))
+    trace = next(filter(None, traces), "")
+    places = re.findall(r'File "(.+?)", line (\d+)', trace)
+    return "{}:{}".format(*places[-1]) if places else ""
 
 
 def resumed_line() -> str:

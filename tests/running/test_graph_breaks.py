@@ -15,6 +15,8 @@ from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
 from bayplan.devices.meters import open_meter
 from bayplan.preparing.sources import prepare
 from bayplan.running.fitted import fitting_of
+from bayplan.running.piece_backend import Unplanned
+from bayplan.tracing.piece_gradients import GradientWatch
 
 WIDTH, SAMPLES = 64, 1024
 
@@ -307,3 +309,19 @@ def test_limit_below_what_pieces_need_is_refused(planner_cache):
             memory=refused.value.smallest_bytes,
             time_limit_seconds=0.5,
         )
+
+
+def test_a_piece_that_was_not_watched_is_refused_by_its_line(monkeypatch) -> None:
+    watched = GradientWatch.found
+
+    def fewer(self: GradientWatch) -> Any:
+        gradients, written = watched(self)
+        gradients.popitem()
+        return gradients, written
+
+    monkeypatch.setattr(GradientWatch, "found", fewer)
+    model, x = Broken(2, say), torch.randn(64, WIDTH)
+    with pytest.raises(CaptureError, match=r"a piece is new, which ends at \S+\.py:\d+") as refusal:
+        bayplan.fit(model, x, mean, memory="70%", progress=False)
+    assert "train the model as it is" in str(refusal.value)
+    assert not isinstance(refusal.value, Unplanned)

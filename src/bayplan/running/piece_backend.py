@@ -38,10 +38,12 @@ class Unplanned(CaptureError):
     Attributes:
         operators: of a piece that was planned with other sizes or numbers.
         unseen: of a piece that was not there when the forward was planned.
+        place: where such a piece ends, if torch tells.
     """
 
     operators: Operators | None = None
     unseen: Operators | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class PieceBackend:
         if operators not in self.gradients:
             fault = Unplanned("a piece of the forward that the plan does not have")
             fault.unseen = operators
+            fault.place = torch_answers.break_after(module) or torch_answers.last_line(module)
             raise fault
         gradients = self.gradients[operators]
         end = torch_answers.break_after(module)

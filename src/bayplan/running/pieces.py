@@ -162,6 +162,12 @@ def plan_pieces(
             plain = simulated(_in_plain_order)
         except Inexact as fault:
             written |= {fault.operators}
+        except Unplanned as fault:
+            raise CaptureError(
+                "torch cuts the forward otherwise where it is planned than where its gradients are"
+                f" watched: a piece is new{fault.place and f', which ends at {fault.place}'}. Take"
+                " what torch cannot trace there out of the forward, or train the model as it is"
+            ) from fault
     limit_bytes = decide.limit.of(decide.plain_peak_bytes or plain.peak_bytes)
     plan_of = partial(_plan_of, gradients, plain)
     if plain.peak_bytes <= planned_bytes(limit_bytes):

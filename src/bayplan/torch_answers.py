@@ -37,6 +37,7 @@ __all__ = [
     "KNOWN",
     "answer_as_eager",
     "break_after",
+    "breaks_in_loops",
     "known_arrays",
     "last_line",
     "left_outside",
@@ -133,7 +134,11 @@ def answer_as_eager(rules: Rules | None = None) -> None:
             Dynamo fails on. The last that was given counts.
     """
     from torch._dynamo import utils
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+    from torch._dynamo.symbolic_convert import (
+        InliningInstructionTranslator,
+        InstructionTranslator,
+        InstructionTranslatorBase,
+    )
     from torch._dynamo.variables import NumpyNdarrayVariable, NumpyVariable, TensorVariable
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -160,6 +165,9 @@ def answer_as_eager(rules: Rules | None = None) -> None:
         NumpyVariable.call_function = _by_numpy(NumpyVariable.call_function, "function")
         VariableBuilder.wrap_module = _with_recurrence(VariableBuilder.wrap_module)
         utils._get_fake_value_impl = _by_rules(utils._get_fake_value_impl)
+        InstructionTranslatorBase.raise_loop_graph_break = staticmethod(
+            _noting_line(InstructionTranslatorBase.raise_loop_graph_break)
+        )
         for translator in (InstructionTranslator, InliningInstructionTranslator):
             for name, code in dis.opmap.items():
                 if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE")):
@@ -177,6 +185,24 @@ def break_after(module: fx.GraphModule) -> str:
         return text
     frame = reason.user_stack[-1]
     return f"{frame.filename}:{frame.lineno} (`{frame.line}`): {text}"
+
+
+_line_in_loop: dict[CodeType, str] = {}  # of a break, by the frame that Dynamo does not compile
+
+
+def _noting_line(give_up: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(code: CodeType, fault: Any) -> Any:
+        if stack := getattr(fault, "real_stack", None):
+            _line_in_loop[code] = f"{stack[-1].filename}:{stack[-1].lineno} (`{stack[-1].line}`)"
+        give_up(code, fault)
+
+    return noting
+
+
+def breaks_in_loops(model: nn.Module) -> tuple[str, ...]:
+    """Lines in loops of a model's forwards that Dynamo met and could not trace."""
+    codes = (getattr(type(each).forward, "__code__", None) for each in model.modules())
+    return tuple(dict.fromkeys(_line_in_loop[code] for code in codes if code in _line_in_loop))
 
 
 def last_line(module: fx.GraphModule) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -325,3 +326,14 @@ def test_a_piece_that_was_not_watched_is_refused_by_its_line(monkeypatch) -> Non
         bayplan.fit(model, x, mean, memory="70%", progress=False)
     assert "train the model as it is" in str(refusal.value)
     assert not isinstance(refusal.value, Unplanned)
+
+
+def test_a_break_in_a_loop_is_named_by_its_line():
+    for _ in range(2):  # the second has a forward that torch has given up already
+        model = Looping(1, say)
+        with pytest.warns(UserWarning, match="is not one graph"):
+            bayplan.fit(model, torch.rand(8, WIDTH), mean, memory="100%", progress=False)
+        fitting = fitting_of(model)
+        assert fitting.pieces is not None
+        (line,) = fitting.pieces.plans[0].breaks
+        assert re.match(r".+test_graph_breaks\.py:\d+ \(`print\(end=\"\"\)`\), in a loop", line)

@@ -82,6 +82,7 @@ class Simulated:
     workspace_bytes: Sequence[int]
     context: MemoryContext
     largest_bytes: dict[Operators, int]
+    breaks_in_loops: tuple[str, ...] = ()
 
     @cached_property
     def total_bytes(self) -> Sequence[int]:
@@ -228,4 +229,5 @@ def simulate(
         tracer.workspace_bytes,
         backend.context,
         backend.largest_bytes,
+        torch_answers.breaks_in_loops(step.model),
     )

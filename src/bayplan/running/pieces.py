@@ -223,7 +223,8 @@ def _smallest(within: Callable[[int], PiecePlan], too_few_bytes: int, most_bytes
 
 def _breaks(simulated: Simulated) -> tuple[str, ...]:
     lines = tuple(dict.fromkeys(each.end for each in simulated.pieces if each.end))
-    return lines or ("a loop, whose frame torch does not compile",)
+    in_loops = (f"{line}, in a loop" for line in simulated.breaks_in_loops or ("a line",))
+    return lines or tuple(f"{each}, whose frame torch does not compile" for each in in_loops)
 
 
 _in_plain_order = by_strategy("keep", keep())

@@ -149,7 +149,8 @@ def answer_as_eager(rules: Rules | None = None) -> None:
     for name in (
         *("torch._utils.is_compiling", "torch._dynamo.external_utils.is_compiling"),
         *("torch.compiler.is_compiling", "torch.compiler.is_dynamo_compiling"),
-        *("torch.cuda.is_current_stream_capturing", _FUSED_ATTENTION_ASKS),
+        "torch.cuda.is_current_stream_capturing",
+        _FUSED_ATTENTION_ASKS,
     ):
         home, _, attribute = name.rpartition(".")
         asked = getattr(sys.modules[home], attribute)

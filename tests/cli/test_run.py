@@ -55,7 +55,7 @@ def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatc
 def test_code_named_in_a_plan_is_not_run_without_the_users_word(
     bayplan, plan_file, monkeypatch, check_refusal
 ):
-    monkeypatch.setattr("bayplan.preparing.step.resolve_target", pytest.fail)
+    monkeypatch.setattr("bayplan.preparing.sources.resolve_target", pytest.fail)
     outcome = bayplan("run", plan_file)
     check_refusal(outcome, 2, "not trusted to name code", "--target train:deep")
 

@@ -212,7 +212,14 @@ def test_shape_error_inside_a_torch_module_names_the_line_that_calls_it():
 
 
 def test_error_without_a_line_of_the_user():
-    with pytest.raises(CaptureError, match=r"outside the model's files: TypeError: .*positional"):
+    with pytest.raises(
+        CaptureError, match=r"outside the model's files: RuntimeError: .*4\] X \[5, 4"
+    ):
+        bayplan.capture(nn.Linear(5, 4), X, total)
+
+
+def test_arguments_that_a_forward_does_not_take_are_a_mistake_of_the_batch():
+    with pytest.raises(UsageError, match=r"forward does not take a tuple of 2: .*positional"):
         bayplan.capture(nn.Linear(4, 4), (X, X), total)
 
 

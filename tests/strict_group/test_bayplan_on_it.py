@@ -33,7 +33,6 @@ from bayplan.running.tuning.tuner import Tuner
 from bayplan.step import TrainingStep
 
 pytestmark = pytest.mark.alone  # results are late by so much: a busy machine is late as well
-os.environ.setdefault("BAYPLAN_TIMEOUT", "60")  # a busy machine is silent for long
 
 CANDIDATES = [
     ExchangeSettings(algorithm=algorithm) for algorithm in (Algorithm.RING, Algorithm.SHARED)

@@ -10,11 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from dataclasses import replace as dataclass_replace
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,7 +39,6 @@ __all__ = [
     "Loop",
     "Peaks",
     "Recording",
-    "at_batch",
     "peaks",
     "record",
 ]
@@ -378,31 +375,3 @@ def _replay(
         order = reversed if number in recording.drops else iter
         for index in order(released[number]):
             allocator.free(live.pop(index))
-
-
-def at_batch(recording: Recording, batch: int, other: int) -> Recording:
-    """The recording of another batch size, from one of `batch`: its bytes, not its operations.
-
-    A storage grows with the batch if a tensor in it has a first dimension that is a multiple of the
-    batch, and none in it is of a parameter's shape. A test holds this against a capture of its own.
-    """
-    graph = recording.graph
-    constant = {
-        tuple(sorted(value.shape))
-        for value in graph.values
-        if graph.storages[value.storage].kind is StorageKind.PARAMETER
-    }
-    growing, fixed = set[int](), set[int]()
-    for value in graph.values:
-        if tuple(sorted(value.shape)) in constant:
-            fixed.add(value.storage)
-        elif value.shape and value.shape[0] % batch == 0:
-            growing.add(value.storage)
-    growing -= fixed
-    storages = tuple(
-        replace(storage, size_bytes=storage.size_bytes * other // batch)
-        if index in growing and storage.kind not in (StorageKind.PARAMETER, StorageKind.BUFFER)
-        else storage
-        for index, storage in enumerate(graph.storages)
-    )
-    return dataclass_replace(recording, graph=replace(graph, storages=storages))

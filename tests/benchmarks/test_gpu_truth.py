@@ -17,7 +17,7 @@ from gpu_truth.image_models import ImageRow, image_rows
 from gpu_truth.kept import Kept
 from gpu_truth.language_models import language_model
 from gpu_truth.lm_tables import read_table
-from gpu_truth.loops import Loop, _replay, at_batch, peaks, record
+from gpu_truth.loops import Loop, _replay, peaks, record
 from gpu_truth.main import BESIDE_REPOSITORY, EXAMPLE
 from gpu_truth.replaying import found, replay
 from gpu_truth.timing import RATIOS, SPEEDS, StepTime, seconds_of, step_time
@@ -341,12 +341,6 @@ def test_a_graph_that_is_dropped_goes_from_its_end():
     last = [storage for storage in forward.graph.storages if storage.released in forward.drops]
     assert len(last) > 20
     assert freed[-1] == next(storage.size_bytes for storage in last if storage.size_bytes)
-
-
-def test_a_recording_is_scaled_to_another_batch():
-    loop = Loop(loss="cross_entropy", has_backward=True, num_warmups=0)
-    scaled = peaks(at_batch(record(small_model(64), loop), 64, 96)).requested_bytes
-    assert scaled == pytest.approx(peaks(record(small_model(96), loop)).requested_bytes, rel=0.02)
 
 
 @pytest.mark.skipif(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import distributed
 
-from bayplan.running.collectives.blocks import host_identity
+from bayplan.devices.machine import host_identity
 
 __all__ = ["HorovodMissing", "open_horovod"]
 

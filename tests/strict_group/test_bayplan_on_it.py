@@ -188,7 +188,7 @@ for number in range(5):
     ("way", "words"),
     [
         ("raise", "failed at [step 2, stage 1, 1RECV_F0]: ZeroDivisionError"),
-        pytest.param("kill", "fell silent", marks=pytest.mark.slow),
+        pytest.param("kill", "died", marks=pytest.mark.slow),
         pytest.param("stop", "fell silent", marks=pytest.mark.slow),
     ],
 )

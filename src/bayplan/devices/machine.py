@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "cache_directory",
     "check_torch_version",
     "describe_machine",
+    "host_identity",
     "is_running",
     "machine_key",
     "num_threads",
@@ -106,6 +108,17 @@ def is_running(process: int) -> bool:
     except OSError:
         return False
     return state[:1] not in ("Z", "X")  # dead, and its parent has not asked yet
+
+
+@cache
+def host_identity() -> str:
+    """The same for processes that may share memory: of one boot, one network, one view of /proc.
+
+    Namespaces count, so that containers, and hosts that are emulated by them, are different hosts.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid", "user"))
+    return ":".join([boot, *map(str, spaces), str(os.geteuid())])
 
 
 def cache_directory() -> Path:

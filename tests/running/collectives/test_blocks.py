@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bayplan.running.collectives import blocks as blocks_module
-from bayplan.running.collectives.blocks import Block, Blocks, RankLost, host_identity, load
+from bayplan.running.collectives.blocks import Block, Blocks, RankLost, load
 
 NUM_RANKS = 3
 DATA_BYTES = 1 << 16
@@ -176,10 +176,6 @@ def test_memory_stays_when_the_file_is_closed():
 def test_a_block_too_large_for_the_machine_is_refused():
     with pytest.raises(OSError, match=r"1024\.0 TiB to share"):
         Block.make(1 << 50)
-
-
-def test_the_identity_of_a_host_is_the_same_twice():
-    assert host_identity() == host_identity()
 
 
 @pytest.mark.parametrize("count", [1, 16_383, 16_384, 16_399, 50_001])

@@ -1,5 +1,6 @@
 import pytest
 
+from bayplan.devices.machine import host_identity
 from bayplan.running.ranks.judging import Entry, Failure, Judge
 
 
@@ -9,7 +10,8 @@ def judge_of(rank=0, world_size=3, **limits):
 
 
 def entry(beat, doing="step 1, 0F0", **fields):
-    return Entry(beat=beat, process=7, host="here", doing=doing, **fields)
+    place = {"process": 7, "host": "here", "place": "another machine"}
+    return Entry(beat=beat, doing=doing, **place | fields)
 
 
 def hear_rounds(judge, num_rounds, *, silent=(), first_beat=1, elapsed_seconds=1.0, **fields):
@@ -71,6 +73,26 @@ def test_a_failure_goes_before_a_silence_and_brings_its_exit_code():
     verdict = judge.verdict()
     assert (verdict.rank, verdict.exit_code) == (2, 3)
     assert verdict.text.endswith("failed at [2B1]: DoesNotFit: needs 9 GiB, limit 8 GiB")
+
+
+def test_a_process_of_this_host_that_is_gone_is_named_without_waiting_for_its_silence():
+    judge = judge_of(rank=0)
+    gone = {"process": 2**30, "place": host_identity()}
+    for beat, is_found in [(1, False), (2, True)]:
+        entries = {rank: entry(beat) for rank in (0, 2)} | {1: entry(1, doing="1F0", **gone)}
+        judge.hear(entries, elapsed_seconds=0.1)
+        assert (judge.verdict() is not None) == is_found
+    verdict = judge.verdict()
+    assert (verdict.rank, verdict.exit_code, verdict.speaker) == (1, 1, 0)
+    assert "rank 1 (pid 1073741824 on here) died, last action [1F0]" in verdict.text
+
+
+def test_a_last_word_that_comes_after_its_process_is_gone_counts():
+    judge = judge_of(world_size=2)
+    gone = {"process": 2**30, "place": host_identity()}
+    judge.hear({0: entry(1), 1: entry(1, **gone)}, elapsed_seconds=0.1)
+    judge.hear({0: entry(2), 1: entry(2, is_done=True, **gone)}, elapsed_seconds=0.1)
+    assert judge.verdict() is None
 
 
 @pytest.mark.parametrize(("silent", "speaker"), [((1,), 0), ((0,), 1), ((0, 1), 2)])

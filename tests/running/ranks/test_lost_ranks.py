@@ -71,7 +71,7 @@ def run_losing(job, way, *, victim, num_ranks, **options):
 @pytest.mark.parametrize(
     ("way", "victim", "num_ranks", "words"),
     [
-        pytest.param("kill", 1, 3, "fell silent", marks=pytest.mark.slow),
+        pytest.param("kill", 1, 3, "died", marks=pytest.mark.slow),
         ("kill", 0, 3, "the host of the store, is gone"),
         ("stop", 1, 2, "fell silent"),
         pytest.param("stop", 0, 3, "the host of the store, is gone", marks=pytest.mark.slow),

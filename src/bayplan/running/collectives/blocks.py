@@ -22,8 +22,7 @@ from bayplan.devices.device import HOST
 from bayplan.native import load_library
 
 __all__ = [
-    *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait"),
-    *("host_identity", "load"),
+    *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait", "load"),
 ]
 
 SUMMABLE = (torch.float32, torch.float64)
@@ -72,16 +71,6 @@ def load(cache: Path) -> ctypes.CDLL:
         ctypes.POINTER(count), ctypes.POINTER(count),
     ]  # fmt: skip
     return library
-
-
-def host_identity() -> str:
-    """The same for processes that may share memory: of one boot, one network, one view of /proc.
-
-    Namespaces count, so that containers, and hosts that are emulated by them, are different hosts.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid", "user"))
-    return ":".join([boot, *map(str, spaces), str(os.geteuid())])
 
 
 class Block:

@@ -14,9 +14,9 @@ from torch import distributed
 
 from bayplan import torch_compat as torch_compat
 from bayplan.data.exchange import Algorithm
-from bayplan.devices.machine import cache_directory
+from bayplan.devices.machine import cache_directory, host_identity
 from bayplan.native import CompileFailed
-from bayplan.running.collectives.blocks import Block, Blocks, host_identity, load
+from bayplan.running.collectives.blocks import Block, Blocks, load
 from bayplan.running.collectives.groups import has_tags, own_group
 from bayplan.running.collectives.sums import (
     BetweenHosts,

@@ -14,6 +14,7 @@ that was suspended, or a whole job that was paused with Ctrl-Z, accuses nobody w
 others get the same number of rounds to speak again.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from bayplan.data.errors import ExitCode
 from bayplan.devices.copy_thread import CopyThread
-from bayplan.devices.machine import is_running
+from bayplan.devices.machine import host_identity, is_running
 
 __all__ = ["Board", "BoardGone", "Entry", "Failure", "Judge", "Verdict"]
 
@@ -39,11 +40,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int
 
 
+def _own_place() -> str:
+    with contextlib.suppress(OSError):
+        return host_identity()
+    return ""
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank says of itself with each heartbeat.
 
     Attributes:
         beat: counts heartbeats; one that stands still is a rank that is silent.
+        place: the same for processes that see each other; empty where nothing is seen.
         batch: the number of the batch that is worked on, from 1 on, and its form.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
@@ -53,6 +61,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     doing: str
     process: int = msgspec.field(default_factory=os.getpid)
     host: str = msgspec.field(default_factory=socket.gethostname)
+    place: str = msgspec.field(default_factory=_own_place)
     batch: tuple[int, str] = (0, "")
     is_terminated: bool = False
     is_done: bool = False
@@ -64,11 +73,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_seen_running(self) -> bool:
         """Whether it is another process of this host that runs; of other hosts nothing is seen."""
-        is_near = self.host == socket.gethostname() and self.process != os.getpid()
-        return is_near and is_running(self.process)
+        return self._is_near and is_running(self.process)
+
+    def is_seen_gone(self) -> bool:
+        """Whether it was a process of this host that has ended without a word."""
+        return self._is_near and not self.is_ended and not is_running(self.process)
+
+    @property
+    def _is_near(self) -> bool:
+        return bool(self.place) and self.place == _own_place() and self.process != os.getpid()
 
 
-_UNHEARD = Entry(beat=-1, doing="none: it never opened its watch", process=0, host="")
+_UNHEARD = Entry(beat=-1, doing="none: it never opened its watch", process=0, host="", place="")
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +196,7 @@ class Judge:
     def __post_init__(self) -> None:
         self.entries = dict.fromkeys(range(self.world_size), _UNHEARD)
         self._silent_seconds = dict.fromkeys(range(self.world_size), 0.0)
+        self._rounds_gone = dict.fromkeys(range(self.world_size), 0)
 
     def hear(self, entries: Mapping[int, Entry], *, elapsed_seconds: float) -> None:
         """Take in one round of entries; a rank without one has not spoken yet."""
@@ -188,14 +205,15 @@ class Judge:
             new = entries.get(rank, old)
             silent_seconds = self._silent_seconds[rank] + seconds if new.beat == old.beat else 0.0
             self.entries[rank], self._silent_seconds[rank] = new, silent_seconds
+            self._rounds_gone[rank] = self._rounds_gone[rank] + 1 if new.is_seen_gone() else 0
 
     def verdict(self) -> Verdict | None:
-        """The reason to stop: a failure, another batch, a silence, or None."""
+        """The reason to stop: a failure, another batch, a death, a silence, or None."""
         for rank, entry in self.entries.items():
             if entry.failure is not None:
                 text = f"{self._name(rank)} failed at [{entry.doing}]: {entry.failure.text}"
                 return self._blame(rank, text, exit_code=entry.failure.exit_code)
-        return self._odd_batch() or self._silence()
+        return self._odd_batch() or self._death() or self._silence()
 
     def host_gone(self, host: int | None, reason: str) -> Verdict | None:
         """The verdict when the store cannot be reached; None if its host had ended well."""
@@ -239,6 +257,17 @@ class Judge:
                 return self._blame(rank, text, exit_code=ExitCode.USAGE)
         return None
 
+    def _death(self) -> Verdict | None:
+        """Blame a rank whose process is gone, without waiting for its silence.
+
+        In the second round only: the entry of the first may have been read before its last word.
+        """
+        for rank, num_rounds in self._rounds_gone.items():
+            if num_rounds > 1:
+                action = self.entries[rank].doing
+                return self._blame(rank, f"{self._name(rank)} died, last action [{action}]")
+        return None
+
     def _silence(self) -> Verdict | None:
         """Blame the rank that has been silent for longest."""
         others = (r for r, entry in self.entries.items() if r != self.rank and not entry.is_done)
@@ -263,7 +292,8 @@ class Judge:
         return Verdict(rank=blamed, text=text, exit_code=int(exit_code), speaker=speaker)
 
     def _is_overdue(self, rank: int) -> bool:
-        return self._silent_seconds[rank] > self.longest_round_seconds
+        is_silent = self._silent_seconds[rank] > self.longest_round_seconds
+        return is_silent or self._rounds_gone[rank] > 0
 
     def _name(self, rank: int) -> str:
         entry = self.entries[rank]

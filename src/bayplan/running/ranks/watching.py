@@ -7,7 +7,8 @@ that waits in gloo never gets there; what works is that C writes the signal's nu
 gloo names no rank, and waits half an hour for a silent one; a main thread that waits in it cannot
 be woken (`ProcessGroup.abort` returns and changes nothing). So every rank has a thread that beats
 in the store and listens to the others, and looks whether the processes of its own host are still
-there. When it finds a rank to blame, it agrees with the others on one verdict, one rank prints it, and each thread ends its own process.
+there. When it finds a rank to blame, it agrees with the others on one verdict, one rank prints it,
+and each thread ends its own process.
 
     main thread    doing = 0F0 .. doing = 1B3 ....... waits for rank 2 in gloo ..... (ended)
     its thread     beat    beat    beat    beat    rank 2 stands still -> verdict -> os._exit

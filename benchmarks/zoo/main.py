@@ -63,27 +63,30 @@ def main() -> None:
         given.scale, given.rounds, given.seconds, given.precision = 0.5, 1, 0.2, ["float32"]
     if given.models:
         given.scale = 1.0
-    rows = []
+    rows, is_part = [], bool(given.only)
     with ThreadPoolExecutor(given.jobs) as pool:
         waiting = [pool.submit(_row, given, *job) for job in _jobs(given)]
         try:
             for row in waiting:
                 rows.append(row.result())
         except KeyboardInterrupt:
-            say("interrupted: what is measured so far is kept")
+            say("interrupted: what is measured so far is kept, and the others' last rows")
             pool.shutdown(cancel_futures=True)
-    rows = _with_others(given, rows)
+            is_part = True
+    rows = _with_others(given, rows, is_part=is_part)
     result = {"rows": rows, **_summary(rows)}
     finish(__file__, result, columns=COLUMNS, arguments=given, is_own=given.models is None)
 
 
-def _with_others(given: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was measured now, with its commit; where only some models are, the others' last rows."""
+def _with_others(
+    given: argparse.Namespace, rows: list[dict[str, Any]], *, is_part: bool
+) -> list[dict[str, Any]]:
+    """What was measured now, with its commit; where that is a part, the others' last rows, too."""
     command = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     rows = [{**row, "commit": commit.stdout.strip() or "unknown"} for row in rows]
     latest = Path(__file__).parent / "results" / "latest.json"
-    if given.quick or given.models or not given.only or not latest.exists():
+    if given.quick or given.models or not is_part or not latest.exists():
         return rows
     new = {(row["model"], row["precision"]): row for row in rows}
     old = {(row["model"], row["precision"]): row for row in json.loads(latest.read_text())["rows"]}

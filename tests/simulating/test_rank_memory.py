@@ -1,5 +1,8 @@
 """The memory of ranks: small lists whose bytes a human can add up."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from bayplan.data.actions import Action
@@ -158,7 +161,41 @@ def test_where_backward_lags_earlier_batches_are_in_flight():
     # What two steps before have sent is not known to have arrived.
     texts = "0F0 0SEND_F0 0RECV_B0 0B0 0U0"
     fresh = peak(texts, micro_batches=1)
-    assert peak(texts, micro_batches=1, lags=(1, 0)) == fresh + 20 + 2 * 8
+    assert peak(texts, micro_batches=1, lags=(1, 0)) == fresh + 20 + 2 * 5
+
+
+def test_a_value_that_backward_needs_too_counts_once_while_it_is_sent():
+    """It counted with its message and with its forward, so predictions were above the truth."""
+    stage = replace(STAGE, made_bytes=0, shared_bytes=6, sending_bytes=(1, 2))
+
+    def peak_of(texts, **more):
+        return rank_peak_bytes(rank_of(texts, **more), {(0, 4): stage})
+
+    # The batch before is held, and so is this one; of two before, and of the one whose backward
+    # runs, the message keeps its part.
+    texts = "0F0 0SEND_F0 0RECV_B0 0B0 0U0"
+    assert peak_of(texts, micro_batches=1, lags=(1, 0), num_ahead=0) == 1000 + 6 + 20 + 70 + 2
+    # Of a lag of two batches, only the one whose backward runs.
+    assert peak_of(texts, micro_batches=1, lags=(2, 0), num_ahead=0) == 1000 + 40 + 70 + 2
+    # Of one of three, none: that message has arrived.
+    assert peak_of(texts, micro_batches=1, lags=(3, 0), num_ahead=0) == 1000 + 60 + 70
+    # Without a lag: the first message keeps its part until it is known to have arrived.
+    both = "0F0 0SEND_F0 0B0 0F1 0SEND_F1 0B1"
+    assert peak_of(both, num_ahead=0) == 1000 + 6 + 70 + 2
+    arrived = [(), (), (1,), (), (), ()]
+    assert peak_of(both, num_ahead=0, retire=arrived) == 1000 + 70 + 2
+    arrived = [(), (1,), (), (), (4,), ()]
+    assert peak_of(both, num_ahead=0, retire=arrived) == 1000 + 70
+
+
+def test_what_is_sent_and_held_is_told_apart(program):
+    reads = msgspec.structs.replace(program.ops[3], reads=(0, 2, 3))  # backward needs y itself
+    program = msgspec.structs.replace(program, ops=(*program.ops[:3], reads, program.ops[4]))
+    memory = stage_memory(program, range(5), made_back=frozenset({4}))
+    assert (memory.held_bytes, memory.made_bytes, memory.shared_bytes) == (110, 0, 100)
+    # The highest moment is the last operator's, when backward has let go of y.
+    assert memory.backward_bytes == 10 + 100 + 7 + 1 + 2000
+    assert memory.sending_bytes == (100, 100)
 
 
 def test_more_micro_batches_never_take_less(make_pipeline):

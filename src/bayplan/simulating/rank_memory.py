@@ -78,6 +78,7 @@ def stage_seconds(
 
 
 _K = ActionKind
+_STEPS_SENDING = 2  # where batches overlap, messages of so many steps before may be on their way
 Key = tuple[int, int]  # stage, samples
 Piece = tuple[int, int]  # stage, micro-batch
 
@@ -94,6 +95,10 @@ class StageMemory:
         adding_bytes: the same where gradients of parameters are added to what is there already,
             so that each is released at once.
         made_back_bytes: what backward makes for others.
+        shared_bytes: of what is held, what forward made for others too: a message that is still
+            on its way keeps it when backward lets go of it.
+        sending_bytes: by how much `backward_bytes` and `adding_bytes` are higher while such a
+            message is on its way.
     """
 
     forward_bytes: int
@@ -102,6 +107,8 @@ class StageMemory:
     backward_bytes: int
     adding_bytes: int
     made_back_bytes: int
+    shared_bytes: int = 0
+    sending_bytes: tuple[int, int] = (0, 0)
 
     @property
     def passing_bytes(self) -> int:
@@ -129,8 +136,6 @@ def stage_memory(
     """
     first, always, sizes = program.first_backward, program.always_bytes, program.buffers
     held = held_buffers(program, schedule)
-    # Outputs live to the end of the whole program, but a stage's forward hands them on.
-    alone = msgspec.structs.replace(program, outputs=program.outputs - _given(program))
     loss = _loss(program)
     # Waits for swaps may be behind the loss; they are forward's, and it has no gradient yet.
     gradient = sum(sizes[buffer] for index in loss for buffer in program.ops[index].writes)
@@ -139,11 +144,16 @@ def stage_memory(
         for index, total in enumerate(replay_schedule(program, schedule).total_bytes[:first])
         if index not in loss
     ]
-    handing_over = msgspec.structs.replace(alone, outputs=alone.outputs - (gradients - made_back))
-    backward, adding = (
-        max(replay_schedule(variant, schedule).total_bytes[first:], default=always) - always
-        for variant in (alone, handing_over)
-    )
+    shared = _given(program) & held
+
+    def of_backward(outputs: frozenset[int]) -> int:
+        replay = replay_schedule(msgspec.structs.replace(program, outputs=outputs), schedule)
+        return max(replay.total_bytes[first:], default=always) - always
+
+    # Outputs live to the end of the whole program, but a stage's forward hands them on.
+    outputs = program.outputs - _given(program)
+    handing_over = outputs - (gradients - made_back)
+    backward, adding = of_backward(outputs), of_backward(handing_over)
     return StageMemory(
         forward_bytes=max(forward, default=always) - always,
         held_bytes=sum(sizes[buffer] for buffer in held),
@@ -151,6 +161,12 @@ def stage_memory(
         backward_bytes=backward,
         adding_bytes=adding,
         made_back_bytes=sum(sizes[buffer] for buffer in made_back),
+        shared_bytes=sum(sizes[buffer] for buffer in shared),
+        sending_bytes=(
+            (of_backward(outputs | shared) - backward, of_backward(handing_over | shared) - adding)
+            if shared
+            else (0, 0)
+        ),
     )
 
 
@@ -221,28 +237,42 @@ def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
 class _Walk:
     def __init__(self, rank: RankMemory, stages: Mapping[Key, StageMemory]) -> None:
         self.rank, self.stages = rank, stages
-        self.actions = set(rank.actions)
         self.to_post = (item for item in enumerate(rank.actions) if item[1].kind in RECEIVES)
         self.rooms: dict[Action, int] = {}  # by receive that is posted
         self.graded: set[int] = set()  # stages that have gradients by now
         self.sent: dict[int, int] = {}  # by position, what is kept until it has arrived
+        self.positions = {action: position for position, action in enumerate(rank.actions)}
         self.live = rank.staying_bytes + self._of_earlier_batches()
 
     def _of_earlier_batches(self) -> int:
         """What lags: forwards whose backward comes later, and two steps' messages on their way.
 
-        A value that is sent from where it is stays with its message, also when backward is done.
+        A value that is sent from where it is stays with its message, also when backward is done;
+        until then it is what is held, and counts once.
         """
-        lags, messages = self.rank.lags, self.rank.message_bytes
+        lags = self.rank.lags
         held = (
             lags[stage] * self.stages[key].held_bytes for (stage, _), key in self.rank.keys.items()
         )
         sent = (
-            2 * messages[position]
+            _STEPS_SENDING * self._made_and_sent(position, action)[1]
+            + max(0, _STEPS_SENDING - lags[action.stage]) * self._shared_bytes(position, action)
             for position, action in enumerate(self.rank.actions)
             if action.kind in SENDS and any(lags)
         )
         return sum(held) + sum(sent)
+
+    def _made_and_sent(self, position: int, action: Action) -> tuple[int, int]:
+        """What is made for a message alone, and what it keeps of that: all, or a packed copy."""
+        stage = self.stages[self.rank.keys[action.stage, action.index]]
+        made = stage.made_bytes if action.kind is _K.SEND_FORWARD else stage.made_back_bytes
+        return made, self.rank.packed_bytes.get(position, 0) or made
+
+    def _shared_bytes(self, position: int, action: Action) -> int:
+        """What a message keeps of what its forward holds; a packed one is a copy."""
+        if action.kind is not _K.SEND_FORWARD or self.rank.packed_bytes.get(position, 0):
+            return 0
+        return self.stages[self.rank.keys[action.stage, action.index]].shared_bytes
 
     def totals(self) -> Iterator[int]:
         """The highest moment of each action."""
@@ -272,8 +302,7 @@ class _Walk:
             return self._forward(action, stage)
         if action.kind in BACKWARDS:
             return self._backward(action, stage)
-        made = stage.made_bytes if action.kind is _K.SEND_FORWARD else stage.made_back_bytes
-        self.sent[position] = packed or made
+        made, self.sent[position] = self._made_and_sent(position, action)
         self.live += self.sent[position] - made
         return self.live + (made if packed else 0)
 
@@ -282,7 +311,7 @@ class _Walk:
         self.live -= self.rooms.pop(Action(action.stage, kind, action.index), 0)
 
     def _is_sent(self, action: Action, kind: ActionKind) -> bool:
-        return Action(action.stage, kind, action.index) in self.actions
+        return Action(action.stage, kind, action.index) in self.positions
 
     def _forward(self, action: Action, stage: StageMemory) -> int:
         self._take(action, _K.RECEIVE_FORWARD)
@@ -297,12 +326,26 @@ class _Walk:
         self._take(action, _K.RECEIVE_BACKWARD)
         has_gradients = action.stage in self.graded or not self.rank.gradient_bytes[action.stage]
         passing = stage.adding_bytes if has_gradients else stage.backward_bytes
+        position, staying = self._staying_with_message(action)
+        if staying:
+            passing += stage.sending_bytes[has_gradients]
         highest = self.live - stage.held_bytes + passing
         if action.kind is not _K.BACKWARD_WEIGHT and self._is_sent(action, _K.SEND_BACKWARD):
             self.live += stage.made_back_bytes
         if action.kind is not _K.BACKWARD_INPUT:
-            self.live -= stage.held_bytes
+            self.live += staying - stage.held_bytes
+            if staying and position in self.sent:
+                self.sent[position] += staying
             if action.stage not in self.graded:
                 self.graded.add(action.stage)
                 self.live += self.rank.gradient_bytes[action.stage]
         return highest
+
+    def _staying_with_message(self, backward: Action) -> tuple[int, int]:
+        """Where a backward's forward was sent, and what that message keeps of what it held."""
+        action = Action(backward.stage, _K.SEND_FORWARD, backward.index)
+        position, lag = self.positions.get(action, -1), self.rank.lags[backward.stage]
+        is_on_its_way = position in self.sent if lag == 0 else lag <= _STEPS_SENDING
+        if position < 0 or not is_on_its_way:
+            return position, 0
+        return position, self._shared_bytes(position, action)

@@ -80,9 +80,23 @@ def test_a_sent_message_is_kept_until_it_was_received(mail):
     departure.send({"rows": torch.ones(2, 2)})
     assert len(departure._sent) == 1
     departure.wait()
-    assert departure._sent == []
+    assert not departure._sent
     departure.wait()
     assert mail.num_waits == 1
+
+
+def test_waiting_for_what_one_batch_sent_leaves_that_of_later_ones_on_its_way(mail):
+    """With stale weights, waiting for the oldest message waited for the newest: nothing overlapped,
+    and memory was another than planned.
+    """
+    departure = Departure((route((rows(),), (0, 2)),))
+    first, second = ({"rows": torch.full((2, 2), float(number))} for number in (1, 2))
+    departure.send(first)
+    departure.send(second)
+    departure.wait()
+    assert mail.num_waits == 1
+    (kept,) = departure.held()
+    assert torch.equal(kept, second["rows"])
 
 
 def test_the_whole_of_a_rank_s_own_value_is_handed_over_without_a_copy():

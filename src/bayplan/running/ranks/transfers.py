@@ -10,6 +10,7 @@ gloo loses a message whose handle is dropped, and a send is done only once it wa
 handle is kept together with its memory until waiting for it is known to be free.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -234,22 +235,26 @@ class Departure:
     """What a stage gives to other ranks for one micro-batch."""
 
     routes: tuple[Route, ...]
-    _sent: list[tuple[Pending, torch.Tensor]] = field(default_factory=list)
+    _sent: deque[list[tuple[Pending, torch.Tensor]]] = field(default_factory=deque)
 
     def send(self, values: Values) -> None:
         """Begin to send; the values may be dropped, but not changed."""
+        sent = []
         for route in self.routes:
             message = route.here.packed([values[form.name] for form in route.here.forms])
-            work = route.transport.send(message, route.peer, route.tag)
-            self._sent.append((work, message))
+            sent.append((route.transport.send(message, route.peer, route.tag), message))
+        self._sent.append(sent)
 
     def held(self) -> Iterator[torch.Tensor]:
-        yield from (message for _, message in self._sent)
+        yield from (message for sent in self._sent for _, message in sent)
 
     def wait(self) -> None:
-        for work, _ in self._sent:
+        """Wait for what was sent first, if it was not waited for.
+
+        What later batches sent may still be on its way.
+        """
+        for work, _ in self._sent.popleft() if self._sent else ():
             work.wait()
-        self._sent.clear()
 
 
 @dataclass

@@ -19,11 +19,12 @@ import warnings
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache as once
 from functools import lru_cache, partial
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,10 +122,37 @@ def _warn_of_storages(reason: str) -> None:
 
 
 def resident_tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors and their gradients alive on a device now, as its meter counts them."""
-    own = device_of(device)
+    """Bytes of all tensors and their gradients alive on a device now, as its meter counts them.
+
+    Where torch's own objects lie in the same memory, the formulas that these tensors hold count as
+    they do in predictions: a state that a model keeps from one step to the next holds those of its
+    forward, and the next forward frees them.
+    """
+    own, tensors = device_of(device), _resident_tensors(device)
     rounding_bytes = own.granularity_bytes if own.has_allocator_bytes else 1
-    return sum(round_up(kept.nbytes(), rounding_bytes) for kept in resident_storages(device))
+    storages = _storages_of(tensors)
+    return _formula_bytes(own, tensors) + sum(
+        round_up(storage.nbytes(), rounding_bytes) for storage in storages
+    )
+
+
+def _formula_bytes(device: Device, tensors: Iterable[torch.Tensor]) -> int:
+    """What autograd's record takes that tensors hold after its backward, if it was run."""
+    record = device.object_bytes.record
+    if record is None:
+        return 0
+    seen, num_edges = set[Any](), 0
+    waiting = [tensor.grad_fn for tensor in tensors if not tensor.is_leaf]
+    while waiting:
+        formula = waiting.pop()
+        if formula is None or formula in seen:
+            continue
+        seen.add(formula)
+        following = [function for function, _ in formula.next_functions]
+        num_edges += len(following)
+        waiting += following
+    counts = len(seen), len(seen), num_edges  # about as many operators as formulas
+    return sum(map(mul, counts, record.kept))
 
 
 def device_of_training() -> torch.device:
@@ -141,9 +169,14 @@ def device_of_training() -> torch.device:
 
 def resident_storages(device: torch.device) -> list[torch.UntypedStorage]:
     """What all tensors and their gradients alive on a device now are stored in, each once."""
+    return _storages_of(_resident_tensors(device))
+
+
+def _resident_tensors(device: torch.device) -> list[torch.Tensor]:
+    """All tensors and their gradients alive on a device now, but those that tracing leaves."""
     own = device_of(device)
     gc.collect()  # tensors in dead cycles are no longer anyone's
-    storages: dict[int, torch.UntypedStorage] = {}
+    tensors = []
     for thing in gc.get_objects():
         # `type` and not `isinstance`: some lazy objects run code when asked for their class.
         if not issubclass(type(thing), torch.Tensor) or not own.holds(thing):
@@ -151,9 +184,14 @@ def resident_storages(device: torch.device) -> list[torch.UntypedStorage]:
         # Autograd keeps gradients without a Python object until someone asks for them.
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             storage = None if tensor is None or hasattr(tensor, _LEFT_OUT) else _storage_of(tensor)
-            if storage is not None and _has_memory(storage):
-                storages[torch_compat.storage_key(storage)] = storage
-    return list(storages.values())
+            if tensor is not None and storage is not None and _has_memory(storage):
+                tensors.append(tensor)
+    return tensors
+
+
+def _storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return list({torch_compat.storage_key(each): each for each in storages}.values())
 
 
 # A counter's peak and curve exist once per process, and so does the list of who reads them.

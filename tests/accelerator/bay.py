@@ -32,11 +32,11 @@ def compiled(cache: Path) -> Path:
         CompileFailed: there is no compiler, or it fails.
     """
     includes = (_TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
-    flags = ("-x", "c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w")
+    flags = ("-std=c++20", "-O1", "-w")
     version = f'-DBAY_TORCH="{torch.__version__}"'  # for the name of the file
     libraries = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-lstdc++")
-    flags += (version, *(f"-I{folder}" for folder in includes))
-    return compile_library(_SOURCE, cache, flags=flags, libraries=libraries)
+    flags += (version, *(f"-I{folder}" for folder in includes), *libraries)
+    return compile_library(_SOURCE, cache, flags=flags)
 
 
 def register(library: Path, *, num_devices: int = 2) -> None:

@@ -91,10 +91,10 @@ def why_no_fake_gpu() -> str:
 def _library() -> ctypes.CDLL:
     includes = (_TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
     flags = (
-        *("-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-DBAYPLAN_CUDNN={_CUDNN}"),
+        *("-std=c++20", "-O1", "-w", f"-DBAYPLAN_CUDNN={_CUDNN}"),
         f'-DBAYPLAN_TORCH="{torch.__version__}"',  # for the name of the file
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{folder}" for folder in includes),
+        *(f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"),
     )
-    libraries = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
-    return load_library(_SOURCE, cache_directory(), flags=flags, libraries=libraries)
+    return load_library(_SOURCE, cache_directory(), flags=flags)

@@ -1,3 +1,5 @@
+// cc -std=gnu11 -O2 -fplt -fno-builtin -fvisibility=hidden -foptimize-sibling-calls -Wl,-z,now -Wl,-z,nodelete -ldl
+// -fplt and -z now keep the counter off its own hooks, see danger 4.
 /* Live malloc bytes of the running process, exact, attached at any time.
  *
  * Idea. A dynamically linked object calls malloc through a pointer in a table of its own (the

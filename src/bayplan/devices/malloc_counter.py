@@ -22,16 +22,11 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
-from bayplan.native import CompileFailed, load_library
+from bayplan.native import CompileFailed, load_part
 
 __all__ = ["MallocCounter", "MallocCurve", "MeterUnavailable"]
 
 _SOURCE = Path(__file__).with_name("malloc_counter.c")
-# -fplt and -z now keep the counter off its own hooks: see danger 4 in the C file.
-_FLAGS = (
-    *("-std=gnu11", "-O2", "-shared", "-fPIC", "-fplt", "-fno-builtin"),
-    *("-fvisibility=hidden", "-foptimize-sibling-calls", "-Wl,-z,now", "-Wl,-z,nodelete"),
-)
 _REASONS = {
     errno.EACCES: "a table of a loaded library cannot be written (hardened system)",
     errno.ENOENT: "another tool already holds every malloc entry (a second counter, a profiler)",
@@ -184,9 +179,7 @@ def _load(cache_dir: Path) -> ctypes.CDLL:
         _check_platform()
         try:
             # PyDLL keeps the interpreter lock, so no thread imports a library meanwhile.
-            library = load_library(
-                _SOURCE, cache_dir, flags=_FLAGS, libraries=("-ldl",), loader=ctypes.PyDLL
-            )
+            library = load_part(_SOURCE, cache_dir, loader=ctypes.PyDLL)
         except (CompileFailed, OSError) as error:
             raise MeterUnavailable(f"malloc counter: {error}") from error
         for name, (result, arguments) in _SIGNATURES.items():

@@ -35,6 +35,7 @@ from bayplan.data.source import is_users_file
 from bayplan.data.units import round_up
 from bayplan.devices.device import Device, default_device, device_of
 from bayplan.devices.malloc_counter import MallocCounter, MallocCurve, MeterUnavailable
+from bayplan.native import CompileFailed
 
 __all__ = [
     "AllocatorMeter",
@@ -100,7 +101,8 @@ def open_meter(device: torch.device, cache: Path) -> Iterator[MemoryMeter]:
             raise MeterUnavailable(f"torch does not tell what is allocated on {device.type}")
         attached = MallocCounter.attach(cache)
     except MeterUnavailable as fault:
-        _warn_of_storages(str(fault))
+        if not isinstance(fault.__cause__, CompileFailed):  # else `native` has said it
+            _warn_of_storages(str(fault))
         with StorageMeter() as meter:
             yield meter
     else:

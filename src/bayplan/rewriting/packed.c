@@ -1,3 +1,4 @@
+// cc -std=c11 -O3 -Wall -Wextra
 /* One bit for each number, eight to a byte, the first number in the lowest bit.
  *
  * One pass over memory each, so that both take about as long as reading what they read. Where the

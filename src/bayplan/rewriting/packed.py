@@ -23,7 +23,7 @@ import torch
 
 from bayplan.devices.device import HOST
 from bayplan.devices.machine import cache_directory
-from bayplan.native import CompileFailed, load_library
+from bayplan.native import CompileFailed, load_part
 
 __all__ = [
     "as_integers",
@@ -42,7 +42,6 @@ aten = torch.ops.aten
 _CPU_CHUNK, _DEVICE_CHUNK = 2**18, 2**22
 _INDEX_DTYPES = (torch.uint8, torch.uint16, torch.int32)
 _SOURCE = Path(__file__).with_name("packed.c")
-_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-Wall", "-Wextra")
 
 
 def pack_bits(mask: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -182,7 +181,7 @@ def _is_in_rows(tensor: torch.Tensor, stride: Sequence[int]) -> bool:
 def _kernels() -> ctypes.CDLL | None:
     """Compiled once and kept, in a fraction of a second; None without a compiler."""
     try:
-        library = load_library(_SOURCE, cache_directory(), flags=_FLAGS)
+        library = load_part(_SOURCE, cache_directory())
     except CompileFailed:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from bayplan.data.program import Op, Program
-from bayplan.native import CompileFailed, load_library
+from bayplan.native import CompileFailed, load_part
 from bayplan.planning.memory.choices import (
     FAR,
     GIVEN_UP,
@@ -29,7 +29,6 @@ from bayplan.planning.memory.choices import (
 __all__ = ["NativeEvaluator", "open_evaluator"]
 
 _SOURCE = Path(__file__).with_name("replay.c")
-_FLAGS = ("-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=default")
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -235,7 +234,7 @@ def open_evaluator(program: Program, *, cache_dir: Path | None = None) -> Evalua
 
 @cache
 def _load(cache_dir: Path | None) -> ctypes.CDLL:
-    library = load_library(_SOURCE, cache_dir, flags=_FLAGS)
+    library = load_part(_SOURCE, cache_dir)
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, list[type]] = {
         "replay_evaluate": [pointer, pointer, size, pointer, pointer],

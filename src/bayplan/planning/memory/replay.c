@@ -1,3 +1,4 @@
+// cc -std=c11 -O3
 /* The planner's inner loop: from choices to a schedule, its seconds, its peak and its excess.
 
    The Python twin (`Evaluator` in choices.py) says the same slowly and explains the rules;

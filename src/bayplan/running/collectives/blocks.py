@@ -19,7 +19,7 @@ import torch
 
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.device import HOST
-from bayplan.native import load_library
+from bayplan.native import load_part
 
 __all__ = [
     *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait", "load"),
@@ -31,8 +31,6 @@ LINE_BYTES = 64
 # From here on a copy is faster past the caches; what is smaller is often still in one when summed.
 _STREAMED_BYTES = 64 << 10
 _SOURCE = Path(__file__).with_name("shared_memory.c")
-# No product is fused with an addition, which would round once where torch rounds twice.
-_C_FLAGS = ("-O3", "-shared", "-fPIC", "-std=c11", "-ffp-contract=off", "-Wall", "-Wextra")
 
 
 class RankLost(RuntimeError):
@@ -53,7 +51,7 @@ def load(cache: Path) -> ctypes.CDLL:
     Raises:
         CompileFailed: there is no compiler.
     """
-    library = load_library(_SOURCE, cache, flags=_C_FLAGS)
+    library = load_part(_SOURCE, cache)
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     turn = ctypes.c_uint32
     library.shared_sum.argtypes = [

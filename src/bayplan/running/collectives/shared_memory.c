@@ -1,3 +1,5 @@
+// cc -std=c11 -O3 -ffp-contract=off -Wall -Wextra
+// No product is fused with an addition, which would round once where torch rounds twice.
 /* Memory that all processes of one host see: sums over it, and below, mailboxes in it.
  *
  * NOTE [ Sums ]

@@ -5,7 +5,7 @@ The names below are imported on first use, so that `import bayplan.data` and the
 """
 
 import random
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from bayplan.running.ranks.pipelined import bind
     from bayplan.running.tuning.tuned import tune
 
+    __version__: str
+
 __all__ = [
     "BayplanError",
     "Cluster",
@@ -44,6 +46,7 @@ __all__ = [
     "RunRecord",
     "StepGraph",
     "Verdict",
+    "__version__",
     "bind",
     "capture",
     "check",
@@ -80,6 +83,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("bayplan")
     if name not in __all__:
         raise AttributeError(f"module 'bayplan' has no attribute {name!r}")
     home = next((home for home, names in _HOMES.items() if name in names), "bayplan.api")

@@ -1,5 +1,6 @@
 """The doctor: good here, and what it says where something is missing."""
 
+import msgspec
 import pytest
 import torch
 
@@ -92,3 +93,10 @@ def test_kept_profiles_are_counted(cache):
     finally:
         (cache / "profiles" / "a.json").unlink()
         (cache / "profiles").rmdir()
+
+
+def test_findings_are_printed_as_json(bayplan):
+    outcome = bayplan("doctor", "--json")
+    assert outcome.code == 0
+    printed = msgspec.json.decode(outcome.out, type=list[Finding])
+    assert {finding.subject for finding in printed} == examined().keys()

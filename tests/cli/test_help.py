@@ -2,11 +2,15 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from importlib import metadata
+from itertools import pairwise
 
 import pytest
+
+import bayplan as package
 
 COMMANDS = [
     *("check", "profile", "capture", "simulate"),
@@ -43,6 +47,17 @@ def test_help_of_each_command_is_a_snapshot(bayplan, command, snapshot):
     assert "\n".join(line.rstrip() for line in outcome.out.splitlines()) == snapshot
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_only_the_width_breaks_paragraphs_and_no_example_wraps(bayplan, command):
+    """Lines broken for 100 columns were broken again at 80, into long and short ones by turns."""
+    lines = bayplan(command, "--help").out.splitlines()
+    text = [line.rstrip() for line in lines if not line.startswith(("│", "╭", "╰"))]
+    for line, following in pairwise(text):
+        if line and following and not following.startswith((" ", "- ")):
+            assert len(line) + 1 + len(following.split()[0]) > 80, (line, following)
+            assert not line.startswith("  "), f"an example is too long: {line}"
+
+
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "doctor"])
 def test_help_shows_examples_to_copy(bayplan, command):
     text = bayplan(command, "--help").out
@@ -57,7 +72,28 @@ def test_defaults_are_shown(bayplan):
 
 
 def test_version_is_that_of_the_package(bayplan):
-    assert bayplan("--version").out.strip() == metadata.version("bayplan")
+    assert bayplan("--version").out.strip() == metadata.version("bayplan") == package.__version__
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="completes in bash")
+def test_installed_completion_knows_commands_and_options(bayplan, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    installed = bayplan("--install-completion", "--shell", "bash")
+    assert installed.code == 0
+    script = tmp_path / ".local/share/bash-completion/completions/bayplan"
+    assert str(script) in installed.out
+    for words, expected in (
+        (("bayplan", "ch"), "check"),
+        (("bayplan", "doctor", "--js"), "--json"),
+    ):
+        asked = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+        done = subprocess.run(
+            ["bash", "-c", f"{asked}; _bayplan; echo ${{COMPREPLY[@]}}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == [expected]
 
 
 @pytest.mark.alone  # a busy neighbour costs processor time, too

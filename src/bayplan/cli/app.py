@@ -60,6 +60,10 @@ COMMANDS = {
 }
 for place, (name, text) in enumerate(COMMANDS.items()):
     app.command(f"bayplan.cli.{name}:app", name=name, help=text, sort_key=place)
+app.register_install_completion_command(
+    help="Let bash, zsh or fish complete commands and options; says which file it wrote.",
+    help_flags=[],
+)
 
 
 @app.command(show=False)

@@ -10,13 +10,14 @@ __all__ = ["app", "compare"]
 
 app = App(
     name="compare",
-    help_epilogue="""\
+    help_epilogue=options.unbroken("""\
 Examples:
   bayplan compare dp.record.json plan.record.json
   bayplan compare predicted.record.json run.record.json --json
 
-Records come from `bayplan simulate -o` and `bayplan run -o`, in any mix: two plans on a cluster, or
-predicted against measured. Two simulated steps that lie within each other's interval are a tie.""",
+Records come from `bayplan simulate -o` and `bayplan run -o`, in any mix: two plans on a cluster,
+or predicted against measured. Two simulated steps that lie within each
+other's interval are a tie."""),
 )
 
 

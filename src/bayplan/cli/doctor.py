@@ -10,11 +10,11 @@ app = App(name="doctor", help_epilogue="Exit code 0 if all is well, 2 if somethi
 
 
 @app.default
-def doctor(*, on: options.On = None) -> int:
+def doctor(*, on: options.On = None, json: options.Json = False) -> int:
     from bayplan.data.errors import ExitCode
     from bayplan.reporting.text import findings_text
     from bayplan.running.doctor import examine
 
     findings = examine(on)
-    print(findings_text(findings))
+    options.show(findings, findings_text(findings), json=json)
     return ExitCode.DONE if all(finding.is_good for finding in findings) else ExitCode.USAGE

@@ -6,6 +6,7 @@ is longer than a line is an annotation: help keeps the line breaks of a docstrin
 
 import atexit
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ __all__ = [
     "rare_collections",
     "refuse_both",
     "show",
+    "unbroken",
 ]
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -102,6 +104,14 @@ SwapSize = Annotated[
     str | None, Parameter(help="The largest swap file, like 4GiB. Default: what the plan needs.")
 ]
 TimeLimit = Annotated[float, Parameter(help="Seconds for the search of one plan.")]
+
+
+def unbroken(text: str) -> str:
+    """Join the lines of each paragraph, so that the terminal's width alone breaks them.
+
+    Lines that begin with spaces, as examples do, and items of a list stay.
+    """
+    return re.sub(r"(?<=\S)\n(?!\s|- )", " ", text)
 
 
 def check_output(path: Path | None) -> None:

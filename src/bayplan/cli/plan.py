@@ -17,15 +17,15 @@ __all__ = ["app", "plan"]
 
 app = App(
     name="plan",
-    help_epilogue=f"""\
+    help_epilogue=options.unbroken(f"""\
 Examples:
   bayplan plan resnet50 --batch 64 --memory 4GiB -o resnet50.plan.json
   bayplan plan resnet50 --batch 64 --pareto -o plans/
   bayplan plan resnet50 --batch 64 --strategy checkpoint -o checkpoint.plan.json
   bayplan run plans/0.40.json --steps 20
-  bayplan plan vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 -o vgg16.plan.json
-  bayplan plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json
-  bayplan plan vgg16 --batch 224 --cluster titanv-8 --partitioner pipedream -o theirs.plan.json
+  bayplan plan vgg16 -b 224 --placement 0:0-6.0:7 --shares 11:7 -o vgg16.json
+  bayplan plan vgg16 -b 224 --cluster titanv-8 -o vgg16.plan.json
+  bayplan plan vgg16 -b 224 --cluster titanv-8 --partitioner pipedream -o b.json
 
 {RANKS_HELP}
 
@@ -44,7 +44,7 @@ Large Model Support does), ome (checkpoints, some of them swapped).
 
 {TARGET_HELP}
 
-Exit code 0 if there is a plan, 3 if none fits.""",
+Exit code 0 if there is a plan, 3 if none fits."""),
 )
 
 

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from cyclopts import App
 
+from bayplan.cli import options
+
 __all__ = ["app", "report"]
 
 app = App(
     name="report",
-    help_epilogue="""\
+    help_epilogue=options.unbroken("""\
 Examples:
   bayplan report run.json
   bayplan report predicted.record.json --against run.json
@@ -17,7 +19,8 @@ Examples:
 A trace is a timeline of the record's last step on every device; chrome://tracing and
 https://ui.perfetto.dev draw it.
 
-A record comes from `bayplan simulate -o`, or from `with bayplan.record("run.json"):` in a loop.""",
+A record comes from `bayplan simulate -o`, or from `with bayplan.record("run.json"):`
+in a loop."""),
 )
 
 

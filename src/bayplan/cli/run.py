@@ -18,7 +18,7 @@ _IMAGENET_SAMPLES = 1_281_167  # what an epoch is in most published tables
 
 app = App(
     name="run",
-    help_epilogue=f"""\
+    help_epilogue=options.unbroken(f"""\
 Examples:
   bayplan run plans/0.40.json --steps 20
   bayplan run my.plan.json --target my_project.train:build -o run.record.json
@@ -32,7 +32,7 @@ several machines, use torchrun and `bayplan.bind` in a script of your own.
 
 A plan for a function of your own names code, and a file is not trusted to do that: say --target.
 
-Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step.""",
+Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step."""),
 )
 
 

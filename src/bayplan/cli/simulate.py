@@ -11,7 +11,7 @@ __all__ = ["app", "simulate"]
 
 app = App(
     name="simulate",
-    help_epilogue="""\
+    help_epilogue=options.unbroken("""\
 Examples:
   bayplan simulate vgg16.plan.json --cluster dgx-a100 -o vgg16.record.json
   bayplan simulate vgg16.plan.json --cluster my.yaml
@@ -23,7 +23,7 @@ its times are derived from their figures, and come with how far they may be off.
 lists the clusters that are known.
 
 Exit code 0 if it fits, 3 if a device has too little memory, 5 if the cluster has too few devices or
-the plan is for another step.""",
+the plan is for another step."""),
 )
 
 

@@ -24,7 +24,7 @@ _SETTINGS_HELP = "\n".join(
 
 app = App(
     name="tune",
-    help_epilogue=f"""\
+    help_epilogue=options.unbroken(f"""\
 Examples:
   bayplan tune resnet50 --batch 64 --ranks 4 --log tune.csv -o tuned.json
   bayplan run resnet50 --batch 64 --placement '' --ranks 4 --buckets tuned.json
@@ -34,7 +34,7 @@ Examples:
 Settings, with Horovod's names where it has one:
 {_SETTINGS_HELP}
 
-{TARGET_HELP}""",
+{TARGET_HELP}"""),
 )
 
 

@@ -409,7 +409,7 @@ def run(
     num_steps: int = 5,
     swap: Path | str | None = None,
     swap_size: str | int | None = None,
-    logs: Path | str = "logs",
+    logs: Path | str | None = None,
     seed: int = 0,
     on: str | torch.device | None = None,
     on_progress: Progress = no_progress,
@@ -424,8 +424,9 @@ def run(
         num_steps: after one to warm up.
         swap: a directory for what the plan swaps.
         swap_size: the largest swap file.
-        logs: the folder for the log of each rank.
-        seed: of every rank.
+        logs: the folder for the log of each rank; by default logs of a failed run are kept, in a
+            temporary one.
+        seed: of every rank, and of a target; a module of yours is taken as it is.
         on: a device of this machine to run a target on; by default the one that it was planned for.
         on_progress: hears of each step.
 
@@ -447,7 +448,7 @@ def run(
         done = run_on_ranks(
             plan,
             num_steps=num_steps,
-            log_folder=Path(logs),
+            log_folder=None if logs is None else Path(logs),
             target=target,
             seed=seed,
             device=device,
@@ -457,7 +458,8 @@ def run(
             on_step=lambda step: on_progress(str(step), step.done, step.total),
         )
         if done.measured is None:
-            raise PlanBroken("\n".join([*lines[-3:], f"the run failed; logs are in {logs}"]))
+            where = [] if logs is None else [f"logs of all ranks are in {logs}"]
+            raise PlanBroken("\n".join([*lines[-4:], *where, "the run failed"]))
         return done.measured
     if isinstance(model, nn.Module):
         prepared = prepare(model, batch, loss_fn, optimizer=optimizer, autocast=autocast)
@@ -467,6 +469,7 @@ def run(
         plan,
         prepared,
         num_steps=num_steps,
+        seed=None if isinstance(model, nn.Module) else seed,
         space=swap_space(swap, swap_size, device=prepared.model_device),
         on_step=lambda number, loss: on_progress(
             f"step {number + 1}, loss {loss:.4f}", number, num_steps

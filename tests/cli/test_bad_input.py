@@ -19,6 +19,8 @@ import pytest
         (["check", "train:build", "--batch", "0"], ["--batch is 0", "at least 1"]),
         (["check", "train:build", "--batch", "-3"], ["--batch is -3", "at least 1"]),
         (["check", "train:build", "--batch", "many"], ["--batch", '"many"']),
+        (["check", "train:build", "--batch", "1.5"], ["--batch", '"1.5" is not a whole number']),
+        (["run", "plan.json", "--steps", "2.0"], ["--steps", '"2.0" is not a whole number']),
         (["check", "train:build", "--memory", "8XB"], ["cannot read '8XB' as bytes", "8GiB"]),
         (["check", "train:build", "--memory", ""], ["cannot read '' as bytes"]),
         (["check", "train:build", "--memory", "0"], ["no memory at all"]),

@@ -20,7 +20,7 @@ PLACED = ("--placement", "0:0.0:1", "--shares-by", "ops")
 def test_plan_for_ranks_is_written_and_told(bayplan, deep_project, tmp_path):
     answer = bayplan("plan", "train:deep", "--batch", 64, *PLACED, "-o", "two.json")
     assert answer.code == 0
-    assert "2 stages on 2 ranks, 1 micro-batches (split), 1f1b" in answer.out
+    assert "2 stages on 2 ranks, 1 micro-batch (split), 1f1b" in answer.out
     plan = json.loads((deep_project / "two.json").read_text())
     assert [stage["devices"] for stage in plan["stages"]] == [[0], [1]]
     assert plan["actions"][0] == ["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0U0"]
@@ -52,7 +52,7 @@ def test_run_on_two_ranks_trains_and_shows_each(bayplan, deep_project):
     assert losses[-1] < losses[0]
     assert TABLE in answer.out
     assert re.search(r"step .+, predicted .+, [0-9.]+ samples/s", answer.out)
-    assert "an epoch of 1,281,167 samples would take" in answer.out
+    assert "an epoch" not in answer.out, "nobody said how many samples it has"
     assert re.search(
         r"^step 3 of 3, loss .+ samples/s, peak .+ 0 s left$", answer.err, re.MULTILINE
     )
@@ -112,6 +112,7 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
     assert TABLE in answer.out
     assert "weights up to 1 updates old" in answer.out
     assert "an epoch of 640 samples" in answer.out
+    assert not (deep_project / "logs").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ from bayplan.running.runner import PEAK_TOLERANCE
 
 TARGET = ("--target", "train:deep")
 DEADLINE_SECONDS = 120
+UNSEEDED = """
+def unseeded(batch_size=512):
+    layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU())]
+    batch = torch.randn(batch_size, 64), torch.randn(batch_size, 1)
+    return nn.Sequential(*layers, nn.Linear(64, 1)), batch, nn.functional.mse_loss
+"""
 
 
 def run_alone(folder, *arguments) -> subprocess.CompletedProcess[str]:
@@ -42,6 +48,27 @@ def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file):
     assert plan.order is not None
     off_bytes = abs(measured.steady_peak_bytes - plan.order.peak_bytes)
     assert off_bytes <= PEAK_TOLERANCE * plan.order.peak_bytes
+
+
+def test_record_has_losses_and_a_seed_repeats_them(bayplan, project, add_to_project):
+    """A target that sets no seed trained another model each time, and no two runs were alike."""
+    add_to_project(UNSEEDED)
+    made = bayplan("plan", "train:unseeded", "--memory", "80%", "--time-limit", 1, "-o", "u.json")
+    assert made.code == 0, made.err
+    options = ("u.json", "--target", "train:unseeded", "--steps", 2)
+    ended = [
+        run_alone(project, *options, "--json"),
+        run_alone(project, *options, "-o", "again.json"),
+        run_alone(project, *options, "--seed", 1, "-o", "other.json"),
+    ]
+    assert [one.returncode for one in ended] == [0, 0, 0], [one.stderr for one in ended]
+    first = msgspec.json.decode(ended[0].stdout, type=RunRecord)
+    again, other = (files.read(project / name, RunRecord) for name in ("again.json", "other.json"))
+    assert len(first.losses) == 2
+    assert first.losses == again.losses != other.losses
+    (planned,) = re.findall(r"planned step (\S+ \S+) ", ended[1].stdout)
+    (predicted,) = re.findall(r"^step +(\S+ \S+) ", ended[1].stdout, re.MULTILINE)
+    assert planned == predicted, "one prediction, wherever it is shown"
 
 
 def test_dry_run_checks_the_plan_and_runs_nothing(bayplan, plan_file, monkeypatch):

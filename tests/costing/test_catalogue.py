@@ -44,7 +44,13 @@ def test_every_file_loads_under_its_name(name):
 
 @pytest.mark.parametrize("name", EXPECTED_NAMES.split())
 def test_every_figure_says_where_it_comes_from(name):
-    known = ("data sheet", "guess", "fit to published reports", "reports 00", "total capacity")
+    known = (
+        "data sheet",
+        "guess",
+        "fit to published reports",
+        "published tables",
+        "total capacity",
+    )
     device = load_device(name)
     assert all(f.source.startswith((*known, "by definition")) for f in figures(device))
     assert device.bandwidth_bytes_per_s.source.startswith("data sheet")

@@ -13,7 +13,10 @@ def test_each_cluster_is_a_line():
     text = clusters_text([read_cluster(name) for name in cluster_names()])
     lines = text.splitlines()
     assert len(lines) == len(cluster_names())
-    assert lines[-1] == "titanv-8    8 TITAN V in one server, as in reports 000 to 002"
+    assert (
+        lines[-1]
+        == "titanv-8    8 TITAN V in one server, as in published tables of OneFlow and PipeDream"
+    )
 
 
 def test_one_cluster_shows_every_figure_with_its_source():

@@ -47,3 +47,26 @@ def test_error_passes_through_and_ends_the_bar(monkeypatch):
     with pytest.raises(KeyboardInterrupt), ProgressBar() as bar:
         raise KeyboardInterrupt
     assert bar._progress.live.is_started is False
+
+
+def test_percentage_never_goes_back(monkeypatch):
+    """It stood at 100 % and began again: a second search, work with one part, other work."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    seen = []
+    with ProgressBar() as bar:
+        for what, done, total in (
+            *(("planning", done, 100) for done in (0, 50, 100, 0, 30, 100)),
+            ("tracing", 0, 1),
+            ("running the step", 1, 4),
+            ("running the step", 2, 4),
+        ):
+            bar(what, done, total)
+            (task,) = bar._progress.tasks
+            seen.append((task.description, None if task.total is None else task.percentage))
+    assert seen == [
+        ("planning", None),
+        *(("planning", share) for share in (50, 100, 100, 100, 100)),
+        ("tracing", None),
+        ("running the step", 25),
+        ("running the step", 50),
+    ]

@@ -49,7 +49,7 @@ def cluster(
     *,
     from_topo: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     gpu: str | None = None,
-    hosts: int = 1,
+    hosts: options.Whole = 1,
     card_gbits: float = 100.0,
     probe: options.Flag = False,
     on: ProbedOn = None,

@@ -8,12 +8,12 @@ import atexit
 import gc
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 if TYPE_CHECKING:
     from bayplan.data.device import DeviceKind
@@ -36,6 +36,8 @@ __all__ = [
     "Target",
     "TimeLimit",
     "UpdateInBackward",
+    "Whole",
+    "WholeOrNone",
     "check_output",
     "complain",
     "device_kind",
@@ -60,9 +62,25 @@ LimitCounts = Annotated[
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"])]
 
 Target = Annotated[str, Parameter(help="A reference model, or module:function of your own.")]
+
+
+def _whole(kind: object, tokens: Sequence[Token]) -> int:
+    """A whole number; cyclopts would round 1.5 to 2 without a word."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f'"{tokens[0].value}" is not a whole number') from None
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
+WholeOrNone = Annotated[int | None, Parameter(converter=_whole)]
 Batch = Annotated[
     int | None,
-    Parameter(name=["--batch", "-b"], help="Samples per step. Default: the target's own."),
+    Parameter(
+        name=["--batch", "-b"],
+        converter=_whole,
+        help="Samples per step. Default: the target's own.",
+    ),
 ]
 Optimizer = Annotated[str, Parameter(help="sgd (with momentum), adam, adamw or none.")]
 Autocast = Annotated[str, Parameter(help="Mixed precision of the forward: bf16, fp16 or none.")]

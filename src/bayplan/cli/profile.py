@@ -29,7 +29,7 @@ def profile(
     on: options.On = None,
     optimizer: options.Optimizer = "adamw",
     autocast: options.Autocast = "none",
-    repeats: int = 5,
+    repeats: options.Whole = 5,
     clock: str = "wall",
     again: options.Again = False,
     json: options.Json = False,

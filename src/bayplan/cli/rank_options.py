@@ -45,15 +45,15 @@ class RankOptions:
     """
 
     placement: str | None = None
-    ranks: int | None = None
+    ranks: options.WholeOrNone = None
     shares: str | None = None
     shares_by: str = "time"
     cut_at: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    micro_batches: int = 1
+    micro_batches: options.Whole = 1
     schedule: str = "1f1b"
     route: str = "split"
-    depth: int = 1
-    staleness: int = 0
+    depth: options.Whole = 1
+    staleness: options.Whole = 0
     versions: str | None = None
     vertical_sync: options.Flag = False
     static_order: Annotated[

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "run"]
 
-_IMAGENET_SAMPLES = 1_281_167  # what an epoch is in most published tables
-
 app = App(
     name="run",
     help_epilogue=options.unbroken(f"""\
@@ -46,16 +44,16 @@ def run(
     autocast: options.Autocast = "none",
     on: options.On = None,
     many: RankOptions = NO_RANKS,
-    logs: Path = Path("logs"),
-    seed: int = 0,
+    logs: Path | None = None,
+    seed: options.Whole = 0,
     epoch_samples: Annotated[
-        int | None,
+        options.WholeOrNone,
         Parameter(
-            help="On many ranks, samples of an epoch, whose time is extrapolated from the median"
-            f" step. Default: ImageNet's {_IMAGENET_SAMPLES:,}."
+            help="On many ranks, samples of an epoch, whose time is then extrapolated from the"
+            " median step; ImageNet has 1281167."
         ),
     ] = None,
-    steps: int = 5,
+    steps: options.Whole = 5,
     target: str | None = None,
     output: options.Output = None,
     swap_dir: options.SwapDir = None,
@@ -68,8 +66,8 @@ def run(
 
     Args:
         plan: A plan file by `bayplan plan`; with --placement, a target.
-        logs: The folder for the log of each rank.
-        seed: Of the model and of dropout, on many ranks.
+        logs: Keep the log of each rank in this folder. Default: those of a failed run.
+        seed: Of the model, the batch and dropout.
         steps: Steps to train and measure.
         target: What to train, where the plan names code of your own.
         output: Also write the measured record to this file.
@@ -125,7 +123,7 @@ def run(
             on=on,
             swap_dir=swap_dir,
             swap_size=swap_size,
-            epoch_samples=epoch_samples or _IMAGENET_SAMPLES,
+            epoch_samples=epoch_samples,
             histogram=histogram,
             dry_run=dry_run,
             json=json,
@@ -148,6 +146,7 @@ def run(
             given,
             step,
             num_steps=steps,
+            seed=seed,
             space=api.swap_space(swap_dir, swap_size, device=step.model_device),
             path=output,
             on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
@@ -165,12 +164,12 @@ def _run_on_ranks(
     steps: int,
     target: str | None,
     output: Path | None,
-    logs: Path,
+    logs: Path | None,
     seed: int,
     on: str | None,
     swap_dir: Path | None,
     swap_size: str | None,
-    epoch_samples: int,
+    epoch_samples: int | None,
     histogram: bool,
     dry_run: bool,
     json: bool,
@@ -207,13 +206,13 @@ def _run_on_ranks(
     is_interrupted = done.exit_code == INTERRUPTED
     if done.measured is None:
         if is_interrupted:
-            raise KeyboardInterrupt(f"logs of all ranks are in {logs}")
+            raise KeyboardInterrupt("no step was measured")
         return done.exit_code
     parts = [
         f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}",
         ranks_text(done.measured),
         *([exchange_text(done.measured)] if histogram else []),
-        f"logs of all ranks are in {logs}",
+        *([f"logs of all ranks are in {logs}"] if logs else []),
     ]
     options.show(done.measured, "\n".join(parts), json=json, output=output)
     if is_interrupted:

@@ -44,12 +44,12 @@ def tune(
     /,
     *,
     batch: options.Batch = None,
-    ranks: int = 2,
+    ranks: options.Whole = 2,
     optimizer: str = "sgd",
-    most_steps: int | None = None,
+    most_steps: options.WholeOrNone = None,
     log: Path | None = None,
     output: options.Output = None,
-    logs: Path = Path("logs"),
+    logs: Path | None = None,
     fresh: options.Flag = False,
     on: options.On = None,
     json: options.Json = False,
@@ -63,7 +63,7 @@ def tune(
         most_steps: Stop after so many steps at the latest. Default: by itself.
         log: A CSV file with a line for each trial, written at once.
         output: Write the buckets that were found to this file.
-        logs: The folder for the log of each rank.
+        logs: Keep the log of each rank in this folder. Default: those of a failed run.
         fresh: Forget what earlier calls have found.
     """
     import tempfile

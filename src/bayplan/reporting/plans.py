@@ -125,7 +125,7 @@ def plan_line(plan: DevicePlan) -> str:
     return (
         f"planned peak {format_bytes(order.peak_bytes)} ({share:.0%} of plain)"
         f"{_reserved_text(order)}, planned step"
-        f" {format_seconds(order.seconds)}"
+        f" {format_seconds(plan.predicted_seconds or order.seconds)}"
         f" ({ratio_text(order.time_ratio, order.time_ratio_spread)} x plain);"
         f" {choice_counts(plan.decisions)}"
     )

@@ -13,6 +13,7 @@ class ProgressBar:
 
     def __init__(self, *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
+        self._what, self._share = "", 0.0
 
     def __enter__(self) -> Self:
         console = Console(stderr=True)
@@ -41,5 +42,18 @@ class ProgressBar:
             self(line, done, total)
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show how far a piece of work has come."""
-        self._progress.update(self._task, description=what, completed=done, total=total)
+        """Show how far a piece of work has come; a percentage never goes back.
+
+        Of work that is done once more (a second search), the first had told how far it is. Where
+        other work follows, or work of one part, the bar says so and shows no percentage.
+        """
+        share = done / total if total > 1 else 0.0
+        if what != self._what and share < self._share:
+            self._progress.remove_task(self._task)  # a task that has a total keeps one
+            self._task = self._progress.add_task(what, total=None)
+            self._share = 0.0
+        self._what, self._share = what, max(self._share, share)
+        total_share = 1.0 if self._share else None  # None leaves it unknown
+        self._progress.update(
+            self._task, description=what, completed=self._share, total=total_share
+        )

@@ -8,6 +8,7 @@ from bayplan.data.units import format_bytes, format_seconds
 from bayplan.reporting.plans import (
     choice_counts,
     choice_lines,
+    count_text,
     fullest_device,
     kind_lines,
     limit_text,
@@ -82,8 +83,9 @@ def _step_lines(record: RunRecord) -> list[str]:
 
 def pipeline_text(plan: RankPlan) -> str:
     lines = [
-        f"{plan.model}: {len(plan.stages)} stages on {len(plan.actions)} ranks,"
-        f" {plan.num_micro_batches} micro-batches ({plan.route}), {plan.schedule}"
+        f"{plan.model}: {count_text(len(plan.stages), 'stage')} on {len(plan.actions)} ranks,"
+        f" {count_text(plan.num_micro_batches, 'micro-batch', 'es')} ({plan.route}),"
+        f" {plan.schedule}"
     ]
     if any(plan.lags):
         ages = ":".join(map(str, plan.lags))

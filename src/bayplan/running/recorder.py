@@ -6,6 +6,7 @@ peak is of the whole training and not only of what the loop adds. In peak-only m
 a few nanoseconds per allocation.
 """
 
+import math
 import tempfile
 import time
 from contextlib import ExitStack
@@ -72,6 +73,7 @@ class Recorder:
         self._step_peaks: list[int] = []
         self._not_counted: tuple[str, ...] = ()
         self._record: RunRecord | None = None
+        self.losses: list[float] = []  # of the steps, by whoever knows them
 
     @property
     def result(self) -> RunRecord:
@@ -137,6 +139,7 @@ class Recorder:
             method=self._meter.method,
             clock=self._clock,
             step_seconds=tuple(self._step_seconds),
+            losses=tuple(filter(math.isfinite, self.losses)),
             devices=(
                 DeviceRecord(
                     device=device_of(self._device).name,

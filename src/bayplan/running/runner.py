@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from bayplan.costing.pricing import free_prices
 from bayplan.data.errors import ForeignPlan, PlanBroken
 from bayplan.data.graph import StepGraph
@@ -120,6 +122,7 @@ def run_plan(
     prepared: PreparedStep,
     *,
     num_steps: int,
+    seed: int | None = 0,
     space: SwapSpace | None = None,
     clock: Clock = Clock.WALL,
     path: Path | None = None,
@@ -129,6 +132,7 @@ def run_plan(
 
     Args:
         num_steps: after one to warm up.
+        seed: of what a target builds, and of dropout; None leaves the generators as they are.
         space: where swapped activations go; needed if the plan swaps.
         path: where the measured record is written, also after Ctrl-C.
 
@@ -138,6 +142,8 @@ def run_plan(
     check_plan(plan, prepared)
     # Before the model is built: the target's builder runs for this too, and may set the seed.
     context = replace(prepared.context, prices=free_prices, updates=None)
+    if seed is not None:
+        torch.manual_seed(seed)
     step = prepared.build()
     if prepared.update_in_backward:
         if step.optimizer is None:
@@ -152,6 +158,7 @@ def run_plan(
         ) as recording:
             for number in range(num_steps):
                 losses.append(float(step()))
+                recording.losses.append(losses[-1])
                 if step.optimizer is None:  # whose updates would tell steps apart
                     recording.step()
                 on_step(number, losses[-1])

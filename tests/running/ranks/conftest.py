@@ -35,10 +35,9 @@ class Job:
         return launching.launch(
             [str(path), str(self.folder), *arguments],
             num_ranks=num_ranks,
-            log_folder=self.folder / "logs",
+            **{"log_folder": self.folder / "logs", **options},
             timeout_seconds=timeout_seconds,
             on_line=show,
-            **options,
         )
 
     def write(self, script):

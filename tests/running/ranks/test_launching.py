@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +174,16 @@ with socket.socket() as store:  # as torch opens it
 def test_no_ranks_are_refused(job):
     with pytest.raises(UsageError, match="0 ranks cannot be started; give 1 or more"):
         job.run("", num_ranks=0)
+
+
+def test_logs_go_nowhere_unless_asked_for_or_a_rank_fails(job, monkeypatch):
+    """They were left in the working directory."""
+    monkeypatch.setenv("TMPDIR", str(job.folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(job.folder)
+    assert job.run("print('a word', file=sys.stderr)", log_folder=None) == 0
+    assert not [path for path in job.folder.iterdir() if path.is_dir()]
+    assert job.run("if rank == 1: sys.exit(3)\n" + SLEEP, log_folder=None) == 3
+    where = Path(job.lines[-1].removeprefix("logs of all ranks are in "))
+    assert where.parent == job.folder
+    assert (where / "rank1.log").exists()

@@ -191,6 +191,8 @@ def test_steps_that_are_used_up_end_it_and_it_says_what_is_left_open(make_machin
     assert machine.num_steps <= 60
     assert "stopped at the most steps allowed: 3" in tuner.verdict
     assert "could still be faster, by up to" in tuner.verdict
+    assert "3 of 33 settings measured in" in tuner.verdict
+    assert "ruled out" not in tuner.verdict, "those that could still be faster are not"
 
 
 def test_the_result_is_reported_last_with_all_that_was_measured_of_it():

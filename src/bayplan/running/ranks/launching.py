@@ -9,10 +9,12 @@ a rank never waits for its launcher.
 import contextlib
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bayplan.data.errors import ExitCode, UsageError
-from bayplan.running.ranks.failures import REPORT_MARK, write_line
+from bayplan.running.ranks.failures import INTERRUPTED, REPORT_MARK, write_line
 
 __all__ = ["LocalRank", "Supervisor", "launch"]
 
@@ -209,7 +211,7 @@ def launch(
     arguments: Sequence[str],
     *,
     num_ranks: int,
-    log_folder: Path,
+    log_folder: Path | None,
     timeout_seconds: float = math.inf,
     on_line: Callable[[str], None] = write_line,
     environment: Mapping[str, str] | None = None,
@@ -224,7 +226,8 @@ def launch(
 
     Args:
         arguments: what follows `python` on a command line.
-        log_folder: made if missing; logs in it are replaced, those of more ranks removed.
+        log_folder: made if missing; logs in it are replaced, those of more ranks removed. None for
+            a temporary one, which is kept, and told of, if a rank fails.
         timeout_seconds: ends all ranks after so long, with exit code 1.
         on_line: gets rank 0's stderr, the report of why all stopped, and our own words.
         environment: variables beside those of this process.
@@ -232,8 +235,9 @@ def launch(
     """
     if num_ranks < 1:
         raise UsageError(f"{num_ranks} ranks cannot be started; give 1 or more")
-    log_folder.mkdir(parents=True, exist_ok=True)
-    for log in log_folder.glob("rank[0-9]*.log"):  # lest those of more ranks be read as of this run
+    folder = log_folder or Path(tempfile.mkdtemp(prefix="bayplan-logs-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("rank[0-9]*.log"):  # lest those of more ranks be read as of this run
         log.unlink()
     signals: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -241,18 +245,24 @@ def launch(
         port = stack.enter_context(_held_port())
         ranks: list[LocalRank] = []
         for index in range(num_ranks):
-            log = log_folder / f"rank{index}.log"
+            log = folder / f"rank{index}.log"
             variables = _environment(index, num_ranks, port, environment or {})
             rank = LocalRank(arguments, log=log, environment=variables, has_stdout=index == 0)
             stack.callback(rank.end)
             ranks.append(rank)
-        return Supervisor(
+        code = Supervisor(
             ranks=ranks,
             signals=signals,
             timeout_seconds=timeout_seconds,
             on_line=on_line,
             signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
         ).wait()
+    if log_folder is None:
+        if code not in (0, INTERRUPTED):
+            on_line(f"logs of all ranks are in {folder}")
+        else:
+            shutil.rmtree(folder)
+    return code
 
 
 @contextlib.contextmanager

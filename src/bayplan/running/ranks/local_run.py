@@ -151,7 +151,7 @@ def run_on_ranks(
     plan: RankPlan,
     *,
     num_steps: int,
-    log_folder: Path,
+    log_folder: Path | None,
     target: str | None = None,
     seed: int = 0,
     device: Device = HOST,
@@ -166,7 +166,7 @@ def run_on_ranks(
     Args:
         plan: for ranks on this machine, which has room for them.
         num_steps: after one to warm up.
-        log_folder: for the log of each rank; it is kept.
+        log_folder: for the log of each rank; None keeps logs only of a run that fails.
         target: needed where the plan names a function of the user's own.
         device: of each rank; accelerators are numbered by rank.
         swap_bytes: the most that each rank may take in `swap`; None for what the plan needs.

@@ -332,10 +332,11 @@ class Search:
         parts = [f"{num_compared} of {num_settings} settings measured"]
         if self._known:
             parts.append(f"{len(self._known)} of them in earlier runs")
-        if num_compared < num_settings:
+        still_open = self._open_gains()
+        if num_ruled_out := num_settings - len({*self.compared, *still_open}):
             error = f"(ratios taken to be off by {self._beliefs.error:.0%})"
-            parts.append(f"{num_settings - num_compared} ruled out by prediction {error}")
-        if still_open := self._open_gains():
+            parts.append(f"{num_ruled_out} ruled out by prediction {error}")
+        if still_open:
             gains = (-math.expm1(self.log_ratio(s).inv_cdf(_CHANCE)) for s in still_open)
             number = f"{len(still_open)} setting" + "s" * (len(still_open) > 1)
             reason = f"stopped at the most steps allowed: {number} could still be faster, by up to"

@@ -28,6 +28,29 @@ def test_upsampling(assert_same, repeat_everything, mode):
     assert_same(build, by_strategy("all", repeat_everything))
 
 
+class Spectrogram(nn.Module):
+    """Masks the spectrogram of a sound, as separation of speech does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(33, 33, 3, padding=1)
+        self.register_buffer("window", torch.hann_window(64))
+
+    def forward(self, x):
+        waves = torch.stft(x, 64, 16, window=self.window, return_complex=True)
+        mask = self.layer(waves.abs()).sigmoid()
+        return torch.istft(waves * mask, 64, 16, window=self.window, length=x.shape[-1])
+
+
+def test_inverse_fourier_transform_of_windows(assert_same, repeat_everything):
+    """Tracing had an implementation of its own, which laid gradients out otherwise."""
+
+    def build():
+        return Spectrogram(), torch.randn(4, 1024), lambda y: y.square().mean()
+
+    assert_same(build, by_strategy("all", repeat_everything))
+
+
 class SlicesInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

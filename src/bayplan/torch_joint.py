@@ -213,7 +213,6 @@ def _layouts_of_changes() -> Iterator[None]:
 # that our rewrites start from (`as_eager`, `repeat_form`), which know how to have eager's bits.
 _TRACED_BY_PYTHON = {
     "aten::dropout",
-    "aten::istft",
     "aten::native_batch_norm",
     "aten::one_hot",
     "aten::tensor_split.tensor_indices_or_sections",

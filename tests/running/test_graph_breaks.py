@@ -287,6 +287,32 @@ def test_way_that_is_no_part_of_the_fullest_is_planned_when_it_comes(planner_cac
     assert len(fitting.pieces.plans) == 3  # the fullest way, that again for this batch, this way
 
 
+class Counting(nn.Module):
+    """Goes a way of its own at every other step, by a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        self.mean.mul_(0.9).add_(x.mean())
+        x = self.blocks[0](x)
+        return self.blocks[1](x) if self.steps % 2 == 0 else self.blocks[2](x) * x
+
+
+def test_way_that_a_buffer_decides(planner_cache):
+    """Runs on tensors without memory went on counting, and met pieces that none had watched."""
+    torch.manual_seed(0)
+    model, batch = Counting(), torch.rand(SAMPLES, WIDTH)
+    plain, fitted = Loop(copy.deepcopy(model), batch, mean), Loop(model, batch, mean)
+    with pytest.warns(UserWarning, match="is not one graph"):
+        bayplan.fit(model, batch, mean, memory="8MiB", time_limit_seconds=0.5)
+    assert all(map(torch.equal, plain.trained(4), fitted.trained(4)))
+
+
 def test_errors_of_the_model_stay_its_own(planner_cache):
     model, batch = Broken(1, check), torch.rand(SAMPLES, WIDTH)
     with pytest.warns(UserWarning, match="test_graph_breaks.py"):

@@ -8,6 +8,9 @@ runs the operator itself a second time for that, since a formula alone cannot be
 Others cannot be traced at all because C++ reads values on the way, as the lengths of a CTC loss. If
 the shape of their output is known, they stay whole as well.
 
+The inverse of a short-time Fourier transform reads a value to refuse windows that leave gaps. There
+the answer is given, and torch's own C++ is traced.
+
 And singular values and eigenvalues come with their vectors in traces, also where nobody trains with
 them. Plain training computes the values alone there, by another method.
 """
@@ -85,6 +88,37 @@ class ValuesOperator:
         return self.values(matrix, is_trained, *args, **kwargs)
 
 
+@dataclass
+class InverseTransform:
+    """How `istft` is traced: as torch's C++ has it, whose one question of values is answered.
+
+    It asks by `equal` whether windows overlap too little to divide by their sum, and fails if so.
+    """
+
+    original: Any = aten.istft.default
+    is_running: bool = False
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_running = True
+        try:
+            return torch_joint.call_without_rules(self.original, *args, **kwargs)
+        finally:
+            self.is_running = False
+
+
+@dataclass(frozen=True)
+class Equality:
+    """How `equal` is traced, which needs values anywhere else."""
+
+    transform: InverseTransform
+    original: Any = aten.equal.default
+
+    def call(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        if self.transform.is_running:
+            return False
+        return torch_joint.call_without_rules(self.original, tensor, other)
+
+
 def _singular_values(matrix: torch.Tensor, has_vectors: bool, **options: Any) -> Any:
     return aten._linalg_svd(matrix, False, has_vectors, **options)[1]
 
@@ -140,7 +174,7 @@ def _is_differentiable(argument: Any) -> bool:
 
 
 @cache
-def whole_operators() -> tuple[WholeOperator | ValuesOperator, ...]:
+def whole_operators() -> tuple[WholeOperator | ValuesOperator | InverseTransform | Equality, ...]:
     """All of them, known to torch under names of ours from now on."""
     library = torch.library.Library("bayplan", "FRAGMENT")
     kernels = (
@@ -156,7 +190,8 @@ def whole_operators() -> tuple[WholeOperator | ValuesOperator, ...]:
         value, gradient = _value_of(each, fake, library), _gradient_of(each, library)
         whole.append(WholeOperator(each, value, gradient))
     _LIBRARIES.append(library)
-    return (*whole, *_VALUES)
+    transform = InverseTransform()
+    return (*whole, *_VALUES, transform, Equality(transform))
 
 
 def _combinations(

@@ -22,6 +22,7 @@ from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBrok
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import format_bytes
 from bayplan.devices.device import HOST, Device, device_of
+from bayplan.tracing.capture import BufferStates
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
 from bayplan.tracing.hooks import num_hooks, on_copies, own_generators, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
@@ -133,7 +134,7 @@ def _plain_fault(
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put a model's buffers, its generators and the random numbers back as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = BufferStates(model)
     generators = [(each, each.get_state()) for each in own_generators(model.modules())]
     with ExitStack() as defaults:
         for device in {HOST.where, *(parameter.device for parameter in model.parameters())}:
@@ -143,9 +144,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         finally:
             for generator, state in generators:
                 generator.set_state(state)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            buffers.put_back()
 
 
 def explained_run(run: Run, order: StepOrder | None = None) -> Run:

@@ -23,7 +23,12 @@ from bayplan.data.program import Cost
 from bayplan.planning.memory.pieces import Moment, PieceRun
 from bayplan.running.piece_backend import Piece, PieceBackend
 from bayplan.step import TrainingStep
-from bayplan.tracing.capture import GeneratorStates, record_step, same_generators
+from bayplan.tracing.capture import (
+    BufferStates,
+    GeneratorStates,
+    record_step,
+    same_generators,
+)
 from bayplan.tracing.explain import explained
 from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.joint import MemoryContext
@@ -141,13 +146,14 @@ def _faked(
 ) -> Iterator[tuple[TrainingStep, Callable[[], AbstractContextManager[None]]]]:
     """A copy of a step on fake tensors that ran once, and where to run it again.
 
-    Every run draws the same random numbers, so that all go one way: the fullest, or the way that
-    the next call goes.
+    Every run draws the same random numbers and finds the same buffers, so that all go one way: the
+    fullest, or the way that the next call goes.
     """
     with same_generators(), explained(), _unwrapped():
         states = GeneratorStates()
         with without_memory(knows_all=True) as mode:
             fake = fake_step(step, optimizer)
+            buffers = BufferStates(fake.model)
             (mode.go_as_drawn if as_drawn else mode.go_fullest_way)(fake)
 
         @contextmanager
@@ -155,6 +161,7 @@ def _faked(
             with mode, torch_answers.known_arrays(), torch_answers.written_numbers():
                 mode.draw_again()
                 states.put_back()
+                buffers.put_back()
                 yield
 
         yield fake, again

@@ -39,7 +39,7 @@ from bayplan.planning.memory.strategies import keep
 from bayplan.running.piece_backend import PieceBackend, Unplanned
 from bayplan.running.piece_simulation import Simulated, simulate, watch_gradients
 from bayplan.step import TrainingStep, split_batch
-from bayplan.tracing.capture import GeneratorStates
+from bayplan.tracing.capture import BufferStates, GeneratorStates
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.joint import LossMemory, MemoryContext
 from bayplan.tracing.joint_trace import compile_whole, uncompile
@@ -442,14 +442,11 @@ class _State:
     """What a forward that is begun twice must find as it was: random numbers and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._generators = GeneratorStates()
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._generators, self._buffers = GeneratorStates(), BufferStates(model)
 
     def put_back(self) -> None:
         self._generators.put_back()
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        self._buffers.put_back()
 
 
 def _alone(context: MemoryContext) -> MemoryContext:

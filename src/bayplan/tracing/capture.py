@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError
@@ -23,6 +24,7 @@ from bayplan.tracing.fake import OptimizerSource, fake_step, without_memory
 from bayplan.tracing.tracer import Locator, RawStorage, StepTracer
 
 __all__ = [
+    "BufferStates",
     "GeneratorStates",
     "NodeWatch",
     "as_summed",
@@ -279,6 +281,24 @@ class GeneratorStates:
         torch.set_rng_state(self._states[0])
         random.setstate(self._states[1])
         numpy.random.set_state(self._states[2])
+
+
+class BufferStates:
+    """The buffers of a model, to be put back: what a forward changed, and what it replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for module, name, buffer, before in self._states:
+                buffer.copy_(before)
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
 
 
 @contextmanager

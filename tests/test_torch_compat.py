@@ -417,3 +417,13 @@ def test_an_operator_without_a_cuda_kernel_can_be_declared_to_have_one():
     torch_compat.declare_cuda_kernel(operator)
     torch_compat.declare_cuda_kernel(operator)  # once is enough, twice does no harm
     assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CUDA")
+
+
+def test_fake_tensors_can_be_swapped_only_where_that_is_asked_for():
+    with torch_compat.FakeTensorMode():
+        module = torch.nn.Linear(2, 2)
+        with torch_compat.convertible_fakes():
+            module.half()
+        assert module.weight.dtype is torch.float16
+        with pytest.raises(RuntimeError, match="swap"):
+            module.double()

@@ -7,6 +7,7 @@ test in `tests/test_torch_compat*.py` or `tests/tracing/test_values.py` that say
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -56,6 +57,7 @@ __all__ = [
     "checkpoints_in",
     "compile_fault",
     "compiled_call",
+    "convertible_fakes",
     "current_backward_sequence",
     "current_fake_mode",
     "declare_cuda_kernel",
@@ -556,6 +558,33 @@ def silent_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
+
+
+@contextmanager
+def convertible_fakes() -> Iterator[None]:
+    """Let modules of fake tensors be converted, as by `module.half()` or `module.cuda()`.
+
+    torch swaps each parameter with its converted one, unless it finds a weak reference. The fake
+    mode's own memory of what it has faked has one.
+    """
+    home: Any = torch.utils
+    swap = home.swap_tensors
+
+    def forget_and_swap(*tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                memory: Any = tensor.fake_mode.fake_tensor_converter.tensor_memo
+                keys = [getattr(each, "key", None) for each in weakref.getweakrefs(tensor)]
+                for key in keys:
+                    if memory.get(key) is tensor:
+                        del memory[key]
+        swap(*tensors)
+
+    home.swap_tensors = forget_and_swap
+    try:
+        yield
+    finally:
+        home.swap_tensors = swap
 
 
 def dispatch_modes() -> list[str]:

@@ -255,6 +255,23 @@ def test_gpt_with_dropout_needs_what_its_cuda_graph_needs():
         assert step.simulated().peak_bytes / 2**20 == pytest.approx(expected_mib, rel=0.001)
 
 
+def test_builder_may_put_its_model_on_cuda():
+    """As scripts for a GPU do. It worked on no build of torch without a GPU."""
+    from bayplan.models.targets import Target
+    from bayplan.preparing.step import PreparedStep
+
+    def build(batch_size: int = 2):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).cuda()
+        return model, torch.randn(batch_size, 3, 32, 32).to("cuda"), lambda output: output.sum()
+
+    target = Target(name="cuda", build=build, takes_batch_size=True, default_batch=2)
+    step = PreparedStep(target=target, device=load_device("h100"))
+    larger = step.at(4)
+    for each in (step, larger):
+        assert "aten.cudnn_batch_norm.default" in {node.op for node in each.graph.nodes}
+    assert larger.simulated().peak_bytes > step.simulated().peak_bytes
+
+
 @pytest.mark.parametrize("name", ["resnet50", "alexnet", "vgg16"])
 def test_models_without_dropout_between_layers_need_what_they_needed(name):
     peaks = [

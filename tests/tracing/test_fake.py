@@ -258,6 +258,29 @@ def test_builder_makes_fake_tensors():
     assert all(isinstance(tensor, FakeTensor) for tensor in [*model.parameters(), batch])
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.half(),
+        lambda model: model.to(torch.bfloat16).to(memory_format=torch.channels_last),
+    ],
+)
+def test_builder_that_converts_its_model_makes_fake_tensors(convert):
+    """torch refused to convert modules of fake tensors, so the whole model was built for real."""
+
+    def build_converted() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))
+        model[2].weight = model[0].weight
+        return convert(model)
+
+    model, plain = build_without_memory(build_converted), build_converted()
+    assert all(isinstance(tensor, FakeTensor) for tensor in model.parameters())
+    assert model[2].weight is model[0].weight
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+
+
 def test_builder_that_reads_values_builds_for_real():
     def build_by_value() -> nn.Module:
         rates = torch.linspace(0, 1, 5000)[[0, 1, 2]].tolist()  # too many to be known

@@ -6,7 +6,7 @@ precision, optimizer or device share what they have in common. Planners see what
 through protocols, so that they know nothing of torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -73,6 +73,7 @@ __all__ = ["PreparedStep", "replay"]
 _MEASURED_FLOPS = 1.5e11
 _MEASURED_REPEATS = 2
 _ROOM_TO_MEASURE = 1.5  # times its peak; a step that needs more is derived and not run
+OnGpu = Callable[[], AbstractContextManager[None]]
 
 
 class _Shared:
@@ -86,28 +87,28 @@ class _Shared:
         self.prices: Prices = {}  # measured here and now, where those in the cache are not wanted
         self.steps: dict[object, PreparedStep] = {}
 
-    def built(self, size: int | None) -> tuple[nn.Module, Any, Any]:
+    def built(self, size: int | None, on_gpu: OnGpu) -> tuple[nn.Module, Any, Any]:
         """Model, batch and loss without memory; the target's builder is called once.
 
         A batch of another size is the first one resized, where its tensors agree on what their
         samples are; otherwise the builder is asked again.
         """
         if self._first is None:
-            self._first = (size, self._build(size))
+            self._first = (size, self._build(size, on_gpu))
             return self._first[1]
         first_size, (model, batch, loss_fn) = self._first
         if size == first_size:
             return model, batch, loss_fn
         sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim()}
         if len(sizes) != 1 or size is None:
-            return self._build(size)
-        with without_memory():
+            return self._build(size, on_gpu)
+        with on_gpu(), without_memory():
             return model, resize_batch(batch, size), loss_fn
 
-    def _build(self, size: int | None) -> tuple[nn.Module, Any, Any]:
+    def _build(self, size: int | None, on_gpu: OnGpu) -> tuple[nn.Module, Any, Any]:
         if self._target.is_given:
             return self._target.build(size)
-        return build_without_memory(lambda: self._target.build(size))
+        return build_without_memory(lambda: self._target.build(size), on_gpu)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -276,7 +277,9 @@ class PreparedStep:
     @cached_property
     def step(self) -> TrainingStep:
         """The step on tensors without memory."""
-        model, batch, loss_fn = self.shared.built(self.samples if self.takes_batch_size else None)
+        on_gpu = nullcontext if self.gpu is None else self.gpu.present
+        samples = self.samples if self.takes_batch_size else None
+        model, batch, loss_fn = self.shared.built(samples, on_gpu)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(
                 f"no parameter of {self.target.name!r} requires a gradient, so there is nothing to"
@@ -289,7 +292,7 @@ class PreparedStep:
             batch=batch,
             loss_fn=loss_fn,
             autocast=AUTOCASTS[self.autocast],
-            gpu=None if self.gpu is None else self.gpu.present,
+            gpu=None if self.gpu is None else on_gpu,
         )
 
     def build(self) -> TrainingStep:

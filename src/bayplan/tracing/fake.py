@@ -7,7 +7,7 @@ user's model, optimizer and batch are left untouched, and may themselves be real
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -90,6 +90,7 @@ def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
     # What is compiled hides its operators, and cannot run on fake tensors.
     with (
         torch_compat.silent_fakes(),
+        torch_compat.convertible_fakes(),
         torch_compat.running_eagerly(),
         torch_answers.unnoticed_fakes(),
         torch_answers.known_arrays(),
@@ -99,14 +100,19 @@ def without_memory(*, knows_all: bool = False) -> Iterator[KnownValues]:
         yield mode
 
 
-def build_without_memory(build: Callable[[], _Thing]) -> _Thing:
+def build_without_memory(
+    build: Callable[[], _Thing], on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> _Thing:
     """Call a model's builder so that its tensors take no memory; for real where that fails.
 
     Some builders read values while they build (`tensor.item()` in a schedule of drop rates), which
     only real tensors have.
+
+    Args:
+        on_gpu: lets a GPU seem to be there, for builders that say `model.cuda()`.
     """
     try:
-        with without_memory():
+        with on_gpu(), without_memory():
             return build()
     except BayplanError:
         raise

@@ -29,6 +29,7 @@ __all__ = [
     "left_out",
 ]
 
+_FAR_PCT = 35
 _PRODUCTS = (OpClass.MATMUL, OpClass.CONVOLUTION, OpClass.ATTENTION)
 
 
@@ -116,14 +117,21 @@ def left_out(rows: list[Row], *, by: str = "model") -> list[Row]:
         for group in parts
     }
     return [
-        replace(
-            row,
-            predicted=constants[_device(row), getattr(row, by)].seconds(row.costs),
-        )
-        if isinstance(row, TimedRow)
-        else row
+        _with(constants[_device(row), getattr(row, by)], row) if isinstance(row, TimedRow) else row
         for row in rows
     ]
+
+
+def _with(constants: Constants, row: TimedRow) -> TimedRow:
+    row = replace(row, predicted=constants.seconds(row.costs))
+    if abs(row.error_pct) <= _FAR_PCT:
+        return row
+    kernels = replace(constants, host_seconds=0.0).seconds(row.costs)
+    return replace(
+        row,
+        seen=f"{row.costs.num_operators} operators, for which the host is predicted to take"
+        f" {1e6 * constants.host_seconds:.0f} us each, and their kernels {1e3 * kernels:.1f} ms",
+    )
 
 
 def device_constants(rows: list[Row]) -> dict[str, Constants]:

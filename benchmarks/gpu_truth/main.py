@@ -17,7 +17,7 @@ from gpu_truth import images, lm_tables, replaying, trace_steps
 from harness import finish, options, say
 
 HERE = Path(__file__).resolve().parent
-BESIDE_REPOSITORY = HERE.parents[2] / "shared" / "data" / "gpu"
+BESIDE_REPOSITORY = (HERE.parents[2] / "shared" / "data" / "gpu").resolve()
 EXAMPLE = HERE / "example"
 QUANTITIES = {
     "allocator": replaying.found,

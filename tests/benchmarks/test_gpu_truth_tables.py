@@ -124,6 +124,36 @@ def test_states_of_a_layer_are_sharded_over_all_ranks(tmp_path):
     assert told.predicted == pytest.approx(16 * (8 + 8) * 256 * 256 / 8, rel=0.01)
 
 
+STATES = "memory_allocated after backward (model states of this rank: sharded by ZeRO-3)"
+
+
+def test_states_that_the_same_file_has_more_and_less_of_are_explained(tmp_path):
+    """The same layer of 12.6 MB as bert-large's, whose states no length changes."""
+    rows = []
+    for length, added in (("64", 14.0), ("128", 30.0), ("256", 31.0)):
+        for layers, value in (("1", 100.0), ("2", 100.0 + added)):
+            config = {"hidden": 1024, "heads": 16}
+            rows.append(layers_row(layers, value, quantity=STATES, sequence=length, config=config))
+    low, high, higher = found_in(tmp_path, "galvatron.json", rows).rows
+    assert low.predicted == pytest.approx(24 * MIB, rel=0.01)
+    assert low.explained == high.explained == higher.explained
+    assert "14.0 to 31.0 MiB" in low.explained
+    (alone,) = found_in(tmp_path, "galvatron.json", rows[2:4]).rows
+    assert not alone.explained
+    assert "6.0 MiB" in alone.seen
+
+
+def test_what_a_strategy_alone_changes_is_told(tmp_path):
+    rows = [
+        layers_row(layers, value, config={"strategy": strategy})
+        for strategy, values in (("1_1_8", (10.0, 19.0)), ("1_1_8_sp", (10.0, 40.0)))
+        for layers, value in zip("12", values, strict=True)
+    ]
+    plain, shared = found_in(tmp_path, "galvatron.json", rows).rows
+    assert plain.predicted == shared.predicted
+    assert "9.0 MiB without sequence parallelism" in shared.seen
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -255,6 +285,15 @@ def test_a_row_that_something_else_slowed_teaches_nothing():
     assert told[3].predicted == pytest.approx(rows[3].predicted, rel=0.1)
 
 
+def test_a_time_that_is_far_off_tells_what_it_was_predicted_of():
+    rows = timed_rows(Constants(), model="a") + timed_rows(Constants(product_scale=5.0), model="b")
+    told = left_out(rows)
+    far = [abs(row.error_pct) > 35 for row in told]
+    assert any(far)
+    assert [bool(row.seen) for row in told] == far
+    assert "operators" in told[far.index(True)].seen
+
+
 def segmentation_row(model, **others):
     row = {"source": "made up", "model": model, "config": {"architecture": ["R-18", "PSPNet"]}}
     row |= {"batch_per_gpu": 2, "image": [64, 64], "dtype": "float32", "device": "NVIDIA V100"}
@@ -299,6 +338,16 @@ def test_the_peak_of_a_segmentation_network_grows_with_its_classes(tmp_path):
     few, many = (row.predicted for row in done.rows)
     # Logits and their logarithms of two heads at the size of the labels, at the least.
     assert many - few >= 4 * (150 - 7) * 2 * 256 * 256 * 4
+
+
+def test_a_peak_that_another_row_of_the_network_contradicts_is_explained(tmp_path):
+    names = [f"pspnet_r18-d8_4xb2-{length}k_loveda-64x64" for length in (40, 80)]
+    rows = [segmentation_row(name, value=value) for name, value in zip(names, (1, 9), strict=True)]
+    short, long = found_in(tmp_path, "mmsegmentation.json", rows).rows
+    assert short.predicted == long.predicted
+    assert "took 1.0 GB" in long.explained
+    (alone,) = found_in(tmp_path, "mmsegmentation.json", rows[1:]).rows
+    assert not alone.explained
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ _HOST = torch.device("cpu")
 
 
 @contextmanager
-def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
+def answers_of_gpu(*, capability: int, has_bfloat16: bool) -> Iterator[None]:
     """Let autocast work for `cuda` where there is no GPU, and nothing run on one.
+
+    Models that ask which GPU they are on, or wait for it, get the answers that torch gets. Whether
+    there is one is answered as ever, since libraries keep that answer for longer than here.
 
     For the process, as all of torch's settings that are exchanged here.
     """
@@ -35,12 +38,19 @@ def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
     fakes: Any = fake_tensor
     mode: Any = FakeTensorMode
     common, home = torch.cuda.amp.common, torch.cuda
-    before = common.amp_definitely_not_available, home.is_bf16_supported
-    fakes_before = mode.avoid_device_init, fakes.run_fallback_kernel
-    constants = names.unset_fake_temporarily
 
     def supports_bfloat16(including_emulation: bool = True) -> bool:
         return has_bfloat16 or including_emulation
+
+    asked: dict[str, Callable[..., Any]] = {
+        "is_bf16_supported": supports_bfloat16,
+        "get_device_capability": lambda device=None: divmod(capability, 10),
+        "current_device": lambda: 0,
+        "synchronize": lambda device=None: None,
+    }
+    before = common.amp_definitely_not_available, {name: getattr(home, name) for name in asked}
+    fakes_before = mode.avoid_device_init, fakes.run_fallback_kernel
+    constants = names.unset_fake_temporarily
 
     @contextmanager
     def constants_on_host() -> Iterator[None]:
@@ -48,7 +58,7 @@ def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
             yield
 
     common.amp_definitely_not_available = lambda: False
-    home.is_bf16_supported = supports_bfloat16
+    vars(home).update(asked)
     mode.avoid_device_init = property(lambda _: True)
     fakes.run_fallback_kernel = _run_on_host(fakes.run_fallback_kernel)
     names.unset_fake_temporarily = constants_on_host
@@ -57,7 +67,8 @@ def answers_of_gpu(*, has_bfloat16: bool) -> Iterator[None]:
     finally:
         names.unset_fake_temporarily = constants
         mode.avoid_device_init, fakes.run_fallback_kernel = fakes_before
-        common.amp_definitely_not_available, home.is_bf16_supported = before
+        common.amp_definitely_not_available = before[0]
+        vars(home).update(before[1])
 
 
 class _OnHost(TorchDispatchMode):

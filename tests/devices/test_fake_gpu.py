@@ -272,6 +272,38 @@ def test_builder_may_put_its_model_on_cuda():
     assert larger.simulated().peak_bytes > step.simulated().peak_bytes
 
 
+class Asking(nn.Module):
+    """Mixtures of experts of transformers ask so, and code for one GPU names it by its number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch.cuda.synchronize()
+        major, minor = torch.cuda.get_device_capability(x.device)
+        x = x + torch.full((4,), 10 * major + minor, device=torch.cuda.current_device())
+        return self.linear(x) if (major, minor) >= (8, 0) else self.linear(x).relu()
+
+
+@pytest.mark.parametrize(("device", "is_old"), [("h100", False), ("t4", True)])
+def test_models_that_ask_which_gpu_they_are_on_are_told(device, is_old):
+    step = prepare(Asking(), torch.ones(2, 4), lambda y: y.sum(), device=device)
+    assert ("aten.relu.default" in {node.op for node in step.graph.nodes}) == is_old
+    assert any("relu" in op.name for op in step.traced.with_packs().program.ops) == is_old
+
+
+def test_experts_of_transformers_are_captured():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    ids = {"input_ids": torch.ones(2, 8, dtype=torch.int64)}
+    step = prepare(model, ids, lambda output: output.logits.sum(), device="a100")
+    assert any("grouped_mm" in node.op for node in step.graph.nodes)
+
+
 @pytest.mark.parametrize("name", ["resnet50", "alexnet", "vgg16"])
 def test_models_without_dropout_between_layers_need_what_they_needed(name):
     peaks = [

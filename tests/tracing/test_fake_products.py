@@ -30,6 +30,15 @@ def test_fake_grouped_product_is_like_the_real_one(dtype, left, right, has_group
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+def test_rows_of_the_result_are_padded_as_the_kernel_pads_them():
+    correct_fake_products()
+    left, right = torch.ones(6, 8), torch.ones(3, 6, 8).transpose(1, 2)
+    offsets = torch.tensor([2, 4, 6], dtype=torch.int32)
+    with torch_compat.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = GROUPED(left, right, offsets)
+    assert fake.stride() == GROUPED(left, right, offsets).stride() == (8, 1)
+
+
 def test_what_the_kernel_does_not_take_stays_refused():
     correct_fake_products()
     with (

@@ -66,7 +66,7 @@ class FakeGpu:
         library = _library()
         with (
             _lock,
-            torch_gpu.answers_of_gpu(has_bfloat16=self.has_bfloat16),
+            torch_gpu.answers_of_gpu(capability=self.capability, has_bfloat16=self.has_bfloat16),
             torch.autograd.set_multithreading_enabled(False),
         ):
             asked = self.capability if self.is_nvidia else -self.capability

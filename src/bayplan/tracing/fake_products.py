@@ -1,7 +1,7 @@
-"""What torch's CPU kernel of grouped matrix products makes, which its fake kernel refuses.
+"""What torch's kernels of grouped matrix products make, which its fake kernel refuses.
 
-Mixtures of experts multiply all tokens with the weights of their experts in one call. The CPU
-kernel takes float32 and half precision; torch's fake kernel takes bfloat16 alone.
+Mixtures of experts multiply all tokens with the weights of their experts in one call. The kernels
+take float32 and half precision, on the CPU and on CUDA; torch's fake kernel takes bfloat16 alone.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from bayplan import torch_compat
-from bayplan.devices.device import device_of
 
 __all__ = ["correct_fake_products"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROW_BYTES = 16  # rows of a result begin at multiples of these
 
 
 @cache
 def correct_fake_products() -> None:
-    """Let fake grouped products on the CPU have the dtypes and layouts of the real ones.
+    """Let fake grouped products have the dtypes and layouts of the real ones.
 
     For the process: torch has one table of fake kernels.
     """
@@ -36,7 +36,7 @@ def _grouped_product(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     is_ours = left.dtype == right.dtype and left.dtype in _DTYPES
-    if not device_of(left.device).runs_cpu_kernels or not is_ours or bias is not None:
+    if not is_ours or bias is not None:
         return otherwise(left, right, offsets, bias, out_dtype)
     rows, columns = left.shape[-2], right.shape[-1]
     is_flat = left.dim() == 2, right.dim() == 2
@@ -47,4 +47,7 @@ def _grouped_product(
         shape = (left.shape[0], rows, columns)
     else:
         shape = (rows, columns)
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+    unit = _ROW_BYTES // left.element_size()
+    padded = -(-columns // unit) * unit
+    strides = (rows * padded, padded, 1)[-len(shape) :]
+    return left.new_empty_strided(shape, strides)

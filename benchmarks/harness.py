@@ -82,7 +82,7 @@ def finish(
             those of cases that a user brings are kept apart.
     """
     rows = result["rows"]
-    widths = [max(len(name), *(len(_shown(row.get(name))) for row in rows)) for name in columns]
+    widths = [max([len(name), *(len(_shown(row.get(name))) for row in rows)]) for name in columns]
     for cells in ([*columns], *([_shown(row.get(name)) for name in columns] for row in rows)):
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
     result = {

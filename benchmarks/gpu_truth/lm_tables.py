@@ -1,5 +1,6 @@
 """Tables of measurements: each row by the rules of its file, or listed with a reason."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
@@ -37,6 +38,13 @@ _REASONS = {
 }
 
 
+# Of rows whose fields are missing, of another type, or sizes that torch refuses.
+_FAULTS = (
+    *(BayplanError, RuntimeError, ArithmeticError, AttributeError),
+    *(LookupError, TypeError, ValueError),
+)
+
+
 def read_table(path: Path) -> list[dict[str, Any]]:
     """The rows of a table; a fault is named with its file."""
     try:
@@ -69,11 +77,13 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
                     usual = "no rules to rebuild this table's models"
                     raise UsageError(_REASONS.get(path.name, usual))
                 made = list(_RULES[path.name](row, table, captures, on_progress))
+                if not all(math.isfinite(each.reported) for each in made):
+                    raise UsageError(f"the value {row.get('value')!r} is no finite number")
                 rows += made
                 by_table.setdefault(path.name, []).extend(made)
             except KeyboardInterrupt:
                 skipped["interrupted"] = 1
-            except (BayplanError, AttributeError, KeyError, TypeError, ValueError) as fault:
+            except _FAULTS as fault:
                 reason = f"{path.name}: {_told(fault)}"
                 skipped[reason] = skipped.get(reason, 0) + 1
     derived, by_source = rows, left_out(rows, by="source")
@@ -94,7 +104,7 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
 def _told(fault: Exception) -> str:
     if isinstance(fault, KeyError):
         return f"the row does not say {fault}"
-    return str(fault)[:150]
+    return (str(fault) or type(fault).__name__).partition("\n")[0][:150]
 
 
 def _claims(rows: list[Row]) -> dict[str, Any]:

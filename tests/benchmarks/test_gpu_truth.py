@@ -23,6 +23,7 @@ from gpu_truth.replaying import found, replay
 from gpu_truth.timing import RATIOS, SPEEDS, StepTime, seconds_of, step_time
 from gpu_truth.trace_steps import loop_of
 from gpu_truth.traces import read_trace, trace_from
+from harness import finish, options
 
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.simulating.allocator import CachingAllocator
@@ -353,6 +354,13 @@ def test_the_step_behind_a_trace_is_predicted(tmp_path):
     told = trace_steps.found(tmp_path, is_quick=False)
     assert told.claims["allocated_within_target"] == told.claims["num_traces"] == 1
     assert abs(told.claims["reserved_worst_pct"]) < 8
+
+
+def test_a_run_without_rows_is_a_result(capsys, tmp_path):
+    arguments = options("").parse_args([])
+    finish(str(tmp_path / "main.py"), {"rows": []}, columns=("source",), arguments=arguments)
+    assert capsys.readouterr().out == "source\n"
+    assert json.loads((tmp_path / "results" / "latest.json").read_text())["rows"] == []
 
 
 def test_tables_that_are_none_are_told(tmp_path):

@@ -198,6 +198,23 @@ def test_attention_keeps_its_exponentials_and_its_weights(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sequence": -4}, "negative dimension"),
+        ({"sequence": 10**12}, "overflowed"),
+        ({"value": "NaN"}, "no finite number"),
+        ({"value": None}, "NoneType"),
+        ({"config": []}, "list"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_listed_and_the_others_count(tmp_path, change, reason):
+    sound = course_row("memory_allocated after forward with grad recording", 1.0)
+    done = found_in(tmp_path, "cs336_lm.json", [sound | change, sound])
+    assert len(done.rows) == 1
+    assert reason in "".join(done.claims["not_rebuilt"])
+
+
 def test_rows_of_one_iteration_share_its_capture(tmp_path):
     rows = [
         language_row(quantity, 1.0, optimizer="torch.optim.AdamW")

@@ -562,7 +562,7 @@ def silent_fakes() -> Iterator[None]:
 
 @contextmanager
 def convertible_fakes() -> Iterator[None]:
-    """Let modules of fake tensors be converted, as by `module.half()` or `module.cuda()`.
+    """Let modules of fake tensors be converted, as by `module.half()`.
 
     torch swaps each parameter with its converted one, unless it finds a weak reference. The fake
     mode's own memory of what it has faked has one.

@@ -109,7 +109,7 @@ def build_without_memory(
     only real tensors have.
 
     Args:
-        on_gpu: lets a GPU seem to be there, for builders that say `model.cuda()`.
+        on_gpu: lets a GPU seem to be there, for builders that put their model on it.
     """
     try:
         with on_gpu(), without_memory():

@@ -52,6 +52,16 @@ def test_loss_that_is_picked_from_the_output_takes_nothing():
     assert [gradient.is_used for gradient in found.gradients] == [True]
 
 
+def test_loss_that_changes_the_output_in_place_takes_no_output_more():
+    # transformers' Trainer scales the model's own loss like this; it was refused.
+    inside, beside = (
+        of(loss_fn, IMAGES)
+        for loss_fn in (lambda output: output.exp_().sum(), lambda output: output.exp().sum())
+    )
+    assert inside.peak_bytes == beside.peak_bytes - OUTPUT_BYTES
+    assert inside.gradients == beside.gradients
+
+
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, F.smooth_l1_loss, nn.BCELoss()])
 def test_loss_that_is_reduced_in_its_own_storage_keeps_it(loss_fn):
     found = of(loss_fn, model=nn.Sequential(nn.Linear(10, 1000), nn.Sigmoid()))

@@ -25,7 +25,7 @@ from bayplan.data.units import round_up
 from bayplan.step import TrainingStep, call_model, loss_of, split_batch
 from bayplan.tracing.capture import capture_step, warm_fake
 from bayplan.tracing.joint import LossMemory
-from bayplan.tracing.tangents import map_tensors, output_gradients
+from bayplan.tracing.tangents import as_made, map_tensors, output_gradients
 
 __all__ = ["loss_memory"]
 
@@ -148,4 +148,4 @@ class _Given(nn.Module):
         return tensor
 
     def forward(self) -> Any:
-        return self.output
+        return map_tensors(lambda each: as_made(each) if each.requires_grad else each, self.output)

@@ -26,7 +26,7 @@ from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.data.errors import UsageError
 
 __all__ = [
-    *("OutputGradient", "compile_with_tangents", "map_tensors", "matched", "order_of"),
+    *("OutputGradient", "as_made", "compile_with_tangents", "map_tensors", "matched", "order_of"),
     "output_gradients",
 ]
 
@@ -89,7 +89,7 @@ def output_gradients(
         if not tensor.requires_grad or id(tensor) in leaves:
             return leaves.get(id(tensor), tensor)
         leaf, index = tensor.detach().requires_grad_(), len(gradients)
-        leaves[id(tensor)] = leaf
+        leaves[id(tensor)] = as_made(leaf)
         gradients.append(OutputGradient(tuple(tensor.shape)))
 
         def hear(gradient: torch.Tensor) -> None:
@@ -101,10 +101,25 @@ def output_gradients(
             )
 
         leaf.register_hook(hear)
-        return leaf
+        return leaves[id(tensor)]
 
     loss_of(map_tensors(leaf_of, output)).backward()
     return tuple(gradients)
+
+
+def as_made(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf as if something had made it: a loss may change outputs in place, but not leaves."""
+    return _Made.apply(leaf)
+
+
+class _Made(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        return grad_outputs[0]
 
 
 def map_tensors(

@@ -152,6 +152,24 @@ def test_steps_by_hand_win_over_an_optimizer(make_training, train_one):
     assert device.step_peak_bytes[1] < device.peak_bytes - 15 * MIB
 
 
+def test_what_lies_between_steps_is_left_out():
+    with bayplan.record() as recording:
+        assert recording.last_step_peak_bytes == 0
+        for _ in range(2):
+            passing = block(8 * MIB)  # an evaluation
+            del passing
+            recording.begin_step()
+            kept = block(2 * MIB)
+            recording.step()
+            del kept
+    (device,) = recording.result.devices
+    assert recording.last_step_peak_bytes == device.step_peak_bytes[-1]
+    assert len(device.step_peak_bytes) == len(recording.result.step_seconds) == 2
+    start_bytes = resident_tensor_bytes(CPU)
+    for found in (*device.step_peak_bytes, device.peak_bytes):
+        assert abs(found - start_bytes - 2 * MIB) < SLACK_BYTES
+
+
 def test_second_optimizer_ends_no_step(make_training, train_one):
     model, optimizer, inputs = make_training()
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -199,6 +217,11 @@ def test_nothing_is_listened_to_after_the_block(make_training, train_one):
         train_one(model, optimizer, inputs)
     train_one(model, optimizer, inputs)
     assert len(recording.result.step_seconds) == 1
+
+
+def test_step_begins_inside_the_block():
+    with pytest.raises(UsageError, match="inside the `with` block"):
+        bayplan.record().begin_step()
 
 
 def test_recording_out_of_its_block_is_refused():

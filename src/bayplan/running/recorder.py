@@ -91,17 +91,34 @@ class Recorder:
             return 0
         return max([*self._step_peaks, self._running_peak_bytes(self._meter)])
 
+    @property
+    def last_step_peak_bytes(self) -> int:
+        """The peak of the step that ended last; 0 before one has."""
+        return self._step_peaks[-1] if self._step_peaks else 0
+
+    def begin_step(self) -> None:
+        """Mark where a step begins: time and peak of what came since the last one are left out."""
+        if self._meter is None or self._record is not None:
+            raise UsageError("a step begins inside the `with` block of its recording")
+        self._mark_by_hand()
+        self._meter.reset_peak()
+        self._step_started = self._now()
+        self._earlier_peak_bytes = 0
+
     def step(self) -> None:
         """Mark the end of a step by hand; from then on optimizers are not listened to."""
         if self._meter is None or self._record is not None:
             raise UsageError("a step is marked inside the `with` block of its recording")
+        self._mark_by_hand()
+        self._end_step()
+
+    def _mark_by_hand(self) -> None:
         if not self._marked_by_hand:  # what optimizers have ended so far is of the first step, too
             self._marked_by_hand = True
             self._earlier_peak_bytes = max(self._step_peaks, default=0)
             self._step_started = self._started
             self._step_seconds.clear()
             self._step_peaks.clear()
-        self._end_step()
 
     def __enter__(self) -> Self:
         if self._meter is not None:

@@ -28,7 +28,7 @@ __all__ = [
 
 _COMPILERS = {".c": ("cc", "gcc", "clang"), ".cpp": ("c++", "g++", "clang++")}
 _LANGUAGES = {".c": "C", ".cpp": "C++"}
-_COMPILE_SECONDS = 120
+_COMPILE_SECONDS = 600  # torch's headers take half a minute, and far longer beside other work
 _has_warned = False
 
 

@@ -1,6 +1,5 @@
 import pytest
 
-from bayplan.devices.machine import host_identity
 from bayplan.running.ranks.judging import Entry, Failure, Judge
 
 
@@ -75,24 +74,29 @@ def test_a_failure_goes_before_a_silence_and_brings_its_exit_code():
     assert verdict.text.endswith("failed at [2B1]: DoesNotFit: needs 9 GiB, limit 8 GiB")
 
 
-def test_a_process_of_this_host_that_is_gone_is_named_without_waiting_for_its_silence():
+def test_a_process_that_is_gone_is_named_without_waiting_for_its_silence():
     judge = judge_of(rank=0)
-    gone = {"process": 2**30, "place": host_identity()}
-    for beat, is_found in [(1, False), (2, True)]:
-        entries = {rank: entry(beat) for rank in (0, 2)} | {1: entry(1, doing="1F0", **gone)}
-        judge.hear(entries, elapsed_seconds=0.1)
-        assert (judge.verdict() is not None) == is_found
+    entries = {rank: entry(1, doing=f"{rank}F0") for rank in range(3)}
+    judge.hear(entries, elapsed_seconds=0.1)
+    assert judge.verdict() is None
+    judge.hear(entries, elapsed_seconds=0.1, gone=frozenset([1]))
     verdict = judge.verdict()
     assert (verdict.rank, verdict.exit_code, verdict.speaker) == (1, 1, 0)
-    assert "rank 1 (pid 1073741824 on here) died, last action [1F0]" in verdict.text
+    assert "rank 1 (pid 7 on here) died, last action [1F0]" in verdict.text
 
 
-def test_a_last_word_that_comes_after_its_process_is_gone_counts():
+@pytest.mark.parametrize("fields", [{"is_done": True}, {"is_terminated": True}])
+def test_a_process_that_is_gone_with_a_word_or_by_a_signal_is_no_failure(fields):
     judge = judge_of(world_size=2)
-    gone = {"process": 2**30, "place": host_identity()}
-    judge.hear({0: entry(1), 1: entry(1, **gone)}, elapsed_seconds=0.1)
-    judge.hear({0: entry(2), 1: entry(2, is_done=True, **gone)}, elapsed_seconds=0.1)
+    entries = {0: entry(1), 1: entry(1, **fields)}
+    judge.hear(entries, elapsed_seconds=0.1, gone=frozenset([1]))
     assert judge.verdict() is None
+
+
+def test_a_rank_that_is_gone_is_not_the_one_to_speak():
+    judge = judge_of(rank=2)
+    judge.hear({rank: entry(1) for rank in range(3)}, elapsed_seconds=0.1, gone=frozenset([0, 1]))
+    assert judge.verdict().speaker == 2
 
 
 @pytest.mark.parametrize(("silent", "speaker"), [((1,), 0), ((0,), 1), ((0, 1), 2)])

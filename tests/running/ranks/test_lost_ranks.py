@@ -29,7 +29,7 @@ def fail():
 
 store, rank, num_ranks = next(rendezvous("env://"))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-watch = Watch(store, rank=rank, world_size=num_ranks, silence_seconds=2.0,
+watch = Watch(store, rank=rank, world_size=num_ranks, silence_seconds=float(sys.argv[4]),
               host=host_of_store(os.environ))
 try:
     with watch:
@@ -58,9 +58,9 @@ def shorter_grace(monkeypatch):
     monkeypatch.setattr(launching, "KILL_SECONDS", 0.5)
 
 
-def run_losing(job, way, *, victim, num_ranks, **options):
+def run_losing(job, way, *, victim, num_ranks, silence_seconds=2.0, **options):
     """Run, check that nothing is left, and return the exit code and the reports of all ranks."""
-    code = job.run(SCRIPT, way, str(victim), num_ranks=num_ranks, **options)
+    code = job.run(SCRIPT, way, str(victim), str(silence_seconds), num_ranks=num_ranks, **options)
     assert all(job.is_gone(rank) for rank in range(num_ranks))
     logs = [job.log(rank) for rank in range(num_ranks)]
     lines = [line for log in logs for line in log.splitlines() if line.startswith(REPORT_MARK)]
@@ -87,6 +87,14 @@ def test_one_message_names_the_lost_rank_and_its_last_action(job, way, victim, n
     assert words in lines[0]
 
 
+def test_a_killed_rank_is_named_though_no_silence_would_be_long_enough(job):
+    code, lines = run_losing(job, "kill", victim=1, num_ranks=3, silence_seconds=1000.0)
+    assert code == 1
+    (line,) = lines
+    assert "rank 1 (pid " in line
+    assert "died, last action [step 3, stage 1, 1F0]" in line
+
+
 def test_an_error_of_ours_gives_its_exit_code_to_all(job):
     # On the host of the store, which must not go before the others have read the reason.
     code, lines = run_losing(job, "refuse", victim=0, num_ranks=2)
@@ -106,7 +114,7 @@ def test_ctrl_c_ends_all_ranks(job):
         if line == "ready":
             signal.raise_signal(signal.SIGINT)
 
-    code = job.run(SCRIPT, "interrupt", "-1", num_ranks=2, on_line=interrupt)
+    code = job.run(SCRIPT, "interrupt", "-1", "2.0", num_ranks=2, on_line=interrupt)
     assert code == 130
     assert job.is_gone(0)
     assert job.is_gone(1)
@@ -118,7 +126,7 @@ def test_torchrun_shows_the_message_and_names_the_same_rank(job, way):
     path = job.write(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
-        [*command, str(path), str(job.folder), way, "1"],
+        [*command, str(path), str(job.folder), way, "1", "2.0"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -52,6 +52,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         beat: counts heartbeats; one that stands still is a rank that is silent.
         place: the same for processes that see each other; empty where nothing is seen.
+        lifeline: where the rank listens for the lines of the others; empty if it does not.
         batch: the number of the batch that is worked on, from 1 on, and its form.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
@@ -62,6 +63,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     process: int = msgspec.field(default_factory=os.getpid)
     host: str = msgspec.field(default_factory=socket.gethostname)
     place: str = msgspec.field(default_factory=_own_place)
+    lifeline: str = ""
     batch: tuple[int, str] = (0, "")
     is_terminated: bool = False
     is_done: bool = False
@@ -73,15 +75,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_seen_running(self) -> bool:
         """Whether it is another process of this host that runs; of other hosts nothing is seen."""
-        return self._is_near and is_running(self.process)
-
-    def is_seen_gone(self) -> bool:
-        """Whether it was a process of this host that has ended without a word."""
-        return self._is_near and not self.is_ended and not is_running(self.process)
-
-    @property
-    def _is_near(self) -> bool:
-        return bool(self.place) and self.place == _own_place() and self.process != os.getpid()
+        is_near = bool(self.place) and self.place == _own_place() and self.process != os.getpid()
+        return is_near and is_running(self.process)
 
 
 _UNHEARD = Entry(beat=-1, doing="none: it never opened its watch", process=0, host="", place="")
@@ -196,16 +191,27 @@ class Judge:
     def __post_init__(self) -> None:
         self.entries = dict.fromkeys(range(self.world_size), _UNHEARD)
         self._silent_seconds = dict.fromkeys(range(self.world_size), 0.0)
-        self._rounds_gone = dict.fromkeys(range(self.world_size), 0)
+        self._gone: frozenset[int] = frozenset()
 
-    def hear(self, entries: Mapping[int, Entry], *, elapsed_seconds: float) -> None:
-        """Take in one round of entries; a rank without one has not spoken yet."""
+    def hear(
+        self,
+        entries: Mapping[int, Entry],
+        *,
+        elapsed_seconds: float,
+        gone: frozenset[int] = frozenset(),
+    ) -> None:
+        """Take in one round of entries; a rank without one has not spoken yet.
+
+        Args:
+            gone: ranks whose process had ended before the entries were read, which are thus their
+                last words.
+        """
+        self._gone = gone
         seconds = min(elapsed_seconds, self.longest_round_seconds)
         for rank, old in self.entries.items():
             new = entries.get(rank, old)
             silent_seconds = self._silent_seconds[rank] + seconds if new.beat == old.beat else 0.0
             self.entries[rank], self._silent_seconds[rank] = new, silent_seconds
-            self._rounds_gone[rank] = self._rounds_gone[rank] + 1 if new.is_seen_gone() else 0
 
     def verdict(self) -> Verdict | None:
         """The reason to stop: a failure, another batch, a death, a silence, or None."""
@@ -258,14 +264,11 @@ class Judge:
         return None
 
     def _death(self) -> Verdict | None:
-        """Blame a rank whose process is gone, without waiting for its silence.
-
-        In the second round only: the entry of the first may have been read before its last word.
-        """
-        for rank, num_rounds in self._rounds_gone.items():
-            if num_rounds > 1:
-                action = self.entries[rank].doing
-                return self._blame(rank, f"{self._name(rank)} died, last action [{action}]")
+        """Blame a rank whose process is gone without a word, and without having been told to go."""
+        for rank in sorted(self._gone):
+            entry = self.entries[rank]
+            if not entry.is_ended and not entry.is_terminated:
+                return self._blame(rank, f"{self._name(rank)} died, last action [{entry.doing}]")
         return None
 
     def _silence(self) -> Verdict | None:
@@ -293,7 +296,7 @@ class Judge:
 
     def _is_overdue(self, rank: int) -> bool:
         is_silent = self._silent_seconds[rank] > self.longest_round_seconds
-        return is_silent or self._rounds_gone[rank] > 0
+        return is_silent or rank in self._gone
 
     def _name(self, rank: int) -> str:
         entry = self.entries[rank]

@@ -6,12 +6,12 @@ that waits in gloo never gets there; what works is that C writes the signal's nu
 
 gloo names no rank, and waits half an hour for a silent one; a main thread that waits in it cannot
 be woken (`ProcessGroup.abort` returns and changes nothing). So every rank has a thread that beats
-in the store and listens to the others, and looks whether the processes of its own host are still
-there. When it finds a rank to blame, it agrees with the others on one verdict, one rank prints it,
-and each thread ends its own process.
+in the store and listens to the others. A process that ends is known at once by its connection
+(`Lifelines`), one that was stopped or cut off by its silence. When a thread finds a rank to blame,
+it agrees with the others on one verdict, one rank prints it, and each ends its own process.
 
     main thread    doing = 0F0 .. doing = 1B3 ....... waits for rank 2 in gloo ..... (ended)
-    its thread     beat    beat    beat    beat    rank 2 stands still -> verdict -> os._exit
+    its thread     beat    beat    beat    beat    rank 2 is gone -> verdict -> os._exit
 
 It is the first thing that a rank opens, so that whatever is wrong with the rest is told once.
 """
@@ -45,6 +45,7 @@ from bayplan.running.ranks.failures import (
     write_line,
 )
 from bayplan.running.ranks.judging import Board, BoardGone, Entry, Failure, Judge, Verdict
+from bayplan.running.ranks.lifelines import Lifelines
 
 __all__ = ["TERMINATED", "Watch", "heard_sigterm", "host_of_store", "open_watch"]
 
@@ -115,6 +116,7 @@ class Watch:
         world_size: how many ranks watch; one alone watches nobody.
         silence_seconds: how long a heartbeat may stand still.
         host: the rank whose process holds the store, None if it is none (`host_of_store`).
+        address: of the machine that rank 0 is on, as the other ranks reach it.
     """
 
     doing: Any = "start"
@@ -128,6 +130,7 @@ class Watch:
         world_size: int,
         silence_seconds: float = 8.0,
         host: int | None = 0,
+        address: str = "127.0.0.1",
         end: Callable[[int], None] = end_process,
     ) -> None:
         if not silence_seconds > 0:
@@ -159,6 +162,10 @@ class Watch:
         except BoardGone as gone:
             message = f"rank {rank} cannot open its watch: {gone}; is the store's host alive?"
             raise RankFailure(message) from gone
+        self._lifelines = Lifelines(self._wake.set)
+        self._is_joined = rank == 0
+        if rank == 0:
+            self._lifelines.listen(address)
         self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
         self._thread.start()
 
@@ -237,6 +244,7 @@ class Watch:
             self._linger()
         if not thread.is_alive():
             self._board.close()
+            self._lifelines.close()
 
     def _hear_sigterm(self) -> None:
         self._terminated_seconds = time.monotonic()
@@ -284,11 +292,21 @@ class Watch:
             is_terminated=self._terminated_seconds is not None,
             is_done=self._is_done,
             failure=self._failure,
+            lifeline=self._lifelines.address,
         )
+        gone = frozenset(self._lifelines.ended)
         entries, agreed = self._board.exchange(own)
-        self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds)
+        if not self._is_joined and 0 in entries:
+            self._is_joined = True
+            if entries[0].lifeline:
+                self._lifelines.join(entries[0].lifeline, self._rank)
+        self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds, gone=gone)
         verdict = agreed or self._judge.verdict()
-        return None if verdict is None else self._board.agree(verdict)
+        if verdict is None:
+            return None
+        verdict = self._board.agree(verdict)
+        self._lifelines.ring()
+        return verdict
 
     def _is_due(self) -> bool:
         """Whether SIGTERM is to be obeyed: nobody else is to blame, or nobody was found."""
@@ -395,6 +413,7 @@ def open_watch() -> Watch:
         world_size=distributed.get_world_size(),
         silence_seconds=seconds if is_time else _SILENCE_SECONDS,
         host=host_of_store(os.environ),
+        address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
     )
     watch.__enter__()
     atexit.register(watch.close_at_exit)

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bayplan
 from bayplan.data import files
 from bayplan.data.graph import StepGraph, Storage, StorageKind, Value
 
@@ -164,3 +165,11 @@ def test_any_reference_out_of_range_is_refused(graph, data):
     at = data.draw(st.integers(0, len(graph.nodes) - 1))
     with pytest.raises(ValueError, match=rf"nodes\[{at}\]\.reads\[0\] is {index}, must be"):
         with_node(graph, at, reads=(index,))
+
+
+def test_an_operator_may_have_a_name_of_any_form(graph):
+    # A graph file whose operator had no dots was read, and its simulation failed.
+    assert [node.operator for node in graph.nodes] == ["mm", "sum", "mm"]
+    odd = with_node(graph, 0, op="mine")
+    assert odd.nodes[0].operator == "mine"
+    assert bayplan.simulate(odd, device="h100").peak_bytes > 0

@@ -156,7 +156,7 @@ def test_moments_are_those_of_the_device_on_the_clock_of_the_host():
         # The host hears late of what it compares with, so moments may be late, and never early.
         assert begun_seconds + 0.05 <= float(end)
         number + 1
-        assert device_of(device).now() >= float(end) + 0.05
+        assert device_of(device).now() >= begun_seconds + 0.1  # two kernels
 
 
 LOSING = """

@@ -110,18 +110,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return "known: " + ", ".join(names)
 
 
+# Beyond any bytes, seconds or counts; sums and products of such figures are still finite floats.
+MOST = 1e100
+
+
 def check_not_negative(**figures: float) -> None:
-    """Raise ValueError for bytes, seconds or counts that are negative or not finite."""
+    """Raise ValueError for bytes, seconds or counts that are negative, or no number of anything."""
     for name, figure in figures.items():
-        if not 0 <= figure < math.inf:
-            raise ValueError(f"{name} is {figure}, must be 0 or more")
+        if not 0 <= figure < MOST:
+            bound = f"below {MOST:g}" if MOST <= figure < math.inf else "0 or more"
+            raise ValueError(f"{name} is {figure!s:.24}, must be {bound}")
 
 
 def check_figures(name: str, figures: Iterable[float]) -> None:
     """Check every entry of a column like `check_not_negative`."""
     for index, figure in enumerate(figures):
-        if not 0 <= figure < math.inf:
-            raise ValueError(f"{name}[{index}] is {figure}, must be 0 or more")
+        if not 0 <= figure < MOST:
+            check_not_negative(**{f"{name}[{index}]": figure})
 
 
 class CheckedStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

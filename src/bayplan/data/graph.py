@@ -100,6 +100,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         check_not_negative(flops=self.flops)
 
+    @property
+    def operator(self) -> str:
+        """Its name without library and overload: `convolution` of `aten.convolution.default`."""
+        return self.op.split(".")[1] if "." in self.op else self.op
+
 
 class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A whole step. `dict=True` only makes room for the cached properties.

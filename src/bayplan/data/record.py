@@ -65,6 +65,8 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if len(set(lengths)) != 1:
             raise ValueError(f"columns of different lengths: {lengths}")
         check_figures("seconds", self.seconds)
+        for column in (self.total_bytes, *self.by_kind.values()):
+            check_figures("bytes, without their sign,", map(abs, column))
 
 
 class LiveStorage(CheckedStruct, frozen=True, kw_only=True):

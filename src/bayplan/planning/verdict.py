@@ -290,7 +290,7 @@ def judge(
     device = record.devices[0]
     assert device.peak_node is not None, "a simulated record knows its peak"
     node = graph.nodes[device.peak_node]
-    place = " ".join(filter(None, (node.phase, node.op.split(".")[1], node.module, node.source)))
+    place = " ".join(filter(None, (node.phase, node.operator, node.module, node.source)))
     return Verdict(
         model=record.model,
         device=device.device,

@@ -87,6 +87,6 @@ def _described(graph: StepGraph, storage: Storage) -> LiveStorage:
     name, source = storage.name, ""
     if storage.born is not None:
         node = graph.nodes[storage.born]
-        operator = node.op.split(".")[1]
+        operator = node.operator
         name, source = f"{node.module} ({operator})" if node.module else operator, node.source
     return LiveStorage(size_bytes=storage.size_bytes, kind=storage.kind, name=name, source=source)

@@ -146,7 +146,7 @@ def _graph_events(
             states = []
         elif is_update_only:
             continue
-        operator = node.op.split(".")[1]
+        operator = node.operator
         yield from _multiplied(operator, is_backward=node.phase is Phase.BACKWARD)
         for storage in born[index]:
             yield _Event(("storage", storage), graph.storages[storage].size_bytes)

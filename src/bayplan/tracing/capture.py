@@ -96,7 +96,7 @@ def _sum_gradients_in_place(
         while value.producer != storages[value.storage].born and value.producer not in rewritten:
             assert value.producer is not None, "an older storage is born before it is looked at"
             producer = tracer.nodes[value.producer]
-            name = producer.op.split(".")[1]
+            name = producer.operator
             if not (name.endswith("_") or name == "_unsafe_view"):  # in place, or alone by contract
                 return True
             reads = (values[read] for read in producer.reads)

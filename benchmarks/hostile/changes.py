@@ -35,7 +35,9 @@ def changed(seed: bytes, chance: random.Random) -> bytes:
 
 def _changed_tree(tree: Any, chance: random.Random) -> Any:
     """Walk down to some place, and put something else there."""
-    parent, key, value = None, None, tree
+    parent: Any = None
+    key: Any = None
+    value = tree
     while isinstance(value, dict | list) and value and (parent is None or chance.random() < 0.85):
         parent = value
         key = chance.choice([*value]) if isinstance(value, dict) else chance.randrange(len(value))
@@ -48,7 +50,7 @@ def _changed_tree(tree: Any, chance: random.Random) -> Any:
     elif way == 1 and isinstance(parent, list):
         parent.insert(key, value)
     elif way == 2 and isinstance(parent, dict):
-        parent[chance.choice(("", "unknown", key + "s"))] = parent.pop(key)
+        parent[chance.choice(("", "unknown", f"{key}s"))] = parent.pop(key)
     elif way == 3:
         nested: Any = value
         for _ in range(chance.choice((1, 3, 100))):

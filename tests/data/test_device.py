@@ -65,3 +65,10 @@ def test_convolutions_are_told_apart_by_all_kinds_or_by_none(kind):
 def test_factors_on_convolutions_are_more_than_nothing(kind, name):
     with pytest.raises(ValueError, match=rf"{name} is 0\.0, must be more than 0"):
         replace(kind, **{name: Figure(0.0, "guess")})
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e31])
+def test_a_figure_whose_quotients_would_overflow_is_refused(value):
+    # A device file with such a bandwidth was read, and deriving times failed with an OverflowError.
+    with pytest.raises(ValueError, match="must be 0, or from 1e-30 to 1e30"):
+        Figure(value, "guess")

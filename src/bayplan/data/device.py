@@ -1,5 +1,6 @@
 """`DeviceKind`: a device as the roofline sees it, each figure with its source."""
 
+import math
 import re
 from enum import StrEnum
 
@@ -40,6 +41,9 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.value >= 0:
             raise ValueError(f"value is {self.value}, must be 0 or more")
+        # Quotients of a few figures are to be finite.
+        if self.value not in (0, math.inf) and not 1e-30 <= self.value <= 1e30:
+            raise ValueError(f"value is {self.value:g}, must be 0, or from 1e-30 to 1e30")
         if not self.source:
             raise ValueError("source is empty; say where the figure comes from")
         # An int in memory is a float in a file; fingerprints must not tell them apart.

@@ -185,7 +185,7 @@ class Bucket(CheckedStruct, frozen=True, kw_only=True):
     stages: tuple[int, ...] = (0,)
 
 
-class LiveValue(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LiveValue(CheckedStruct, frozen=True, kw_only=True):
     """A value that is in memory at the peak, by the op and the module that made it."""
 
     value: str
@@ -232,7 +232,7 @@ class Route(StrEnum):
     ROUND_ROBIN = "round-robin"  # whole, to one replica after the other
 
 
-class PeakMoment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PeakMoment(CheckedStruct, frozen=True, kw_only=True):
     """What fills the memory when it is fullest.
 
     Attributes:

@@ -80,7 +80,7 @@ def _figure_lines(struct: Host | Joint | Link) -> Iterator[str]:
     for name, figure in given_figures(struct):
         words = re.sub("(_bytes)?_per_s$|_bytes$|_seconds$", "", name).replace("_", " ")
         head = f"  {words:<18}{_shown(name, figure.value):>11}  "
-        first, *rest = wrap(figure.source, _WIDTH - len(head)) or [""]
+        first, *rest = wrap(figure.source, max(20, _WIDTH - len(head))) or [""]
         yield head + first
         yield from (" " * len(head) + line for line in rest)
 

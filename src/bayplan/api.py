@@ -40,7 +40,7 @@ from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
-from bayplan.preparing.sources import planned_on, prepare, step_of_plan
+from bayplan.preparing.sources import on_cluster, planned_on, prepare, step_of_plan
 from bayplan.preparing.stages import PreparedStages
 from bayplan.preparing.step import PreparedStep, replay
 from bayplan.reporting.differences import compare
@@ -259,6 +259,9 @@ def plan_for_ranks(
         "state_per_parameter": state_per_parameter(step.optimizer_name),
     }
     rank_options = RankPlanOptions(**{**own, **given})
+    # BatchNorm over replicas is known of the CPU's kernels alone.
+    if described is not None and not rank_options.sync_batch_norm:
+        step = on_cluster(step, described)
     stages = PreparedStages.of(step)
     if described is None:
 
@@ -278,7 +281,10 @@ def plan_for_ranks(
             partitioner=partitioner,
             options=rank_options,
         )
-    return made.plan, question.why(made)
+    why = question.why(made)
+    if step.operators_note:
+        why = msgspec.structs.replace(why, findings=(*why.findings, step.operators_note))
+    return made.plan, why
 
 
 def fit(

@@ -6,7 +6,14 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["ChannelRate", "ConvolutionKind", "DeviceKind", "Figure", "OpClass"]
+__all__ = [
+    "ChannelRate",
+    "ConvolutionKind",
+    "DeviceKind",
+    "Figure",
+    "OpClass",
+    "check_architecture",
+]
 
 
 class OpClass(StrEnum):
@@ -74,6 +81,12 @@ class ChannelRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.most.value * channels / (channels + half)
 
 
+def check_architecture(name: str, text: str) -> None:
+    """Refuse what is no GPU's architecture, or empty; `name` is the field's."""
+    if text and not re.fullmatch(r"sm_[0-9]{2,3}|gfx[0-9a-f]+", text):
+        raise ValueError(f"{name} is {text!r}, must be NVIDIA's like sm_90, or AMD's like gfx942")
+
+
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of device.
 
@@ -132,10 +145,6 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             figure = getattr(self, name)
             if figure is not None and not figure.value > 0:
                 raise ValueError(f"{name} is {figure.value}, must be more than 0")
-        if self.architecture and not re.fullmatch(r"sm_[0-9]{2,3}|gfx[0-9a-f]+", self.architecture):
-            raise ValueError(
-                f"architecture is {self.architecture!r}, must be NVIDIA's like sm_90, or AMD's like"
-                " gfx942"
-            )
+        check_architecture("architecture", self.architecture)
         if self.allocation_granularity_bytes < 1:
             raise ValueError("allocation_granularity_bytes must be at least 1")

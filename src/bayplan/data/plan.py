@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from bayplan.data.actions import Action, ActionKind
+from bayplan.data.device import check_architecture
 from bayplan.data.errors import CheckedStruct, ForeignPlan, check_at_least_1, check_index
 from bayplan.data.placement import Placement
 from bayplan.data.program import Program
@@ -163,6 +164,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         batch: samples; None for the target's own.
         memory: the limit as it was given, `8GiB` or `40%`.
         update_in_backward: each parameter is updated as soon as its gradient is complete.
+        operators: of a plan for a cluster, the architecture of the GPU whose operators it has;
+            empty for those of the machine that planned.
     """
 
     target: str
@@ -171,6 +174,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     autocast: str = "none"
     memory: str = ""
     update_in_backward: bool = False
+    operators: str = ""
+
+    def __post_init__(self) -> None:
+        check_architecture("operators", self.operators)
 
 
 class Bucket(CheckedStruct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ nothing of torch looks different outside.
 import ctypes
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +49,14 @@ class FakeGpu:
         if nvidia is None:
             return FakeGpu(_AS_CAPABLE, is_nvidia=False)
         return FakeGpu(int(nvidia[1]))
+
+    @staticmethod
+    def oldest(architectures: Collection[str]) -> str:
+        """The architecture with the fewest operators; empty where one is unknown."""
+        known = {name: FakeGpu.of(name) for name in architectures if name}
+        if not known or not all(architectures):
+            return ""
+        return min(known, key=lambda name: (known[name].is_nvidia, known[name].capability))
 
     @property
     def has_bfloat16(self) -> bool:

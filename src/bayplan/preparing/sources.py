@@ -7,18 +7,20 @@ from torch import nn
 
 from bayplan import torch_compat
 from bayplan.costing.catalogue import load_device
+from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.data.plan import DevicePlan, Plan
 from bayplan.devices.choosing import chosen_device, is_chosen
-from bayplan.devices.device import device_named, device_of
+from bayplan.devices.device import GPU, device_named, device_of
+from bayplan.devices.fake_gpu import FakeGpu
 from bayplan.models.targets import Target, check_one_device, one_home, resolve_target
 from bayplan.preparing.step import PreparedStep
 from bayplan.step import AUTOCASTS, Batch, LossFunction, autocast_dtype, check_model
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.stages.whole_trace import batch_tensors
 
-__all__ = ["planned_on", "prepare", "step_of_plan"]
+__all__ = ["on_cluster", "planned_on", "prepare", "step_of_plan"]
 
 
 def prepare(
@@ -113,6 +115,15 @@ def _given_target(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Targ
     )
 
 
+def on_cluster(step: PreparedStep, cluster: Cluster) -> PreparedStep:
+    """The same step with the operators of a cluster's GPUs, of the oldest if they differ."""
+    kinds = [cluster.kinds[name] for name in {device.kind for device in cluster.devices}]
+    has_gpus = any(kind.allocation_granularity_bytes == GPU.granularity_bytes for kind in kinds)
+    architecture = FakeGpu.oldest([kind.architecture for kind in kinds])
+    is_here = not architecture and device_of(step.model_device).is_accelerator
+    return step.changed(operators=architecture) if has_gpus and not is_here else step
+
+
 def step_of_plan(
     plan: Plan, *, target: str | None = None, on: str | torch.device | None = None
 ) -> "PreparedStep":
@@ -137,6 +148,7 @@ def step_of_plan(
         optimizer=request.optimizer,
         autocast=request.autocast,
         update_in_backward=request.update_in_backward,
+        operators=request.operators or None,
     )
 
 

@@ -304,7 +304,7 @@ class PreparedStages:
     def _question_on(self, kind: DeviceKind) -> PreparedStep:
         """The whole step on a kind of device, with the operators its stages are traced with."""
         assert self.question is not None, "a plan says what it was made for"
-        return self.question.changed(device=kind, operators_of_device=False)
+        return self.question.changed(device=kind, operators=self.question.operators or "")
 
     def unpriced(self) -> "PreparedStages":
         return replace(self, costs=KindCosts())

@@ -120,8 +120,8 @@ class PreparedStep:
         optimizer: a key of `OPTIMIZERS`, an optimizer, or a function from parameters to one.
         autocast: a key of `AUTOCASTS`.
         device: the kind of device asked about; None for the device here.
-        operators_of_device: whether the step is captured with the operators of that device, and not
-            with those of the device that the model is on.
+        operators: the architecture of the GPU whose operators are captured; empty for those of the
+            device that the model is on. By default that of the device asked about.
         update_in_backward: whether plans update each parameter as soon as its gradient is complete.
         clock: for pricing operators here.
         again: measures anew, and replaces what the cache has of the step and its operators.
@@ -133,7 +133,7 @@ class PreparedStep:
     optimizer: str | OptimizerSource = "adamw"
     autocast: str = "none"
     device: DeviceKind | None = None
-    operators_of_device: bool = True
+    operators: str | None = None
     update_in_backward: bool = False
     clock: Clock = Clock.WALL
     again: bool = False
@@ -171,7 +171,7 @@ class PreparedStep:
     @property
     def _key(self) -> tuple[object, ...]:
         device = None if self.device is None else self.device.name
-        options = self.update_in_backward, self.operators_of_device
+        options = self.update_in_backward, self.operators
         return self.samples, self.optimizer, self.autocast, *options, device
 
     def larger_devices(self, memory_bytes: int) -> Iterator["PreparedStep"]:
@@ -201,16 +201,28 @@ class PreparedStep:
         """Whether the step is asked about on this machine."""
         return self.device is None
 
+    @property
+    def _architecture(self) -> str | None:
+        """Of the GPU that is captured for; None if no other device is asked about."""
+        if self.operators is not None or self.device is None:
+            return self.operators
+        return self.device.architecture
+
+    @property
+    def _elsewhere(self) -> str:
+        """The device that is not here, as messages call it."""
+        return "the cluster's oldest device" if self.device is None else self.device.name
+
     @cached_property
     def gpu(self) -> FakeGpu | None:
         """The GPU whose operators are captured on fake tensors; None for the model's own device."""
-        kind = self.device if self.operators_of_device else None
-        if kind is None or not kind.architecture or why_no_fake_gpu():
+        architecture = self._architecture
+        if not architecture or why_no_fake_gpu():
             return None
-        gpu = FakeGpu.of(kind.architecture)
+        gpu = FakeGpu.of(architecture)
         if self.autocast == "bf16" and not gpu.has_bfloat16:
             raise UsageError(
-                f"{kind.name} ({kind.architecture}) has no bfloat16 arithmetic, which begins with"
+                f"{self._elsewhere} ({architecture}) has no bfloat16 arithmetic, which begins with"
                 " sm_80, so --autocast bf16 would only be slow there; use --autocast fp16"
             )
         return gpu
@@ -218,20 +230,19 @@ class PreparedStep:
     @property
     def operators_note(self) -> str:
         """What to know of the operators that are captured for a device that is not here."""
-        kind = self.device if self.operators_of_device else None
-        if kind is None:
+        if self._architecture is None:
             return ""
-        if not kind.architecture:
+        if not self._architecture:
             return (
-                f"CPU operators stand in for those of {kind.name}, whose file does not say its"
+                f"CPU operators stand in for those of {self._elsewhere}, whose file does not say its"
                 " architecture; add a line such as `architecture: sm_90`"
             )
         if self.gpu is None:
-            return f"CPU operators stand in for those of {kind.name}: {why_no_fake_gpu()}"
+            return f"CPU operators stand in for those of {self._elsewhere}: {why_no_fake_gpu()}"
         if not self.gpu.is_nvidia:
             return (
-                f"{kind.name} runs CUDA's operators through HIP; captured are those without cuDNN's"
-                " attention, with cuDNN's others standing in for MIOpen's"
+                f"{self._elsewhere} runs CUDA's operators through HIP; captured are those without"
+                " cuDNN's attention, with cuDNN's others standing in for MIOpen's"
             )
         return ""
 
@@ -261,6 +272,7 @@ class PreparedStep:
             optimizer=self.optimizer,
             autocast=self.autocast,
             update_in_backward=self.update_in_backward,
+            operators=self.operators or "",
         )
 
     @property

@@ -54,11 +54,18 @@ __all__ = ["RankStep", "check_buckets", "check_cuts", "check_fingerprint", "chec
 
 def check_fingerprint(plan: RankPlan, here: str) -> None:
     """Refuse a plan that was made for other operators."""
-    if plan.step_fingerprint != here:
-        raise ForeignPlan(
-            f"the plan cuts a step with fingerprint {plan.step_fingerprint}, this model's is"
-            f" {here}; plan this model anew"
+    if plan.step_fingerprint == here:
+        return
+    operators = "" if plan.request is None else plan.request.operators
+    raise ForeignPlan(
+        f"the plan cuts a step with fingerprint {plan.step_fingerprint}, this model's is {here}; "
+        + (
+            f"it has the operators of its cluster's GPUs ({operators}). Run it there, or plan for"
+            " this machine, without --cluster"
+            if operators
+            else "plan this model anew"
         )
+    )
 
 
 def check_cuts(plan: RankPlan, num_operators: int) -> None:

@@ -139,9 +139,11 @@ def whole_mask_bytes(node: fx.Node, num_pieces: float) -> int:
         node: of a stage's graph whose random nodes are marked.
         num_pieces: how many times its own samples the whole batch is.
     """
-    if node.target is not draw or DRAW not in node.meta:
+    made = node.meta.get("val")
+    is_dropout = isinstance(made, tuple | list) and len(made) == 2  # attention makes no mask
+    if node.target is not draw or DRAW not in node.meta or not is_dropout:
         return 0
-    values, mask = node.meta["val"]
+    values, mask = made
     # Values are made when the whole mask is gone again.
     return max(0, int(mask.nbytes * num_pieces) - values.nbytes)
 

@@ -5,14 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import bayplan
 from bayplan import capture, check
 from bayplan.costing.catalogue import device_names, load_device
 from bayplan.data.device import DeviceKind
-from bayplan.data.errors import CaptureError, UsageError
+from bayplan.data.errors import CaptureError, ForeignPlan, UsageError
 from bayplan.devices import fake_gpu
 from bayplan.models.gpt import GptConfig, build_gpt
 from bayplan.preparing.sources import prepare
 from bayplan.rewriting.repeats import draw
+from bayplan.running.ranks.rank_step import check_fingerprint
 
 pytestmark = pytest.mark.skipif(
     bool(fake_gpu.why_no_fake_gpu()), reason="no GPU can be faked without a C++ compiler"
@@ -307,10 +309,51 @@ def test_experts_of_transformers_are_captured():
 @pytest.mark.parametrize("name", ["resnet50", "alexnet", "vgg16"])
 def test_models_without_dropout_between_layers_need_what_they_needed(name):
     peaks = [
-        prepare(name, 4, device="h100", optimizer="adamw", operators=None if own else "").simulated()
+        prepare(
+            name, 4, device="h100", optimizer="adamw", operators=None if own else ""
+        ).simulated()
         for own in (True, False)
     ]
     assert peaks[0].peak_bytes == pytest.approx(peaks[1].peak_bytes, rel=0.001)
+
+
+def test_stages_of_a_cluster_have_the_operators_of_its_gpus(own_planner_cache):
+    options = GptConfig(
+        num_layers=2, width=64, num_heads=2, vocabulary=128, context=256, dropout=0.1
+    )
+    model, batch, loss = build_gpt(8, config=options)
+    half = [tensor[:4] for tensor in batch]
+    plan = bayplan.plan(
+        model, batch, loss, cluster="dgx-h100", placement="0:0-1", optimizer="adamw"
+    )
+    halved = prepare(model, half, loss, device="h100", optimizer="adamw")
+    assert plan.predicted_peak_bytes[0] == pytest.approx(halved.simulated().peak_bytes, rel=0.1)
+    on_cpu = halved.changed(operators="").simulated().peak_bytes
+    assert on_cpu > 1.5 * halved.simulated().peak_bytes
+
+
+def test_a_plan_for_a_cluster_is_simulated_with_its_operators_and_refused_by_others(
+    own_planner_cache,
+):
+    plan = bayplan.plan("resnet18", 8, cluster="dgx-a100", placement="0:0-1", optimizer="sgd")
+    assert plan.request.operators == "sm_80"
+    assert bayplan.simulate(plan, cluster="titanv-8").devices[0].peak_bytes > 0
+    with pytest.raises(ForeignPlan, match=r"operators of its cluster's GPUs \(sm_80\)"):
+        check_fingerprint(plan, "that of the CPU's")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "oldest"),
+    [
+        (["sm_90", "sm_70", "sm_80"], "sm_70"),
+        (["sm_90", "gfx942"], "gfx942"),
+        (["sm_90", "sm_100"], "sm_90"),
+        (["sm_90", ""], ""),
+        ([], ""),
+    ],
+)
+def test_oldest_architecture_of_a_cluster(architectures, oldest):
+    assert fake_gpu.FakeGpu.oldest(architectures) == oldest
 
 
 def test_bfloat16_on_a_gpu_that_has_none_is_refused():

@@ -43,7 +43,7 @@ from bayplan.preparing.step import PreparedStep
 from bayplan.simulating.network import compute_spread
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained
-from bayplan.tracing.fake import OptimizerSource
+from bayplan.tracing.fake import OptimizerSource, without_memory
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.joint_trace import trace_step
 from bayplan.tracing.stages.assigning import (
@@ -375,8 +375,9 @@ class CutStages:
     def _call_seconds(self, operator: Callable[..., Any], parameters: Sequence[str]) -> float:
         if not parameters:
             return 0.0
+        with without_memory():
+            tensors = [torch.empty_like(self.prepared.tensors[name]) for name in parameters]
         with self.prepared._costs.prices() as price:
-            tensors = (self.prepared.tensors[name].detach() for name in parameters)
             return sum(price.price(operator, (tensor, tensor), {})[0] for tensor in tensors)
 
 

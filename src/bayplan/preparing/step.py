@@ -234,8 +234,8 @@ class PreparedStep:
             return ""
         if not self._architecture:
             return (
-                f"CPU operators stand in for those of {self._elsewhere}, whose file does not say its"
-                " architecture; add a line such as `architecture: sm_90`"
+                f"CPU operators stand in for those of {self._elsewhere}, whose file does not say"
+                " its architecture; add a line such as `architecture: sm_90`"
             )
         if self.gpu is None:
             return f"CPU operators stand in for those of {self._elsewhere}: {why_no_fake_gpu()}"

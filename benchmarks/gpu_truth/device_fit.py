@@ -151,7 +151,7 @@ def _device(row: TimedRow) -> str:
 # unit of a relative error, so that few rows do not move constants far.
 _STEPS = (1.0, 0.3, 0.1, 0.03)
 _PRIOR = 0.03
-_HOST_STARTS = (4e-6, 2e-5)
+_HOST_STARTS = tuple(4e-6 * 1.5**power for power in range(9))
 
 
 def fitted_to(rows: Iterable[TimedRow]) -> Constants:

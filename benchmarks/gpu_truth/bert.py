@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Adafactor", "AdamW", "Bert", "BertSizes", "EightBitAdam"]
+__all__ = ["Adafactor", "AdamW", "Bert", "BertSizes", "EightBitAdam", "PretrainedBert"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Bert(nn.Module):
         self.register_buffer("type_ids", torch.zeros(sizes.positions, dtype=torch.int64))
         self._is_checkpointed = is_checkpointed
 
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def encoded(self, ids: Tensor) -> Tensor:
         mask = (1.0 - torch.ones(ids.shape)[:, None, None, :]) * -10000.0
         x = self.words(ids) + self.types(self.type_ids[: ids.shape[1]].expand(ids.shape))
         x += self.positions(self.ids[: ids.shape[1]])
@@ -123,9 +123,35 @@ class Bert(nn.Module):
                 x = checkpoint(layer, x, mask, use_reentrant=False)
             else:
                 x = layer(x, mask)
-        pooled = self.dropout(torch.tanh(self.pooler(x[:, 0])))
-        logits = self.classifier(pooled)
+        return x
+
+    def classified(self, x: Tensor) -> Tensor:
+        return self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.classified(self.encoded(ids))
         return functional.cross_entropy(logits, labels), logits
+
+
+class PretrainedBert(nn.Module):
+    """Ids, places of masked words, these words, and what follows, to the loss of pre-training."""
+
+    def __init__(self, sizes: BertSizes) -> None:
+        super().__init__()
+        self.bert = Bert(sizes)
+        self.transform = nn.Linear(sizes.hidden, sizes.hidden)
+        self.transformed = nn.LayerNorm(sizes.hidden)
+        self.bias = nn.Parameter(torch.zeros(sizes.vocab))
+
+    def forward(
+        self, ids: Tensor, places: Tensor, words: Tensor, follows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = self.bert.encoded(ids)
+        masked = x.flatten(0, 1).index_select(0, places)
+        masked = self.transformed(functional.gelu(self.transform(masked)))
+        logits = functional.linear(masked, self.bert.words.weight, self.bias)
+        loss = functional.cross_entropy(logits, words)
+        return loss + functional.cross_entropy(self.bert.classified(x), follows), logits
 
 
 class _Optimizer:

@@ -20,7 +20,10 @@ from torch import nn
 
 from bayplan.data.errors import FileFault, UsageError
 
-__all__ = ["BATCHES", "ImageRow", "image_rows", "spread", "timm_fault", "timm_names", "training"]
+__all__ = [
+    *("BATCHES", "ImageRow"),
+    *("image_rows", "network", "spread", "timm_fault", "timm_names", "training"),
+]
 
 BATCHES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # What timm built otherwise when its results were written, by the start of names.
@@ -115,6 +118,13 @@ def _declare_operators() -> torch.library.Library:
 @cache
 def timm_names() -> frozenset[str]:
     return frozenset(_timm().list_models())
+
+
+def network(name: str) -> nn.Module:
+    """A network of timm's as it stands there."""
+    if timm_fault():
+        raise UsageError(timm_fault())
+    return _timm().create_model(name, num_classes=1000)
 
 
 def build_model(row: ImageRow) -> nn.Module:

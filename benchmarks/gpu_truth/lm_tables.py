@@ -7,7 +7,13 @@ from statistics import mean
 from typing import Any
 
 import msgspec
-from gpu_truth import bert_tables, course_tables, galvatron_tables, mmseg_tables
+from gpu_truth import (
+    bert_tables,
+    course_tables,
+    galvatron_tables,
+    mmseg_tables,
+    nvidia_tables,
+)
 from gpu_truth.device_fit import device_constants, left_out
 from gpu_truth.rows import Found, Row
 from gpu_truth.timing import time_claims
@@ -23,6 +29,7 @@ _RULES: dict[str, Rules] = {
     "galvatron.json": galvatron_tables.rows_of,
     "huggingface_docs.json": bert_tables.rows_of,
     "mmsegmentation.json": mmseg_tables.rows_of,
+    "nvidia_deeplearningexamples.json": nvidia_tables.rows_of,
 }
 
 _OBJECTS = "images and objects of varying size: the peak is that of the largest batch met"
@@ -34,7 +41,6 @@ _REASONS = {
     "llm_foundry.json": _SHARDED,
     "torchtitan.json": _SHARDED,
     "torchgpipe.json": "U-Net and AmoebaNet in pipelines; batches and chunks are not in the row",
-    "nvidia_deeplearningexamples.json": "not tried: fed by DALI, many on several GPUs",
 }
 
 

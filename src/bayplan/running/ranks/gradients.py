@@ -186,6 +186,15 @@ class Versions:
             seen.clear()
             seen.append(self._parameters[name].detach())
 
+    def kept(self) -> dict[str, list[torch.Tensor]]:
+        """The weights before the newest ones that later batches must look back to."""
+        return {name: [*seen][:-1] for name, seen in self._seen.items() if len(seen) > 1}
+
+    def keep(self, older: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Look back to these, after a restart."""
+        for name, weights in older.items():
+            self._seen[name].extendleft(reversed(weights))
+
     def begin_update(self, stages: Sequence[int], number: int) -> None:
         """Let the coming update of stages leave alone what batches in flight see.
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.plan import Plan, RankPlan
 from bayplan.devices.device import device_of
 from bayplan.devices.machine import check_torch_version
+from bayplan.running.checkpoints.training_state import Stateful, TrainingState
 from bayplan.running.collectives.groups import Queues, has_tags, own_group
 from bayplan.running.collectives.sums import Sum, Sums, room_bytes
 from bayplan.running.collectives.topology import RankTopology, open_topology
@@ -37,6 +39,7 @@ from bayplan.running.collectives.transports import (
 )
 from bayplan.running.ranks.gradients import Gradients, StageReplicas, Versions
 from bayplan.running.ranks.journal import Journal
+from bayplan.running.ranks.rank_checkpoints import Owners, RankCheckpoints, Resumed
 from bayplan.running.ranks.rank_step import RankStep
 from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
 from bayplan.running.ranks.transfers import largest_by_sender
@@ -67,7 +70,7 @@ class LossSums:
         assert sums is not None, "all ranks take part"
         self._sums, self._lag = sums, lag
         self._rooms = deque(sums.room(_NUM_LOSS_SUMS, _LOSS_DTYPE, device) for _ in range(lag + 1))
-        self._owed: deque[tuple[Pending, torch.Tensor]] = deque()
+        self._owed: deque[tuple[Pending, torch.Tensor, torch.Tensor]] = deque()
 
     @staticmethod
     def needed_bytes(lag: int) -> int:
@@ -81,15 +84,20 @@ class LossSums:
             self._sums.now(room)
             return room.clone()
         self._rooms.rotate(-1)
-        self._owed.append((self._sums.begin(room), room))
+        self._owed.append((self._sums.begin(room), room, part))
         return self._waited() if len(self._owed) > self._lag else None
 
     def rest(self) -> list[torch.Tensor]:
         """The sums still owed."""
         return [self._waited() for _ in range(len(self._owed))]
 
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """This rank's parts of the losses still owed."""
+        return [part for _, _, part in self._owed]
+
     def _waited(self) -> torch.Tensor:
-        pending, room = self._owed.popleft()
+        pending, room, _ = self._owed.popleft()
         pending.wait()
         return room.clone()
 
@@ -205,6 +213,8 @@ class PipelinedStep:
         self._num_batches = 0
         self._holdings: Holdings | None = None
         self._kept: tuple[Gradients, Versions] | None = None  # the same for every batch size
+        self._owners: Owners | None = None
+        self._checkpoints = RankCheckpoints(TrainingState(step, optimizer), plan)
         self._sums: Mapping[tuple[int, ...], Sums] = {}  # by ranks that share gradients
         actions = [Action.parse(text) for text in plan.actions[self._rank]]
         self.journal = Journal(actions, self._device)
@@ -244,9 +254,98 @@ class PipelinedStep:
 
     def close(self) -> None:
         """This rank is done; happens at exit by itself."""
+        self._checkpoints.wait()
         atexit.unregister(self._watch.close_at_exit)
         self._watch.close()
         self._swap.close()
+
+    @property
+    def number(self) -> int:
+        """How many batches were trained on, those before a restart included."""
+        return self._num_batches
+
+    def save(
+        self, folder: Path | str, *, data: Any = None, keep: int = 2, **parts: Stateful
+    ) -> Future[Path]:
+        """Save the training into a folder of its own in `folder`, while training goes on.
+
+        Call it between steps, on all ranks; they need one folder that all of them reach. What is
+        saved is independent of the plan: it is resumed under another one, on any number of ranks.
+
+        Args:
+            data: where the training is in its data: numbers and words, in lists and dicts.
+            keep: how many checkpoints stay in the folder.
+            parts: what else has a state: `scheduler=scheduler, scaler=scaler`.
+
+        Returns the checkpoint's folder once it is whole, to be waited for, or a `FileFault`. One
+        that nobody waits for is told of by rank 0, and training goes on.
+        """
+        with self._watch.telling():
+            return self._checkpoints.save(
+                Path(folder),
+                step=self._num_batches,
+                owners=self._owners,
+                in_flight=self._in_flight,
+                parts=parts,
+                data=data,
+                keep=keep,
+            )
+
+    def load(self, folder: Path | str, **parts: Stateful) -> Resumed | None:
+        """Go on from the newest whole checkpoint in `folder`, on all ranks; None if there is none.
+
+        Files are checked first: one that is cut off or changed is told of, and the checkpoint
+        before it is taken. Nothing is unpickled.
+
+        Args:
+            parts: the same as given to `save`.
+        """
+        with self._watch.telling():
+            if self._worker is not None:
+                self.flush()  # what is in flight is of the training that is left
+            resumed = self._checkpoints.load(
+                Path(folder), holds=lambda name: self._has(self._owners, name), parts=parts
+            )
+            if resumed is not None:
+                self._num_batches = resumed.step
+                if self._worker is not None:
+                    self._take_up(self._worker)
+            return resumed
+
+    def _has(self, owners: Owners | None, name: str) -> bool:
+        return owners is None or self._rank in owners.holders.get(name, (self._rank,))
+
+    def _in_flight(self) -> dict[str, Any] | None:
+        """What stale weights leave half done."""
+        if not self._lag or self._worker is None:
+            return None
+        self._check_batches(0)
+        return {
+            "form": next(form for form, own in self._workers.items() if own is self._worker),
+            "worker": self._worker.in_flight(),
+            "marks": [(mark.form, mark.number) for mark in self._marks],
+            "losses": self._loss_sums.parts,
+        }
+
+    def _take_up(self, worker: Worker) -> None:
+        """Go on from a checkpoint, where one was loaded."""
+        owners, form = self._owners, next(f for f, own in self._workers.items() if own is worker)
+        assert owners is not None, "a batch has come"
+        in_flight = self._checkpoints.take_up(
+            lambda name: self._rank in owners.trainers.get(name, ())
+        )
+        if in_flight is None:
+            return
+        if in_flight["form"] != form:
+            raise UsageError(
+                f"batches in flight are of {in_flight['form']}, the next one is {form}; give a"
+                " batch of that form first, or call flush() before save()"
+            )
+        worker.go_on(in_flight["worker"])
+        self._marks.extend(BatchMark(*mark) for mark in in_flight["marks"])
+        for part in in_flight["losses"]:
+            self._loss_sums.add(part)
+        self._worker = worker
 
     def _run(self, batch: Batch) -> torch.Tensor:
         self.num_samples = num_samples_of(batch)
@@ -255,6 +354,8 @@ class PipelinedStep:
         self._watch.batch = (self._num_batches, mark.form)
         if mark.form not in self._workers:
             self._workers[mark.form] = self._prepared(batch)
+            if self._worker is None:
+                self._take_up(self._workers[mark.form])
         worker = self._workers[mark.form]
         if self._lag and worker is not self._worker:
             self.flush()  # what is in flight has another size
@@ -315,7 +416,8 @@ class PipelinedStep:
         )
         preparation.check()
         if self._kept is None:
-            self._holdings = Holdings(self._step.model, preparation.holders(), self._rank)
+            self._owners = Owners(preparation.holders(), preparation.trainers())
+            self._holdings = Holdings(self._step.model, self._owners.holders, self._rank)
             self._sums = preparation.sums(self._topology)
             self._kept = preparation.gradients(self._sums), preparation.versions()
         if self._queues is not None:

@@ -239,6 +239,15 @@ class RankStep:
                 holders.setdefault(name, set()).update(stage.devices)
         return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
 
+    def trainers(self) -> dict[str, tuple[int, ...]]:
+        """By name of a parameter, the ranks whose stages have a gradient of it."""
+        trainers: dict[str, set[int]] = {}
+        gradients = self._any_staged.assignment.gradients
+        for stage, names in zip(self.plan.stages, gradients, strict=True):
+            for name in names:
+                trainers.setdefault(name, set()).update(stage.devices)
+        return {name: tuple(sorted(ranks)) for name, ranks in trainers.items()}
+
     def _shared_buffers(
         self, groups: _Groups
     ) -> Iterator[tuple[list[torch.Tensor], distributed.ProcessGroup]]:
@@ -458,6 +467,7 @@ class RankStep:
             tag=_SALTS * (number * self.plan.num_micro_batches + index) + self._salt,
             comes=comes,
             transports=transports,
+            far_stage=far_stage,
         )
 
     def _forms_of(

@@ -37,6 +37,7 @@ __all__ = [
     "are_alike",
     "exchange_flat",
     "form_of",
+    "of_first",
     "start_alike",
     "take_model",
     "take_values",
@@ -202,7 +203,7 @@ def take_model(
         for name, tensor in tensors.items()
     )
     own = _Start(described, "" if optimizer is None else _described(optimizer), plan)
-    content = _of_first(msgspec.json.encode(own))
+    content = of_first(msgspec.json.encode(own))
     _compare(own, msgspec.json.decode(content, type=_Start))
     take_values(list(tensors.values()))
 
@@ -273,7 +274,7 @@ def _compare(own: _Start, first: _Start) -> None:
         )
 
 
-def _of_first(content: bytes) -> bytes:
+def of_first(content: bytes) -> bytes:
     """What rank 0 has; through the store, because objects that are broadcast are pickled."""
     store, rank = torch_compat.default_store(), distributed.get_rank()
     key = f"bayplan/start{store.add(f'bayplan/starts{rank}', 1)}"  # the same on all ranks

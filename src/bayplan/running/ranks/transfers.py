@@ -11,7 +11,7 @@ handle is kept together with its memory until waiting for it is known to be free
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
@@ -210,6 +210,7 @@ class Route:
         comes: whether this rank receives it.
         tag: tells messages between two ranks apart, where the transport can.
         transports: inside a host, the first that takes a message of its size; else sockets.
+        far_stage: the stage at the other end.
     """
 
     peer: int
@@ -220,6 +221,7 @@ class Route:
     comes: bool = False
     tag: int = 0
     transports: tuple[Transport, ...] = ()
+    far_stage: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -247,6 +249,30 @@ class Departure:
 
     def held(self) -> Iterator[torch.Tensor]:
         yield from (message for sent in self._sent for _, message in sent)
+
+    def on_the_way(self, num_sends: Callable[[Route], int]) -> list[dict[int, torch.Tensor]]:
+        """What was sent and not yet received, by route, the oldest send first.
+
+        `num_sends` tells of a route how many of the last sends the other end has not received.
+        """
+        return [
+            {
+                index: message
+                for index, (route, (_, message)) in enumerate(zip(self.routes, sent, strict=True))
+                if ago <= num_sends(route)
+            }
+            for ago, sent in zip(range(len(self._sent), 0, -1), self._sent, strict=True)
+        ]
+
+    def send_again(self, messages: Mapping[int, torch.Tensor]) -> None:
+        """Send, after a restart, what was on the way before it; by route."""
+        routes = [(self.routes[index], message) for index, message in messages.items()]
+        self._sent.append(
+            [
+                (route.transport.send(message, route.peer, route.tag), message)
+                for route, message in routes
+            ]
+        )
 
     def wait(self) -> None:
         """Wait for what was sent first, if it was not waited for.

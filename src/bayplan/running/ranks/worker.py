@@ -186,6 +186,51 @@ class Worker:
         self._number = self._num_given = 0
         self.versions.settle()
 
+    def in_flight(self) -> dict[str, Any]:
+        """All that a restart needs beside the model to go on, between two calls.
+
+        Messages count at their sender: those that the other end takes in a later call.
+        """
+        lags = self.versions.lags
+        return {
+            "number": self._number,
+            "given": self._num_given,
+            "saved": {key: [*queue] for key, queue in self._saved.items() if queue},
+            "made": [
+                {
+                    (key, user): [*queue]
+                    for key, queues in made.items()
+                    for user, queue in queues.items()
+                    if queue
+                }
+                for made in self._made
+            ],
+            "weights": self.versions.kept(),
+            "sent": {
+                key: part.ways[_GRADIENTS].departure.on_the_way(
+                    lambda route, key=key: lags[route.far_stage] - lags[key[0]]
+                )
+                for key, part in self.parts.items()
+            },
+        }
+
+    def go_on(self, in_flight: Mapping[str, Any]) -> None:
+        """Go on from there, before the first call; sends what was on its way."""
+        self._number, self._num_given = in_flight["number"], in_flight["given"]
+        for key, values in in_flight["saved"].items():
+            self._saved[key].extend(values)
+        for made, queues in zip(self._made, in_flight["made"], strict=True):
+            for (key, user), values in queues.items():
+                made[key][user].extend(values)
+        self.versions.keep(in_flight["weights"])
+        most = max(map(len, in_flight["sent"].values()), default=0)
+        self._sent.extend([] for _ in range(most))
+        for key, sends in in_flight["sent"].items():
+            departure = self.parts[key].ways[_GRADIENTS].departure
+            for ago, messages in zip(range(len(sends), 0, -1), sends, strict=True):
+                departure.send_again(messages)
+                self._sent[-ago].append(departure)
+
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors that the rank has now, with what each is there for."""
         for tensor in self.tensors.values():

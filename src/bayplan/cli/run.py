@@ -1,16 +1,20 @@
 """`bayplan run`: train as a plan says, and show predicted next to measured."""
 
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from bayplan.cli import options
+from bayplan.cli.checkpoint_options import NO_CHECKPOINTS, SaveOptions
 from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
     from bayplan.data.plan import RankPlan
+    from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
 
 __all__ = ["app", "run"]
 
@@ -22,6 +26,7 @@ Examples:
   bayplan run my.plan.json --target my_project.train:build -o run.record.json
   bayplan run vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 --steps 20
   bayplan run alexnet --batch 64 --placement '' --ranks 4
+  bayplan run my.plan.json --steps 1000 --checkpoint saved --every 50 --resume
 
 With --placement a target is planned and run at once, by a process for each rank of this machine. On
 several machines, use torchrun and `bayplan.bind` in a script of your own.
@@ -30,7 +35,8 @@ several machines, use torchrun and `bayplan.bind` in a script of your own.
 
 A plan for a function of your own names code, and a file is not trusted to do that: say --target.
 
-Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step."""),
+Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step, 130
+after Ctrl-C, 143 after SIGTERM."""),
 )
 
 
@@ -58,6 +64,7 @@ def run(
     output: options.Output = None,
     swap_dir: options.SwapDir = None,
     swap_size: options.SwapSize = None,
+    checkpoints: SaveOptions = NO_CHECKPOINTS,
     histogram: options.Flag = False,
     dry_run: options.Flag = False,
     json: options.Json = False,
@@ -85,6 +92,10 @@ def run(
     if epoch_samples is not None and epoch_samples < 1:
         raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
     options.check_output(output)
+    saves = checkpoints.given()
+    if saves is not None and saves.is_done(steps):
+        print(f"nothing left to do: {saves.folder} has a checkpoint of step {steps} or later")
+        return 0
     if many.is_given:
         many.check_limit(swaps=swap_dir is not None or swap_size is not None)
         placement = many.devices(on)
@@ -124,6 +135,7 @@ def run(
             swap_dir=swap_dir,
             swap_size=swap_size,
             epoch_samples=epoch_samples,
+            saves=saves,
             histogram=histogram,
             dry_run=dry_run,
             json=json,
@@ -150,12 +162,25 @@ def run(
             space=api.swap_space(swap_dir, swap_size, device=step.model_device),
             path=output,
             on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
+            checkpoints=saves,
+            tell=bar.say,
         )
     losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
     comparison = comparison_text(done.predicted, done.measured)
     options.show(done.measured, f"{plan_line(given)}\nlosses {losses}\n{comparison}", json=json)
+    if done.stopped_by:
+        told = f"the figures are those of {len(done.losses)} of {steps} steps"
+        return _stopped(128 + done.stopped_by, told)
     done.check(given)
     return 0
+
+
+def _stopped(exit_code: int, told: str) -> int:
+    """Tell that Ctrl-C or SIGTERM ended a run."""
+    if exit_code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt(told)
+    print(f"bayplan: terminated; {told}", file=sys.stderr)
+    return exit_code
 
 
 def _run_on_ranks(
@@ -170,6 +195,7 @@ def _run_on_ranks(
     swap_dir: Path | None,
     swap_size: str | None,
     epoch_samples: int | None,
+    saves: "CheckpointOptions | None",
     histogram: bool,
     dry_run: bool,
     json: bool,
@@ -179,7 +205,7 @@ def _run_on_ranks(
     from bayplan.data.units import parse_bytes
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import exchange_text, pipeline_text, ranks_text
-    from bayplan.running.ranks.local_run import INTERRUPTED, run_on_ranks
+    from bayplan.running.ranks.local_run import INTERRUPTED, TERMINATED, run_on_ranks
 
     swap_bytes = None if swap_size is None else parse_bytes(swap_size)
     device = api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes, on=on)
@@ -200,6 +226,7 @@ def _run_on_ranks(
             swap=swap_dir,
             swap_bytes=swap_bytes,
             epoch_samples=epoch_samples,
+            checkpoints=saves,
             on_line=bar.say,
             on_step=lambda step: bar.tell(str(step), step.done, step.total),
         )
@@ -215,7 +242,7 @@ def _run_on_ranks(
         *([f"logs of all ranks are in {logs}"] if logs else []),
     ]
     options.show(done.measured, "\n".join(parts), json=json, output=output)
-    if is_interrupted:
-        num_steps = len(done.measured.step_seconds)
-        raise KeyboardInterrupt(f"the figures are those of {num_steps} of {steps} steps")
+    if is_interrupted or done.exit_code == TERMINATED:
+        told = f"the figures are those of {len(done.measured.step_seconds)} of {steps} steps"
+        return _stopped(done.exit_code, told)
     return done.exit_code

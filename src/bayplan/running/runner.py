@@ -1,6 +1,7 @@
 """`run`: a plan carried out, with what was predicted next to what is measured."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bayplan.planning.memory.orders import as_planned
 from bayplan.preparing.step import PreparedStep
 from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import ordered_step
+from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions, DeviceCheckpoints, Stop
 from bayplan.running.fitted import bind
 from bayplan.running.recorder import Recorder
 from bayplan.running.swaps.swap_space import SwapSpace
@@ -31,11 +33,16 @@ PEAK_TOLERANCE = 0.01  # of the predicted peak; a run that is further off has br
 
 @dataclass(frozen=True)
 class Run:
-    """What a plan promised and what came of it; a loss for each step."""
+    """What a plan promised and what came of it; a loss for each step.
+
+    Attributes:
+        stopped_by: the signal that ended it, after a checkpoint; 0 if none did.
+    """
 
     predicted: RunRecord
     measured: RunRecord
     losses: tuple[float, ...]
+    stopped_by: int = 0
 
     def check(self, plan: DevicePlan) -> None:
         """Refuse a run above its limit, or far from what was predicted.
@@ -43,6 +50,8 @@ class Run:
         Raises:
             PlanBroken: with both numbers.
         """
+        if not self.measured.step_seconds:  # a resumed run may have had a single step left
+            return
         measured, predicted = self.measured.steady_peak_bytes, self.predicted.peak_bytes
         beside, limit = measured - predicted, plan.limit_bytes
         tolerance_bytes = PEAK_TOLERANCE * predicted
@@ -127,6 +136,8 @@ def run_plan(
     clock: Clock = Clock.WALL,
     path: Path | None = None,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
+    checkpoints: CheckpointOptions | None = None,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Run:
     """Train as planned, and measure.
 
@@ -135,6 +146,9 @@ def run_plan(
         seed: of what a target builds, and of dropout; None leaves the generators as they are.
         space: where swapped activations go; needed if the plan swaps.
         path: where the measured record is written, also after Ctrl-C.
+        checkpoints: where to save, and to go on from. All steps since the beginning then count,
+            and the first of this run warms up.
+        tell: hears of checkpoints, in lines.
 
     Raises:
         ForeignPlan: the plan is for another model, batch or torch.
@@ -151,15 +165,29 @@ def run_plan(
         context = replace(context, updates=ParameterUpdates.of(step.model, step.optimizer))
     bind(replace(step, optimizer=None), as_planned(plan.order), context, space=space)
     losses: list[float] = []
-    with explained():
-        step()  # optimizer state and kernel caches are made by the first step
+    begin, stop, saver = 0, Stop(), None
+    if checkpoints is not None:
+        saver = DeviceCheckpoints(checkpoints, step, step.optimizer, tell)
+        begin = saver.resume()[0] + 1
+    with explained(), stop.listening() if saver is not None else nullcontext():
+        first = float(step())  # optimizer state and kernel caches are made by the first step
+        if saver is not None:
+            losses.append(first)
+            saver.after(begin)
         with Recorder(
             path, cache=cache_directory(), device=prepared.model_device, curve=False, clock=clock
         ) as recording:
-            for number in range(num_steps):
+            recording.losses += losses
+            for number in range(begin, num_steps):
+                if stop.signal_number:
+                    break
                 losses.append(float(step()))
                 recording.losses.append(losses[-1])
                 if step.optimizer is None:  # whose updates would tell steps apart
                     recording.step()
                 on_step(number, losses[-1])
-    return Run(predicted_record(plan), recording.result, tuple(losses))
+                if saver is not None:
+                    saver.after(number + 1)
+    if saver is not None:
+        saver.after(begin + len(losses) - 1, is_last=True)
+    return Run(predicted_record(plan), recording.result, tuple(losses), stop.signal_number)

@@ -19,19 +19,26 @@ collect_ignore = ["resuming.py"]  # a script that imports its neighbour, as scri
 
 
 @pytest.fixture(scope="module")
-def plan_ranks():
-    """Writes a plan for a model of the script's into a folder."""
+def training():
+    """The models that the script trains; it imports them in the same way."""
     sys.path.insert(0, str(SCRIPT.parents[1] / "ranks" / "whole_runs"))
-    from training import build  # the script does the same
+    import training
+
+    yield training
+    sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def plan_ranks(training):
+    """Writes a plan for a model of the script's into a folder."""
 
     def plan(path, model, batch, placement, **wishes):
         given = {"shares_by": SharesBy.OPS, "time_limit_seconds": 1.0, **wishes}
         options = RankPlanOptions(placement=Placement.parse(placement), **given)
-        files.write(path, place(PreparedStages(step=build(model, batch)), options))
+        files.write(path, place(PreparedStages(step=training.build(model, batch)), options))
         torch.compiler.reset()
 
-    yield plan
-    sys.path.pop(0)
+    return plan
 
 
 @pytest.fixture(scope="module")

@@ -24,25 +24,38 @@ from bayplan.running.ranks.failures import ToldFailure
 from bayplan.running.ranks.pipelined import bind
 
 
-def train(folder, *, plan, model, batch, steps, save_at=None, load=False, root="checkpoints"):
+def train(
+    folder,
+    *,
+    plan,
+    model,
+    batch,
+    steps,
+    save_at=None,
+    load=False,
+    root="checkpoints",
+    schedules=True,
+):
     """Losses that came, by the step's number, and a digest of what the model has become."""
     own = build(model, batch, seed=5 if load else 0)  # a resumed run starts from another model
     inputs = own.batch if isinstance(own.batch, tuple) else (own.batch,)
     inputs = build(model, batch).batch
     optimizer = optimizer_of(own.model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    parts = {"scheduler": scheduler} if schedules else {}
     given = files.read(folder / plan, RankPlan)
     step = bind(own.model, optimizer, given, loss_fn=own.loss_fn)
     torch.manual_seed(3 if load else 1)
-    resumed = step.load(folder / root, scheduler=scheduler) if load else None
-    losses = {}
+    resumed = step.load(folder / root, **parts) if load else None
+    losses, saved = {}, None
     while step.number < steps:
         loss = step(*inputs)
-        scheduler.step()
+        if schedules:
+            scheduler.step()
         losses[step.number] = loss.item()
         if step.number == save_at:
-            saved = step.save(folder / root, scheduler=scheduler, data={"index": step.number})
-    if save_at is not None:
+            saved = step.save(folder / root, data={"index": step.number}, **parts)
+    if saved is not None:
         saved.result()
     left = [loss.item() for loss in step.flush()]
     state = own.model.state_dict()

@@ -29,7 +29,15 @@ def test_all_stop_before_the_same_step(two):
 
 
 def test_a_step_s_line_names_the_fullest_rank():
-    line = step_line(1, 4, loss=0.25, num_samples=6, seconds=2.0, peaks_bytes=(2**20, 2**30, 2**21))
+    line = step_line(
+        1,
+        4,
+        loss=0.25,
+        num_samples=6,
+        num_measured=1,
+        seconds=2.0,
+        peaks_bytes=(2**20, 2**30, 2**21),
+    )
     assert line == (
         "step 1 of 4, loss 0.2500, 3.0 samples/s, peak 1.0 MiB (1.0 GiB on rank 1), 6.00 s left"
     )

@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Checkpoint:
     return files.decode(manifest, Checkpoint, name=str(folder / MANIFEST))
 
 
-def newest_whole(root: Path, tell: Callable[[str], None]) -> tuple[Path, Checkpoint] | None:
+def newest_whole(root: Path, tell: Callable[[str], object]) -> tuple[Path, Checkpoint] | None:
     """The newest checkpoint whose files are all as they were written; None if there is none at all.
 
     Each that is damaged is told of in one line.

@@ -15,6 +15,7 @@ from bayplan.data.errors import BayplanError, ExitCode
 __all__ = [
     "INTERRUPTED",
     "REPORT_MARK",
+    "TERMINATED",
     "RankFailure",
     "ToldFailure",
     "end_process",
@@ -28,6 +29,7 @@ __all__ = [
 
 REPORT_MARK = "bayplan: all ranks stop: "
 INTERRUPTED = 130  # what a shell gives a command ended by Ctrl-C
+TERMINATED = 143  # and one ended by SIGTERM
 
 
 def write_line(line: str) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bayplan.data.errors import ExitCode, UsageError
-from bayplan.running.ranks.failures import INTERRUPTED, REPORT_MARK, write_line
+from bayplan.running.ranks.failures import INTERRUPTED, REPORT_MARK, TERMINATED, write_line
 
 __all__ = ["LocalRank", "Supervisor", "launch"]
 
@@ -258,7 +258,7 @@ def launch(
             signal_seconds=GRACE_SECONDS if signal_seconds is None else signal_seconds,
         ).wait()
     if log_folder is None:
-        if code not in (0, INTERRUPTED):
+        if code not in (0, INTERRUPTED, TERMINATED):
             on_line(f"logs of all ranks are in {folder}")
         else:
             shutil.rmtree(folder)

@@ -15,12 +15,14 @@ from bayplan.data.plan import RankPlan
 from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.devices.device import HOST, Device
-from bayplan.running.ranks.failures import INTERRUPTED
+from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
+from bayplan.running.ranks.failures import INTERRUPTED, TERMINATED
 from bayplan.running.ranks.launching import launch
 from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
 
 __all__ = [
     "INTERRUPTED",
+    "TERMINATED",
     "RankRun",
     "SharedFigures",
     "StepLine",
@@ -88,16 +90,18 @@ def step_line(
     *,
     loss: float,
     num_samples: int,
+    num_measured: int,
     seconds: float,
     peaks_bytes: tuple[int, ...],
 ) -> str:
-    """What rank 0 tells after a step: `seconds` are of all that are done, `peaks_bytes` by rank."""
+    """What rank 0 tells after a step: `seconds` are of so many, `peaks_bytes` by rank."""
     own, most = peaks_bytes[0], max(peaks_bytes)
     fullest = f" ({format_bytes(most)} on rank {peaks_bytes.index(most)})" if most > own else ""
     return (
-        f"step {done} of {total}, loss {loss:.4f}, {num_samples * done / seconds:.1f} samples/s,"
+        f"step {done} of {total}, loss {loss:.4f},"
+        f" {num_samples * num_measured / seconds:.1f} samples/s,"
         f" peak {format_bytes(own)}{fullest},"
-        f" {format_seconds(seconds / done * (total - done))} left"
+        f" {format_seconds(seconds / num_measured * (total - done))} left"
     )
 
 
@@ -113,7 +117,7 @@ class RankRun:
     Attributes:
         measured: a device for each rank; the step times are the slowest rank's. None if a rank
             failed, or none had a step to tell of when Ctrl-C came.
-        exit_code: of the first rank that failed, 130 after Ctrl-C, else 0.
+        exit_code: of the first rank that failed, 130 after Ctrl-C, 143 after SIGTERM, else 0.
     """
 
     measured: RunRecord | None
@@ -158,6 +162,7 @@ def run_on_ranks(
     swap: Path | None = None,
     swap_bytes: int | None = None,
     epoch_samples: int | None = None,
+    checkpoints: CheckpointOptions | None = None,
     on_line: Callable[[str], None],
     on_step: Callable[[StepLine], None] = lambda step: None,
 ) -> RankRun:
@@ -165,7 +170,7 @@ def run_on_ranks(
 
     Args:
         plan: for ranks on this machine, which has room for them.
-        num_steps: after one to warm up.
+        num_steps: after one to warm up; with checkpoints, all since the beginning.
         log_folder: for the log of each rank; None keeps logs only of a run that fails.
         target: needed where the plan names a function of the user's own.
         device: of each rank; accelerators are numbered by rank.
@@ -190,6 +195,10 @@ def run_on_ranks(
         arguments += [] if target is None else ["--target", target]
         arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
         arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]
+        if checkpoints is not None:
+            arguments += ["--checkpoint", str(checkpoints.folder.resolve())]
+            arguments += ["--every", str(checkpoints.every), "--keep", str(checkpoints.keep)]
+            arguments += ["--resume"] if checkpoints.resume else []
         num_ranks = len(plan.actions)
         SharedFigures.create(records / "figures", num_ranks=num_ranks)
         exit_code = launch(
@@ -200,7 +209,9 @@ def run_on_ranks(
             signal_seconds=_LONGEST_STEP_SECONDS,
         )
         paths = [records / f"rank{rank}.record.json" for rank in range(num_ranks)]
-        if exit_code not in (0, INTERRUPTED) or not all(path.exists() for path in paths):
+        if exit_code not in (0, INTERRUPTED, TERMINATED) or not all(
+            path.exists() for path in paths
+        ):
             return RankRun(None, exit_code)
         rank_records = [files.read(path, RunRecord) for path in paths]
     predicted = Prediction(

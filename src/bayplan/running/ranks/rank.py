@@ -34,7 +34,8 @@ from bayplan.devices.choosing import chosen_device
 from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
 from bayplan.preparing.sources import step_of_plan
-from bayplan.running.ranks.failures import run_to_exit
+from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
+from bayplan.running.ranks.failures import TERMINATED, end_process, run_to_exit
 from bayplan.running.ranks.journal import PeakBreakdown
 from bayplan.running.ranks.local_run import SharedFigures, step_line
 from bayplan.running.ranks.pipelined import PipelinedStep, bind
@@ -59,9 +60,18 @@ def train(
     on: str | None = None,
     swap_dir: Path | None = None,
     swap_bytes: int | None = None,
+    checkpoint: Path | None = None,
+    every: int = 50,
+    keep: int = 2,
+    resume: bool = False,
 ) -> None:
     """Train as one rank of a plan."""
     given = files.read(plan, RankPlan)
+    checkpoints = None
+    if checkpoint is not None:
+        checkpoints = CheckpointOptions(folder=checkpoint, every=every, keep=keep, resume=resume)
+        # Before the watch, which leaves SIGTERM to whoever has it.
+        signal.signal(signal.SIGTERM, lambda number, frame: end_process(TERMINATED))
     torch.set_num_threads(1)
     device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group(device.group_backend)
@@ -80,7 +90,11 @@ def train(
         swap=swap_dir,
         swap_bytes=swap_bytes,
     )
-    training = _Training(bound, step, given, SharedFigures(records / "figures"))
+    if checkpoints is not None:
+        resumed = bound.load(checkpoints.folder) if resume else None
+        if resumed is not None and not distributed.get_rank():
+            print(f"resumed from {resumed.folder.name}", file=sys.stderr, flush=True)
+    training = _Training(bound, step, given, SharedFigures(records / "figures"), checkpoints)
     files.write(records / f"rank{distributed.get_rank()}.record.json", training.run(steps))
     distributed.barrier()
     bound.close()
@@ -91,11 +105,17 @@ class _Training:
     """Some steps of one rank, and what is known of them; the loss is `lag` batches behind."""
 
     def __init__(
-        self, bound: PipelinedStep, step: TrainingStep, plan: RankPlan, figures: SharedFigures
+        self,
+        bound: PipelinedStep,
+        step: TrainingStep,
+        plan: RankPlan,
+        figures: SharedFigures,
+        checkpoints: CheckpointOptions | None = None,
     ) -> None:
         batch = step.batch
         self._batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         self._bound, self._plan, self._figures = bound, plan, figures
+        self._checkpoints, self._saved_step = checkpoints, bound.number
         self._lag = max(plan.lags, default=0)
         self._device = next(step.model.parameters()).device
         self._rank = distributed.get_rank()
@@ -103,16 +123,21 @@ class _Training:
         self._breakdown: PeakBreakdown | None = None
 
     def run(self, num_steps: int) -> RunRecord:
-        """Train for some steps after one that warms up, or until Ctrl-C."""
+        """Train for some steps after one that warms up, or until Ctrl-C.
+
+        With checkpoints, all steps since the beginning count, and the first of this run warms up.
+        """
         losses = [float(self._bound(*self._batch))]
+        self._save()
+        begin = 0 if self._checkpoints is None else self._bound.number
         # Of the first steps, which count least: the first that is like all after it.
-        breakdown_step = min(self._lag, num_steps - 1)
+        breakdown_step = min(begin + self._lag, num_steps - 1)
         recorder = Recorder(
             None, cache=cache_directory(), device=self._device, curve=False, clock=Clock.WALL
         )
         with self._stopping_in_order(), recorder as recording:
             began = time.perf_counter()
-            for number in range(num_steps):
+            for number in range(begin, num_steps):
                 if self._figures.is_over(number):
                     break
                 self._number = number
@@ -127,10 +152,13 @@ class _Training:
                         num_steps,
                         loss=losses[-1],
                         num_samples=self._bound.num_samples,
+                        num_measured=number + 1 - begin,
                         seconds=time.perf_counter() - began,
                         peaks_bytes=self._figures.peaks_bytes,
                     )
                     print(line, file=sys.stderr, flush=True)
+                self._save()
+        self._save(is_last=True)
         events = self._bound.journal.events()  # before those of the flush, which does but a part
         losses += map(float, self._bound.flush())
         return msgspec.structs.replace(
@@ -140,6 +168,15 @@ class _Training:
             num_samples=self._bound.num_samples,
             losses=tuple(loss for loss in losses if math.isfinite(loss)),
         )
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save where it is time for that. What is in flight is saved before it is flushed."""
+        options, number = self._checkpoints, self._bound.number
+        if options is None or number == self._saved_step:
+            return
+        if is_last or options.is_due(number):
+            self._bound.save(options.folder, keep=options.keep)
+            self._saved_step = number
 
     def _described(self, device: DeviceRecord, events: tuple[Event, ...]) -> DeviceRecord:
         """What was measured of this rank, with what only it knows."""
@@ -169,17 +206,19 @@ class _Training:
 
     @contextmanager
     def _stopping_in_order(self) -> Iterator[None]:
-        """Let Ctrl-C end the run after a step; see the note above."""
+        """Let Ctrl-C, or with checkpoints SIGTERM, end the run after a step; see the note above."""
 
         def stop(number: int, frame: object) -> None:
             if self._rank == 0:
                 self._figures.stop_before(self._number + 2 + self._lag)
 
-        old = signal.signal(signal.SIGINT, stop)
+        numbers = [signal.SIGINT, *([] if self._checkpoints is None else [signal.SIGTERM])]
+        old = {number: signal.signal(number, stop) for number in numbers}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, old)
+            for number, handler in old.items():
+                signal.signal(number, handler)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from bayplan import torch_compat as torch_compat
 from bayplan.data.errors import BayplanError, ExitCode, UsageError
 from bayplan.running.ranks.failures import (
     REPORT_MARK,
+    TERMINATED,
     RankFailure,
     ToldFailure,
     end_process,
@@ -47,9 +48,7 @@ from bayplan.running.ranks.failures import (
 from bayplan.running.ranks.judging import Board, BoardGone, Entry, Failure, Judge, Verdict
 from bayplan.running.ranks.lifelines import Lifelines
 
-__all__ = ["TERMINATED", "Watch", "heard_sigterm", "host_of_store", "open_watch"]
-
-TERMINATED = 128 + signal.SIGTERM  # what a shell gives a command ended by SIGTERM
+__all__ = ["Watch", "heard_sigterm", "host_of_store", "open_watch"]
 
 
 @contextlib.contextmanager

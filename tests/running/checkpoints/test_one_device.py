@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(saved_twice
 def test_where_none_is_whole_nothing_is_begun_anew(saved_twice, run):
     for folder in saved_steps(saved_twice).values():
         damage(folder / "manifest.sha256", "cut off")
-    with pytest.raises(FileFault, match="no checkpoint in .* is whole"):
+    with pytest.raises(FileFault, match=r"no checkpoint in .* is whole"):
         run(saved_twice, STEPS, resume=True)
 
 
@@ -154,11 +154,11 @@ def test_another_model_or_optimizer_is_refused(saved_twice, question):
     step = question.build()
     other = torch.optim.SGD(step.model.parameters(), lr=0.1)
     options = CheckpointOptions(folder=saved_twice, resume=True)
-    with pytest.raises(ForeignPlan, match="AdamW of .* there, SGD of .* here"):
+    with pytest.raises(ForeignPlan, match=r"AdamW of .* there, SGD of .* here"):
         DeviceCheckpoints(options, step, other, print).resume()
     model = nn.Sequential(Deep())
     wider = replace(step, model=model, optimizer=None)
-    with pytest.raises(ForeignPlan, match="has not '0.layers.0.bias'"):
+    with pytest.raises(ForeignPlan, match=r"has not '0\.layers\.0\.bias'"):
         DeviceCheckpoints(options, wider, None, print).resume()
 
 

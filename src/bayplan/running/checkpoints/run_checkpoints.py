@@ -122,13 +122,12 @@ class Stop:
     signal_number: int = 0
 
     @contextlib.contextmanager
-    def listening(self, on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Note the first Ctrl-C or SIGTERM instead of dying by it; only in the main thread."""
         numbers = (signal.SIGINT, signal.SIGTERM)
 
         def note(number: int, frame: object) -> None:
             self.signal_number = number
-            on_signal()
             restore()
 
         def restore() -> None:

@@ -1,4 +1,5 @@
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,13 +11,19 @@ from torch.utils.data import TensorDataset
 
 @pytest.fixture(autouse=True)
 def _alone(own_planner_cache) -> Iterator[None]:
-    """Accelerate has one state per process, whatever precision the test before asked for."""
+    """Accelerate has one state per process, whatever precision the test before asked for.
+
+    It and Lightning also tell processes that they start of ranks and ports, by the environment.
+    """
+    environment = dict(os.environ)
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     yield
     if distributed.is_initialized():  # by a strategy that shards
         distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.fixture

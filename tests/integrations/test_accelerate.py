@@ -59,7 +59,10 @@ def test_same_bits(settings, mixed_precision, network, dataset, assert_bits):
     figures = watch.figures()
     kept = sum(each.nbytes for each in model.parameters()) if len(settings) > 1 else 0
     assert figures["bayplan/predicted_peak_bytes"] == bayplan.plan_of(model).order.peak_bytes + kept
-    assert figures["bayplan/measured_peak_bytes"] > 0
+    # All tensors of the process are measured, those of the data set too. The last batch of an epoch
+    # is planned when it comes, which leaves a megabyte of Python objects that is of no step.
+    expected = figures["bayplan/predicted_peak_bytes"] + sum(x.nbytes for x in dataset.tensors)
+    assert figures["bayplan/measured_peak_bytes"] == pytest.approx(expected, abs=400 << 10)
     assert figures["bayplan/measured_seconds"] > 0
 
 

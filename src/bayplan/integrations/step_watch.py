@@ -75,8 +75,18 @@ class StepWatch:
         if optimizer is not None and self._hook is None:
             self._hook = optimizer.register_step_post_hook(self._end)
             if self._measures:
-                self._recording = record(device=self._device)
-                self._recording.__enter__()
+                self._record()
+
+    def _record(self) -> None:
+        """Count anew from the tensors that there are."""
+        self._stop_recording()
+        self._recording = record(device=self._device)
+        self._recording.__enter__()
+
+    def _stop_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+        self._recording = None
 
     def computed(self) -> None:
         """The backward of the latest call has ended."""
@@ -90,6 +100,8 @@ class StepWatch:
             self._recording.step()
             if num_planned == self._num_plans:
                 self._peak_bytes = max(self._peak_bytes, self._recording.last_step_peak_bytes)
+            else:  # tracing and planning leave objects of Python behind, which are of no step
+                self._record()
         self._num_plans = num_planned
 
     def _num_planned(self) -> int:
@@ -100,9 +112,8 @@ class StepWatch:
         """Stop measuring; the model stays fitted, and the figures stay."""
         if self._hook is not None:
             self._hook.remove()
-        if self._recording is not None:
-            self._recording.__exit__(None, None, None)
-        self._recording = self._hook = None
+        self._stop_recording()
+        self._hook = None
 
     def figures(self) -> dict[str, float]:
         """What was predicted and what is measured so far, by names for a framework's log.

@@ -1,6 +1,6 @@
 # Every target works on a fresh clone with python3 and a C compiler; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all test-gpu lint format check bench bench-quick clean
+.PHONY: help install demo test test-slow test-all test-gpu lint format docs check bench bench-quick clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -19,7 +19,7 @@ install: $(STAMP) ## make .venv with bayplan and its tools, once
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,docs]'
 	touch $@
 
 demo: install ## plan a model that does not fit, run it, show the report
@@ -48,6 +48,10 @@ format: install ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: install ## the site, into site/; fails where a link leads nowhere
+	$(BIN)/python docs/file_fields.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: lint test ## everything that must be green before a change is merged
 
 bench: install ## every benchmark in full; writes the results the tables are made of
@@ -57,5 +61,5 @@ bench-quick: install ## every benchmark in a tiny setting, to see that none is b
 	@set -e; for main in $(BENCHMARKS); do echo "== $$main --quick"; $(BIN)/python $$main --quick; done
 
 clean: ## remove .venv and caches
-	rm -rf .venv .hypothesis .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .hypothesis .pytest_cache .ruff_cache .import_linter_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

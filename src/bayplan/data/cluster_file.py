@@ -31,7 +31,16 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class JointEntry(_Entry, frozen=True, kw_only=True):
-    """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists."""
+    """A `Joint`, with its joins as texts like `0-3|4-7`, or as lists.
+
+    Attributes:
+        kind: as `nvidia-smi topo -m` names it; `MEMORY` is shared memory of one host.
+        joins: its places. What is on different sides is joined, and what is on one side shares that
+            side's wire.
+        latency_seconds, bandwidth_bytes_per_s: of one wire, each way.
+        reduce_latency_seconds, reduce_bandwidth_bytes_per_s: of sums, where they were measured.
+        is_duplex: whether both directions go on at once at full bandwidth.
+    """
 
     kind: LinkKind
     joins: tuple[str | Join, ...]
@@ -123,11 +132,13 @@ class ClusterFile(_Entry, frozen=True, kw_only=True):
     """All of a cluster, as short as it may be said.
 
     Attributes:
-        kinds: a full description, or the name of one in the catalogue; a kind that is not listed is
-            looked for in the catalogue by its own name.
-        devices: one by one, for hosts that do not list theirs.
-        network: joins hosts, if there are several.
-        links, joints: by the numbers of all devices, which count on from host to host.
+        name, title: short name, and the full one.
+        kinds: device kinds by name, each with the fields of a device file, or a name of the device
+            catalogue; a kind that is not listed is looked for there.
+        hosts: in order; their devices are numbered on from host to host.
+        devices: one by one, where hosts do not list theirs.
+        network: what joins several hosts.
+        links, joints: between devices by their number in the whole cluster.
     """
 
     schema: str = "bayplan/cluster"

@@ -91,20 +91,22 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One kind of device.
 
     Attributes:
-        memory_bytes: total on the device; context_bytes: taken before the first tensor.
-        bandwidth_bytes_per_s: of the device's own memory.
-        flops_per_s: peak rate by dtype (`float32`, `bfloat16`, …) for matrix work.
-        vector_flops_per_s: peak rate of work that cannot use matrix units.
-        efficiency: share of the binding peak that each op class really reaches.
-        launch_seconds: fixed cost of one operator.
-        architecture: of a GPU, as compilers name it (`sm_90`, `gfx942`); empty where it is unknown.
-            torch chooses operators by it.
-        allocation_granularity_bytes: the allocator's rounding.
-        convolutions: what float32 convolutions reach by kind, where that is known finer than by
-            `efficiency`; all of `ConvolutionKind`, or none.
-        convolution_backward: of that, the share that their backward reaches.
-        convolution_scale: a factor on all of that, where it was measured with other software or on
-            a device that is only alike.
+        name, title: short name, and the full one.
+        memory_bytes: bytes in total.
+        context_bytes: bytes taken before the first tensor; the limit is memory less this.
+        bandwidth_bytes_per_s: bytes/s of the device's own memory.
+        flops_per_s: 1/s of matrix work by dtype: `float32` (needed; others fall back to it),
+            `float16`, `bfloat16`, `float64`, `tf32`.
+        vector_flops_per_s: 1/s of all other work.
+        efficiency: share of the binding peak, above 0 up to 1, for each class.
+        launch_seconds: s: fixed cost of one operator.
+        architecture: of a GPU, as compilers name it: `sm_90`, `gfx942`; torch chooses operators by
+            it, and without it CPU operators stand in.
+        allocation_granularity_bytes: bytes: the allocator's rounding; a plain number.
+        convolutions: what float32 convolutions reach of the peak, by kind, all or none; above 1
+            where an algorithm saves products.
+        convolution_backward: of that, what their backward reaches.
+        convolution_scale: a factor on all of it, where it was measured with other software.
     """
 
     schema: str = "bayplan/device"

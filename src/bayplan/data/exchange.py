@@ -190,8 +190,9 @@ class BucketFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Buckets in the order they leave.
 
     Attributes:
-        buckets: names of parameters.
-        settings: that they were found with.
+        model: the target that they were found for.
+        buckets: lists of parameter names, in the order they leave; each parameter once, none empty.
+        settings: those that were found with them.
         verdict: why these are the best, in words.
     """
 

@@ -43,9 +43,11 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         size_bytes: bytes asked of the allocator, before its rounding.
-        born: index of the node that creates it; None if it is there before the step.
-        released: index of the node after which it is gone; None if it outlives the step.
-        name: parameter or buffer name, where it has one.
+        kind: what it holds.
+        born: the node that makes it; null if it is there before the step.
+        released: the node after which it is gone; null if it outlives the step.
+        name: of a parameter or buffer; `batch` for the batch; an optimizer state has its
+            parameter's.
     """
 
     size_bytes: int
@@ -78,13 +80,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One operator call.
 
     Attributes:
-        op: the operator with its overload, `aten.convolution.default`.
-        reads: values it takes; writes: values it gives (in-place ones share a read's storage).
-        module: path of the module it runs for, `layer1.0.conv2`; empty outside any module.
-        source: the user's line behind it, `resnet.py:41`; backward nodes carry their forward's.
-        arguments: its other arguments, written out; part of what makes two calls alike.
-        flops: floating-point operations, 0 where only bytes are moved.
-        is_random: draws from a generator, so a replay must restore the generator's state.
+        op: operator with overload, `aten.mm.default`.
+        phase: the part of the step it is in.
+        reads, writes: indices of values; an in-place operator writes a new value on a storage it
+            reads.
+        module: path of the module it runs for; in the update, the parameter's name.
+        source: your line behind it, `net.py:7`; a backward node carries its forward's.
+        arguments: other arguments written out: `%` is a tensor, `#` a float.
+        flops: floating-point operations; 0 where only bytes are moved.
+        is_random: whether it draws random numbers.
     """
 
     op: str
@@ -110,9 +114,14 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A whole step. `dict=True` only makes room for the cached properties.
 
     Attributes:
+        model: what the model is called.
+        nodes: operator calls, in order.
+        values: tensors.
+        storages: blocks of memory.
         num_recorded: operators of the forward that autograd records.
-        num_formulas: of gradients, that autograd has recorded when the forward ends; and
-            num_edges: from each to those that its gradients go to. 0 where nobody counted.
+        num_formulas: of gradients, that autograd has recorded when the forward ends; 0 where nobody
+            counted.
+        num_edges: from each formula to those that its gradients go to; 0 where nobody counted.
     """
 
     schema: str = "bayplan/graph"

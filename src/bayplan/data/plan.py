@@ -61,17 +61,22 @@ class StepOrder(CheckedStruct, frozen=True, kw_only=True):
     """The order of a program's ops, with repeats, and how its values are stored in between.
 
     Attributes:
-        program_fingerprint: of the program with all packs and swaps applied.
-        schedule: op indices; each op once in plain order, and repeats in between.
-        packs: names of the values that are kept in packed form.
+        program_fingerprint: of the traced program, its packs applied: ops and sizes, not costs. It
+            is checked when the step is traced for the run.
+        schedule: indices of ops: the forward in order, then the backward in order with repeats in
+            between.
+        packs: names of the values that are kept packed, `kind:value`.
+        swaps: what is swapped out, and when.
         strategy: who chose it.
-        peak_bytes, seconds: predicted; `plain_...` for the step without a plan.
-        reserved_bytes: predicted of torch's caching allocator; None where a limit of live bytes
-            was asked for.
-        gap: how much faster an optimal order could be at most, as a share; None if unknown.
-        time_ratio_spread: how far `time_ratio` may be off.
+        peak_bytes, plain_peak_bytes: bytes: of this order, and of the step without a plan.
+        seconds, plain_seconds: s of forward and backward: of this order, and with every op once.
+        gap: at most this share longer than the best schedule takes; null if unknown.
+        time_ratio_spread: how far the ratio of `seconds` to `plain_seconds` may be off.
         price_spread: how far the prices of operators may be off, as a share of them all.
-        in_step: whether seconds were measured in the running step, and not of operators alone.
+        reserved_bytes: bytes that torch's caching allocator is predicted to reserve; null where the
+            limit is for live ones.
+        in_step: whether `seconds` and `plain_seconds` were measured in the running step, and not of
+            operators alone.
     """
 
     program_fingerprint: str
@@ -145,8 +150,12 @@ class Decision(CheckedStruct, frozen=True, kw_only=True):
     """The choice for one activation, and what it costs.
 
     Attributes:
-        value: the op that makes it; `place` is the module it belongs to.
-        seconds: what the choice adds to the step.
+        value: the op that makes it, `convolution_3`.
+        choice: `keep` is never written.
+        place: the module, `layer1.0.conv2`.
+        size_bytes: bytes while it is there; 0 for packs.
+        seconds: s that the choice adds to a step; 0 for swaps and packs, whose cost is in the
+            order's seconds.
     """
 
     value: str
@@ -204,12 +213,14 @@ class StageOrder(CheckedStruct, frozen=True, kw_only=True):
     """What a stage keeps, repeats, packs and swaps when it computes so many samples at a time.
 
     Attributes:
-        in_flight: the most micro-batches that are past their forward at once, on any of its ranks.
-        held_bytes: what each of them keeps in memory for its backward.
-        passing_bytes: more than that, at the peak of a forward and backward.
-        swap_bytes: what each of them has in the swap file.
-        kept: for readers, the largest values that are held.
-        decisions: for readers, the values that are not kept.
+        stage, num_samples: what it is for; other numbers of samples are planned when they come.
+        order: of the stage's own operators.
+        in_flight: the most micro-batches past their forward at once, on any rank of the stage.
+        held_bytes: bytes that each of them keeps in memory for its backward.
+        passing_bytes: bytes beyond that, at the highest moment of a forward and backward.
+        swap_bytes: bytes that each of them has in the swap file.
+        kept: for readers: up to 20 largest values that are held.
+        decisions: for readers: what is not simply kept.
     """
 
     stage: int
@@ -279,10 +290,13 @@ class _PlanBase(CheckedStruct, frozen=True, kw_only=True):
     """What every plan says: what it belongs to, and what it is predicted to cost.
 
     Attributes:
-        cluster_fingerprint: of one device, its name.
-        limit_bytes: per device; None for a plan without a limit.
-        predicted_peak_bytes: by device.
-        predicted_seconds: of a step, loss and update included; 0 if it was not predicted.
+        model: the graph's.
+        cluster_fingerprint: for one device, its name: `cpu`, or that of `--device`.
+        torch_version: torch that traced the step; another one is refused.
+        limit_bytes: bytes per device that it keeps to; null for a strategy without a limit.
+        request: what was asked for.
+        predicted_peak_bytes: bytes, one number for each device.
+        predicted_seconds: s per step, loss and update included; 0 if it was not predicted.
     """
 
     schema: str = "bayplan/plan"
@@ -308,9 +322,10 @@ class DevicePlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="de
     """What one device does with each operator and activation of a step.
 
     Attributes:
-        graph_fingerprint: of the captured step.
+        graph_fingerprint: of the captured step; a run of another step is refused (exit code 5).
         limit_counts: which bytes `limit_bytes` is for; predicted peaks are of live ones.
-        decisions: the order by activation, for readers; those not named are kept.
+        order: what the device does, operator by operator.
+        decisions: the same by activation, for readers.
         peak_moment: what sets the predicted peak, for readers.
     """
 
@@ -330,21 +345,30 @@ class RankPlan(_PlanBase, frozen=True, kw_only=True, tag_field="kind", tag="rank
     """Stages, who computes them, and what each rank does when.
 
     Attributes:
-        step_fingerprint: of the operators that stages are cut from, for any batch size.
-        placement: where the ranks are, node by node; empty if that does not matter.
-        route: which replica computes which samples.
-        schedule: the name of what ordered the actions.
+        stages: in the order of the forward.
+        step_fingerprint: of the operators that stages are cut from, the same for every batch size;
+            it is checked before anything runs.
+        placement: where the ranks are, as placements are written; ranks are numbered node by node,
+            and `stages` must agree with it.
+        num_micro_batches: parts of the batch.
+        route: which replica computes which samples of a micro-batch: `split` over all by their
+            shares, or `round-robin`, whole to one after the other.
+        schedule: the name of what ordered the actions: `1f1b`, `gpipe`, `interleaved`,
+            `zero-bubble`.
         links: pairs of stages, the earlier first, of which the later reads values of the earlier.
         gradient_links: pairs, the earlier first, of which the earlier reads gradients of the later.
         lags: by stage, how many batches its backward is behind its forward, and so how many updates
-            old the weights are that a batch sees there; empty for none.
+            old the weights are that a batch sees there.
         vertical_sync: whether a batch sees weights of one age in all stages.
-        static_order: whether every rank keeps the order of its list; else it does what is ready.
+        static_order: whether every rank keeps the order of its list; otherwise it does whatever is
+            ready.
         sync_batch_norm: whether BatchNorm normalises a micro-batch by the statistics of all
-            replicas' samples, instead of each replica's own.
-        stage_orders: what stages keep, repeat, pack and swap; stages that are not named keep all.
-        actions: by rank, its whole list in order.
-        predicted_busy: by rank, the share of the step that it computes in; empty if unknown.
+            replicas' samples; needs `route` `split`.
+        stage_orders: what a stage keeps, repeats, packs and swaps, where memory is limited; stages
+            that are not named keep all.
+        buckets: gradients that travel together.
+        actions: by rank, its full list of actions in order.
+        predicted_busy: by rank, the share of the step that it computes in.
     """
 
     stages: tuple[Stage, ...]

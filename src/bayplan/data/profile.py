@@ -38,13 +38,21 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
     """Costs per node, in the node order of the graph with this fingerprint.
 
     Attributes:
-        seconds: time of each node; spread_seconds: the gap from its fastest to its median repeat.
-        workspace_bytes: memory a node holds only while it runs, beyond its outputs.
-        method: of measuring that: `malloc`, `cuda-allocator`, or `storages`, which misses it; empty
-            where nothing ran.
-        overhead_seconds: time of a whole step that belongs to no node (Python, autograd engine).
-        step_spread_seconds: the gap from the fastest to the median whole step.
-        repeats: how many steps were timed; 0 where nothing ran.
+        model: the graph's model.
+        fingerprint: the graph's; a profile of another step is refused (exit code 5).
+        device: `cpu`, a CUDA device's name, or the name in a device file.
+        origin: `measured`, `scaled` (from another batch size) or `derived` (from a device file).
+        clock: `wall`, or `cpu`: processor time of one thread.
+        threads: torch's threads.
+        repeats: steps timed; 0 if nothing ran.
+        versions: bayplan, torch, python, system, processor, cores, threads.
+        seconds: s, per node.
+        spread_seconds: s, per node: median less fastest repeat; derived: 30 %.
+        workspace_bytes: bytes, per node: scratch memory while it runs.
+        method: how that was measured: `malloc`, `cuda-allocator`, or `storages`, which misses it;
+            empty if nothing ran.
+        overhead_seconds: s per step that belongs to no node.
+        step_spread_seconds: s: uncertainty of the whole step.
     """
 
     schema: str = "bayplan/profile"

@@ -146,15 +146,22 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     """One device's memory and events over the recorded steps.
 
     Attributes:
-        peak_bytes: most bytes alive at once, as the device's allocator rounds them; peak_by_kind
-            splits them where known, with `workspace` for memory inside a running kernel.
-        needed_bytes: the same without any rounding; None if unknown.
-        total_bytes: so much is taken of the device: its context, and what its allocator reserves;
-            where that is not known, at least its context and `peak_bytes`. None if unknown.
-        allocator: what its caching allocator takes; None where it has none or that is not known.
-        peak_node: index of the graph node at the peak; None where no graph is known.
-        stages: of the plan that it computes; empty where there is one device alone.
-        events: what it did in the last step.
+        device: as in a profile.
+        stages: of the plan, those that this rank computes.
+        peak_bytes: bytes: most alive at once, as the allocator rounds them.
+        needed_bytes: bytes: the same, not rounded.
+        total_bytes: bytes: so much is taken of the device: its context, and what its allocator
+            reserves; where that is not known, at least its context and `peak_bytes`.
+        capacity_bytes: bytes: of the device.
+        allocator: what torch's caching allocator takes on a CUDA device, most at once.
+        peak_by_kind: bytes at the peak by storage kind, and `workspace`; on many ranks `message`,
+            too.
+        peak_node: index of the graph's node at the peak.
+        step_peak_bytes: bytes: the peak of each recorded step.
+        largest: the largest storages at the peak.
+        curve: live bytes over time. In a simulated one each entry is one node, from its start on.
+        events: what the device did; on many ranks, in the last step.
+        messages: messages by size; on many ranks, sums of gradients without waits for other ranks.
         staleness: for each update, how many updates old the weights were that its gradients are of.
     """
 
@@ -198,13 +205,21 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Everything known about some steps.
 
     Attributes:
-        method: of finding memory: `liveness` (simulated), `malloc`, `cuda-allocator`, `storages`.
-        fingerprint: of the step graph; empty where a loop was recorded without one.
-        step_seconds: one entry per step; step_spread_seconds: uncertainty of a simulated one.
-        num_samples: of one step; None if unknown.
-        epoch_samples: of an epoch, which is not run: its time follows from the median step.
-        losses: one for each step, and those of steps to warm up before; may be empty.
-        predicted: by the plan that was run.
+        source: whether the steps were replayed or really ran.
+        method: how memory was found: `liveness` (simulated), `malloc`, `cuda-allocator`, or
+            `storages` (tensors only).
+        model, fingerprint: of the graph; empty where a loop was recorded without one.
+        clock: `cpu` is, of a recording, processor time of the whole process.
+        step_seconds: s, one entry per step.
+        step_spread_seconds: s: uncertainty of a simulated step.
+        devices: one entry per device.
+        not_counted: in words, what the peak leaves out.
+        versions: as in a profile.
+        num_samples: of one step; null if unknown.
+        epoch_samples: of an epoch, which is not run: its time is extrapolated from the median step.
+        losses: one for each step; on many ranks also of the step before that warms up. Those that
+            are not finite are left out.
+        predicted: what the plan of the run promised.
     """
 
     schema: str = "bayplan/record"

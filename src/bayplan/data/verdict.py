@@ -51,27 +51,37 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether a step fits a limit, why, and what would make it fit.
 
     Attributes:
-        batch: None for the target's own.
-        fits: plainly, or with the plan in `planned`.
-        plain_fits: without a plan.
-        limit_counts: which bytes the limit is for.
-        context_bytes: of the device, where they count.
-        plain_peak_bytes, plain_step_seconds: of the step without a plan.
-        plain_step_spread_seconds: how far the time may be off, by the spread of its inputs.
-        time_origin: whether the time was measured, scaled or derived.
-        peak_by_kind, peak_place, largest: what fills the memory at the plain step's peak, and the
-            node that runs then, in words.
-        would_fit: changes that would make it fit, the smallest first; empty where it does.
+        model, device: as in a profile.
+        batch: samples; null where the target keeps it to itself.
+        optimizer: `sgd`, `adam`, `adamw` or `none`.
+        fits: whether it fits, plainly or with the plan in `planned`.
+        plain_fits: whether it fits without a plan.
+        limit_bytes: bytes that there are.
+        limit_counts: which bytes `limit_bytes` is for: `live` (`plain_peak_bytes`), `reserved`
+            (those of `allocator`) or `total`.
+        context_bytes: bytes of the device's context, where `total` ones are asked for.
+        plain_peak_bytes: bytes: the peak of the step without a plan.
+        plain_step_seconds, plain_step_spread_seconds: s: time of a step without a plan, and how far
+            it may be off.
+        time_origin: `measured`, `scaled` or `derived`.
+        num_parameters: scalars, tied ones once.
+        peak_by_kind: bytes at the plain peak by kind, and `workspace`.
+        peak_place: the node at the plain peak: phase, operator, module, source.
+        largest: as in a record.
+        not_counted: in words, what the peak leaves out.
+        would_fit: changes that would make it fit, the smallest first; each alone is enough.
         planned: a plan with which it fits, where it does not without.
         in_pieces: of a forward that is not one graph, where a plan was looked for; `planned` is
             then its plan.
-        price_spread: how far measured times may be off, as a share of them; 0 where nothing ran.
-        allocator: what the caching allocator takes for plain steps, on a CUDA device.
-        total_bytes: what `nvidia-smi` shows of them: what is reserved, and the context.
-        runs_out: the error of the allocator, if it cannot serve the step within the limit though
-            the peak is within it.
-        operators_note: what to know of the operators that were captured for a device elsewhere, as
-            that those of the CPU stand in.
+        price_spread: how far measured times may be off, as a share of them; above 0.1 the machine
+            was busy.
+        allocator: of plain steps on a CUDA device, as in a record.
+        total_bytes: bytes that `nvidia-smi` shows of plain steps: what is reserved, and the
+            device's context; null where the context is not known.
+        runs_out: why the allocator cannot serve plain steps within `limit_bytes`, where it cannot
+            though `plain_peak_bytes` is within them.
+        operators_note: what to know of the operators captured for a device elsewhere, as that CPU
+            operators stand in.
     """
 
     schema: str = "bayplan/verdict"

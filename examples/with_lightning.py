@@ -26,16 +26,14 @@ class Classifier(pl.LightningModule):
         stem = nn.Conv2d(3, width, 3, padding=1)
         self.net = nn.Sequential(stem, *blocks, nn.Flatten(), nn.LazyLinear(10))
         self.net(torch.zeros(1, 3, 16, 16))  # sets the lazy layer's size
-        self.losses: list[float] = []
+        self.losses: list[torch.Tensor] = []
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
         images, labels = batch
         loss = nn.functional.cross_entropy(self.net(images), labels)
         self.log("loss", loss, prog_bar=True)
+        self.losses.append(loss.detach())
         return loss
-
-    def on_train_batch_end(self, outputs: dict[str, torch.Tensor], *_: object) -> None:
-        self.losses.append(outputs["loss"].item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -48,7 +46,7 @@ def train(*callbacks: pl.Callback) -> list[float]:
     module, loader = Classifier(), DataLoader(TensorDataset(images, labels), 64, shuffle=True)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     pl.Trainer(max_epochs=2, callbacks=list(callbacks), **quiet).fit(module, loader)
-    return module.losses
+    return [loss.item() for loss in module.losses]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import bayplan
@@ -40,11 +40,23 @@ _WARM = 5
 Batch = dict[str, torch.Tensor]
 
 
+class _Samples(Dataset[Batch]):
+    def __init__(self, number: int) -> None:
+        self._tokens = torch.randint(512, (number, SEQUENCE))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=100, help="of a step of each process")
     given = parser.parse_args()
     keep_freed_memory()
+    torch.set_num_threads(1)
     rounds, layers = (3, 1) if given.quick else (given.rounds, 4)
     rows = [_row(name, rounds, layers) for name in TRAININGS]
     finish(__file__, {"rows": rows}, columns=COLUMNS, arguments=given)
@@ -93,8 +105,7 @@ def _train(framework: str, way: str, steps: int, layers: int, told: Connection) 
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": layers}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes))
-    tokens = torch.randint(512, (steps * BATCH, SEQUENCE))
-    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    samples = _Samples(steps * BATCH)
     started = time.process_time()
 
     def wait(*_: Any) -> None:
@@ -106,13 +117,13 @@ def _train(framework: str, way: str, steps: int, layers: int, told: Connection) 
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_post_hook(wait)
     if way == "by hand":
-        first = {name: torch.stack([each[name] for each in samples[:BATCH]]) for name in samples[0]}
+        first = next(iter(DataLoader(samples, BATCH)))
         bayplan.fit(model, first, None, memory=MEMORY, optimizer=optimizer, progress=False)
     TRAININGS[framework](model, samples, optimizer, way == "integrated")
 
 
 def _by_trainer(
-    model: LlamaForCausalLM, samples: list[Batch], optimizer: torch.optim.Optimizer, is_fitted: bool
+    model: LlamaForCausalLM, samples: _Samples, optimizer: torch.optim.Optimizer, is_fitted: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -146,7 +157,7 @@ class _Module(pl.LightningModule):
 
 
 def _by_lightning(
-    model: LlamaForCausalLM, samples: list[Batch], optimizer: torch.optim.Optimizer, is_fitted: bool
+    model: LlamaForCausalLM, samples: _Samples, optimizer: torch.optim.Optimizer, is_fitted: bool
 ) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
@@ -161,7 +172,7 @@ def _by_lightning(
 
 
 def _by_accelerate(
-    model: LlamaForCausalLM, samples: list[Batch], optimizer: torch.optim.Optimizer, is_fitted: bool
+    model: LlamaForCausalLM, samples: _Samples, optimizer: torch.optim.Optimizer, is_fitted: bool
 ) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, BATCH))

@@ -33,7 +33,9 @@ def test_reference_model_is_measured_here_and_fits(bayplan):
     for word in ("parameters", "gradients", "optimizer state", "buffers"):
         assert word in text
     assert "activations held for backward" in text
-    assert "resnet18, batch 1, 11.7 M parameters, optimizer adamw, on cpu" in text
+    shapes = "float32[1, 3, 224, 224], int64[1]"
+    step = f"resnet18, batch 1 ({shapes}), 11.7 M parameters in float32, optimizer adamw, on cpu"
+    assert step in text
     assert "time measured on this device" in text
     assert outcome.err == ""
 
@@ -452,6 +454,32 @@ def test_limit_may_be_a_share_of_the_plain_peak(bayplan, deep_project, check_ref
     assert verdict.planned is not None
     assert verdict.planned.peak_bytes <= verdict.limit_bytes
     check_refusal(bayplan(*options, "--memory", "75%", "--max-batch"), 2, "limit in bytes")
+
+
+@pytest.mark.parametrize("where", [(), ("--device", "h100")])
+def test_all_of_the_plain_peak_is_enough(bayplan, deep_project, where):
+    """A limit of 100 % was an odd byte below the peak, and so did not fit."""
+    outcome = bayplan("check", "train:deep", *where, "--memory", "100%", "--json")
+    assert outcome.code == 0
+    assert verdict_of(outcome).plain_fits
+
+
+def test_precision_and_length_of_a_language_model_are_told(bayplan):
+    outcome = bayplan("check", "llama-7b", "--device", "h100", "--no-plan")
+    assert "llama-7b, batch 1 (int64[1, 4096], int64[1, 4096]), 6.7 G parameters in bfloat16" in (
+        outcome.out
+    )
+
+
+def test_batch_cut_from_a_data_set_counts_alone(bayplan, add_to_project):
+    """Of `data[:8]` all of `data` was counted, which only the function that made it had."""
+    add_to_project("""
+def cut(batch_size=8):
+    data = torch.randn(100_000, 16)
+    return nn.Linear(16, 4), data[:batch_size], lambda output: output.sum()
+""")
+    verdict = verdict_of(bayplan("check", "train:cut", "--device", "h100", "--json"))
+    assert verdict.peak_by_kind["input"] == 8 * 16 * 4
 
 
 def test_limit_that_no_plan_reaches_is_told_the_smallest_that_has_one(bayplan, deep_project):

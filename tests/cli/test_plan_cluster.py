@@ -16,6 +16,15 @@ def test_a_plan_for_a_cluster_is_written_explained_and_replayed_elsewhere(baypla
     assert outcome.code == 0
     assert "bound by" in outcome.out
     assert "pure data parallel takes" in outcome.out
+    predicted, judged, chosen = (
+        re.findall(pattern, outcome.out, re.MULTILINE)[0]
+        for pattern in (
+            r"predicted: step ([\d.]+ \w+),",
+            r"^([\d.]+ \w+) \(between",
+            r"of ([\d.]+ \w+) on",
+        )
+    )
+    assert predicted == judged == chosen, "one prediction, wherever it is shown"
     plan = files.read(path, Plan)
     assert plan.request is not None
     assert (plan.request.target, plan.request.batch) == ("alexnet", 16)
@@ -26,6 +35,7 @@ def test_a_plan_for_a_cluster_is_written_explained_and_replayed_elsewhere(baypla
     assert outcome.code == 0
     assert files.read(record, RunRecord).source is Source.SIMULATED
     assert bayplan("explain", path).code == 0
+    assert f"step {predicted}," in bayplan("simulate", path, "--cluster", "rtx-4090-4").out
 
 
 def test_a_placement_that_is_given_is_taken_apart_too(bayplan, tmp_path):

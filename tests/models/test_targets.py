@@ -7,7 +7,7 @@ import torch
 
 from bayplan.data.errors import CaptureError, UsageError
 from bayplan.models import default_batch_size, reference_models
-from bayplan.models.targets import resolve_target
+from bayplan.models.targets import resolve_target, without_rest
 
 FUNCTIONS = """\
 import torch
@@ -156,3 +156,28 @@ def test_users_own_error_is_the_cause(tmp_path, monkeypatch):
     with pytest.raises(CaptureError, match="importing 'sick' fails: JSONDecodeError") as caught:
         resolve_target("sick:build")
     assert type(caught.value.__cause__).__name__ == "JSONDecodeError"
+
+
+def test_batch_is_cut_out_of_what_it_is_a_view_of():
+    data, tokens = torch.arange(4000.0).view(1000, 4), torch.arange(9000)
+    x, y = tokens[100:164], tokens[101:165]
+    whole = torch.randn(8, 4)
+    batch = {"rows": data[8:16], "columns": (data[:, 1], whole), "tokens": [x, y], "more": 3}
+    cut = without_rest(batch)
+    assert cut["rows"].equal(data[8:16])
+    assert cut["columns"][0].equal(data[:, 1])
+    assert cut["columns"][1] is whole
+    assert [*map(torch.equal, cut["tokens"], (x, y))] == [True, True]
+    assert cut["more"] == 3
+    # Tensors of one storage share one still: those of `data` here and there, x and y.
+    assert cut["rows"].untyped_storage().nbytes() == 3997 * 4
+    assert cut["tokens"][0].untyped_storage().nbytes() == 65 * 8
+    assert cut["tokens"][0].data_ptr() + 8 == cut["tokens"][1].data_ptr()
+
+
+def test_batch_that_cannot_be_cut_out_stays_as_it_is():
+    base = torch.randn(100)
+    empty, trained = base[:0], base[:10].detach().requires_grad_()
+    two = base[10:20], base.view(torch.int32)[20:30]
+    for batch in (empty, trained, two, torch.eye(3).to_sparse(), None):
+        assert without_rest(batch) is batch or without_rest(batch) == batch

@@ -257,6 +257,12 @@ def test_comparison_in_either_order(simulated, measured, snapshot):
     assert comparison_text(measured, simulated) == text
 
 
+def test_large_errors_stand_apart_from_the_figures(simulated, measured):
+    slow = msgspec.structs.replace(measured, step_seconds=(900.0,))
+    (step,) = [line for line in comparison_text(slow, simulated).splitlines() if "step" in line]
+    assert len(step.split()) == 7  # the word, two figures with units, the error and its sign
+
+
 def test_comparison_of_two_runs_is_a_change(measured, snapshot):
     faster = msgspec.structs.replace(measured, step_seconds=(0.9, 0.2, 0.2))
     assert comparison_text(measured, faster) == snapshot

@@ -8,6 +8,7 @@ than any operator needs it, and the true peak sees that.
 
 import hashlib
 import math
+from collections import Counter
 from enum import StrEnum
 from functools import cached_property
 
@@ -175,6 +176,24 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if storage.kind is StorageKind.PARAMETER:
                 total += storage.size_bytes * math.prod(value.shape) // max(value.size_bytes, 1)
         return total
+
+    @cached_property
+    def parameter_dtypes(self) -> tuple[str, ...]:
+        """The types that parameters have, the one with the most bytes first."""
+        sizes: Counter[str] = Counter()
+        for value in {value.storage: value for value in reversed(self.values)}.values():
+            if self.storages[value.storage].kind is StorageKind.PARAMETER:
+                sizes[value.dtype] += self.storages[value.storage].size_bytes
+        return tuple(dtype for dtype, _ in sizes.most_common())
+
+    @cached_property
+    def batch_shapes(self) -> tuple[str, ...]:
+        """The tensors of the batch, as `int64[1, 4096]`; those that the step does not read too."""
+        return tuple(
+            f"{value.dtype}{[*value.shape]}"
+            for value in self.values
+            if value.producer is None and self.storages[value.storage].kind is StorageKind.INPUT
+        )
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

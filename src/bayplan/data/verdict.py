@@ -53,6 +53,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         model, device: as in a profile.
         batch: samples; null where the target keeps it to itself.
+        batch_shapes: its tensors, as `int64[1, 4096]`.
+        parameter_dtypes: types that parameters have, the one with the most bytes first.
         optimizer: `sgd`, `adam`, `adamw` or `none`.
         fits: whether it fits, plainly or with the plan in `planned`.
         plain_fits: whether it fits without a plan.
@@ -100,6 +102,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     plain_step_spread_seconds: float
     time_origin: Origin
     num_parameters: int
+    batch_shapes: tuple[str, ...] = ()
+    parameter_dtypes: tuple[str, ...] = ()
     peak_by_kind: dict[str, int]
     peak_place: str
     largest: tuple[LiveStorage, ...]

@@ -22,7 +22,7 @@ from bayplan.devices.choosing import chosen_device, is_chosen
 from bayplan.devices.device import HOST, device_of
 from bayplan.models import default_batch_size, load
 
-__all__ = ["Target", "check_one_device", "one_home", "resolve_target"]
+__all__ = ["Target", "check_one_device", "one_home", "resolve_target", "without_rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,8 @@ def resolve_target(text: str) -> Target:
                 built = function(size)
             else:
                 built = function(**{parameter.name: size})
-        return _checked(built, text)
+        model, batch, loss_fn = _checked(built, text)
+        return model, without_rest(batch), loss_fn
 
     return Target(
         name=text,
@@ -157,6 +158,38 @@ def resolve_target(text: str) -> Target:
         takes_batch_size=parameter is not None,
         default_batch=default_batch,
     )
+
+
+def without_rest(batch: Any) -> Any:
+    """The batch without the rest of larger tensors that it was cut from.
+
+    `data[:64]` keeps all of `data` in memory, which a loader's batch does not. Tensors that share
+    memory go on sharing it.
+    """
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for tensor in torch_compat.tensors_in(batch):
+        if tensor.layout is torch.strided and tensor.numel():
+            key = torch_compat.storage_key(tensor.untyped_storage())
+            sharing.setdefault(key, []).append(tensor)
+    moved: dict[int, torch.Tensor] = {}
+    for tensors in sharing.values():
+        begin = min(tensor.storage_offset() for tensor in tensors)
+        length = 1 - begin + max(map(_last_element, tensors))
+        one = tensors[0]
+        is_whole = length * one.element_size() >= one.untyped_storage().nbytes()
+        if is_whole or any(each.dtype != one.dtype or each.requires_grad for each in tensors):
+            continue
+        base = one.as_strided((length,), (1,), begin).clone()
+        for each in tensors:
+            offset = each.storage_offset() - begin
+            moved[id(each)] = base.as_strided(each.shape, each.stride(), offset)
+    return torch_compat.tree_map_only(torch.Tensor, lambda each: moved.get(id(each), each), batch)
+
+
+def _last_element(tensor: torch.Tensor) -> int:
+    """Its place in the storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
 
 
 def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Parameter | None:

@@ -306,6 +306,8 @@ def judge(
         plain_step_spread_seconds=record.step_spread_seconds,
         time_origin=time_origin,
         num_parameters=graph.num_parameters,
+        batch_shapes=graph.batch_shapes,
+        parameter_dtypes=graph.parameter_dtypes,
         peak_by_kind=device.peak_by_kind,
         peak_place=place,
         largest=device.largest,

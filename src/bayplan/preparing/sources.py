@@ -14,7 +14,13 @@ from bayplan.data.plan import DevicePlan, Plan
 from bayplan.devices.choosing import chosen_device, is_chosen
 from bayplan.devices.device import GPU, device_named, device_of
 from bayplan.devices.fake_gpu import FakeGpu
-from bayplan.models.targets import Target, check_one_device, one_home, resolve_target
+from bayplan.models.targets import (
+    Target,
+    check_one_device,
+    one_home,
+    resolve_target,
+    without_rest,
+)
 from bayplan.preparing.step import PreparedStep
 from bayplan.step import AUTOCASTS, Batch, LossFunction, autocast_dtype, check_model
 from bayplan.tracing.fake import OptimizerSource
@@ -66,6 +72,8 @@ def prepare(
         check_one_device(model)
         if device is None:
             _check_home(model, batch, on)
+        if device is not None:  # where only what the step reads is copied to
+            batch = without_rest(batch)
         target, size = _given_target(model, batch, loss_fn), None
     precision = {dtype: name for name, dtype in AUTOCASTS.items()}
     return PreparedStep(

@@ -19,6 +19,7 @@ __all__ = [
     "verdict_text",
 ]
 
+_MOST_SHAPES = 3  # of a batch's tensors that are told
 _ORIGIN_WORDS = {
     Origin.MEASURED: "time measured on this device",
     Origin.SCALED: "time measured here at another batch size and scaled",
@@ -57,11 +58,15 @@ def verdict_line(verdict: Verdict) -> str:
 
 def verdict_text(verdict: Verdict) -> str:
     batch = "" if verdict.batch is None else f", batch {verdict.batch}"
+    if verdict.batch_shapes:
+        more = "" if len(verdict.batch_shapes) <= _MOST_SHAPES else ", …"
+        batch += f" ({', '.join(verdict.batch_shapes[:_MOST_SHAPES])}{more})"
+    dtypes = f" in {' and '.join(verdict.parameter_dtypes)}" if verdict.parameter_dtypes else ""
     spread = format_seconds(verdict.plain_step_spread_seconds)
     lines = [
         verdict_line(verdict),
         "",
-        f"{verdict.model}{batch}, {format_count(verdict.num_parameters)} parameters,"
+        f"{verdict.model}{batch}, {format_count(verdict.num_parameters)} parameters{dtypes},"
         f" optimizer {verdict.optimizer}, on {verdict.device}",
         f"one plain step {format_seconds(verdict.plain_step_seconds)} ± {spread}"
         f" ({_ORIGIN_WORDS[verdict.time_origin]})",
@@ -190,7 +195,7 @@ def comparison_text(first: RunRecord, second: RunRecord) -> str:
         ("peak", *map(format_bytes, peaks), errors[0]),
         ("step", *map(format_seconds, seconds), errors[1]),
     ]
-    return "\n".join(f"{a:<6}{b:>12}{c:>12}{change:>10}" for a, b, c, change in rows)
+    return "\n".join(f"{a:<6}{b:>12}{c:>12} {change:>9}" for a, b, c, change in rows)
 
 
 def findings_text(findings: list[Finding]) -> str:

@@ -1,6 +1,6 @@
 """Accelerate, plain and within a limit: the same losses, in less memory.
 
-    pip install bayplan accelerate
+    pip install accelerate    # beside bayplan
     python examples/with_accelerate.py
 
 The one line of bayplan is `fit(accelerator, model, loader, ...)`, after `prepare`.

@@ -1,6 +1,6 @@
 """Lightning, plain and within a limit: the same losses, in less memory.
 
-    pip install bayplan lightning
+    pip install lightning    # beside bayplan
     python examples/with_lightning.py
 
 The one line of bayplan is `callbacks=[FitCallback(...)]`.

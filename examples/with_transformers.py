@@ -1,6 +1,6 @@
 """transformers' Trainer, plain and within a limit: the same losses, in less memory.
 
-    pip install bayplan transformers accelerate
+    pip install transformers accelerate    # beside bayplan
     python examples/with_transformers.py
 
 The one line of bayplan is `fit(trainer, memory=...)`.

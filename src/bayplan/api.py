@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +17,6 @@ from bayplan.costing.operators import scale_workspaces
 from bayplan.costing.pricing import measured_prices
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import scale_profile
-from bayplan.data import files
 from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import PlanBroken, UsageError
@@ -44,12 +42,14 @@ from bayplan.preparing.sources import planned_on, prepare, step_of_plan
 from bayplan.preparing.stages import PreparedStages
 from bayplan.preparing.step import PreparedStep, replay
 from bayplan.reporting.differences import compare
+from bayplan.reporting.html import Report
 from bayplan.reporting.log import say, speaks_by_default
 from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text
 from bayplan.reporting.progress import ProgressBar
 from bayplan.reporting.ranks import whole_pipeline_text
-from bayplan.reporting.text import comparison_text, record_text
-from bayplan.reporting.trace import trace_of
+from bayplan.reporting.text import report_text
+from bayplan.reporting.trace import write_trace
+from bayplan.reporting.writing import write_report
 from bayplan.running.fitted import fit as fit_model
 from bayplan.running.fitted import plans_of
 from bayplan.running.pieces import summarise_pieces
@@ -694,7 +694,13 @@ def simulate(
 
 
 def report(
-    record: RunRecord, *, against: RunRecord | None = None, trace: Path | str | None = None
+    record: RunRecord,
+    *,
+    against: RunRecord | None = None,
+    trace: Path | str | None = None,
+    path: Path | str | None = None,
+    svg: Path | str | None = None,
+    csv: Path | str | None = None,
 ) -> str:
     """A record as text; with another one beside it, and how far they differ.
 
@@ -702,18 +708,19 @@ def report(
         record: simulated or measured.
         against: another record of the same step.
         trace: a file for the timeline of the record's last step, which Chrome and Perfetto draw.
+        path: a page with pictures: one HTML file that opens offline.
+        svg: a folder for each picture as SVG.
+        csv: a folder for each table as CSV.
     """
     if trace is not None:
-        if not any(device.events or device.curve for device in record.devices):
-            raise UsageError(
-                "the record has neither events nor a memory curve, so there is no timeline to"
-                " write; a record of `bayplan run` with --placement, or of `bayplan simulate`, has"
-            )
-        files.write_bytes(Path(trace), msgspec.json.encode(trace_of(record)))
-    parts = [record_text(record)]
-    if against is not None:
-        parts += [record_text(against), comparison_text(record, against)]
-    return "\n".join(parts)
+        write_trace(trace, record)
+    write_report(
+        Report.of(record, *([] if against is None else [against])),
+        page=None if path is None else Path(path),
+        svg=None if svg is None else Path(svg),
+        csv=None if csv is None else Path(csv),
+    )
+    return report_text(record, against)
 
 
 def explain(plan: Plan) -> str:

@@ -12,7 +12,12 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
 __all__ = [
+    "KEPT",
     "MESSAGE",
+    "PACKED",
+    "RECOMPUTED",
+    "SWAPPED",
+    "AllReduce",
     "AllocatorPeaks",
     "DeviceDifference",
     "DeviceRecord",
@@ -22,6 +27,7 @@ __all__ = [
     "LiveStorage",
     "MemoryCurve",
     "MessageClass",
+    "PlanPoint",
     "Prediction",
     "RunRecord",
     "Source",
@@ -30,7 +36,10 @@ __all__ = [
     "size_class",
 ]
 
-MESSAGE = "message"  # beside the storage kinds: values on their way between ranks
+# Beside the storage kinds: values on their way between ranks, and what a planned step does with
+# those that its backward needs.
+MESSAGE = "message"
+KEPT, RECOMPUTED, SWAPPED, PACKED = "kept", "recomputed", "swapped", "packed"
 
 
 class Source(StrEnum):
@@ -123,6 +132,38 @@ def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass
     )
 
 
+class AllReduce(CheckedStruct, frozen=True, kw_only=True):
+    """The sum of one bucket of gradients in the last step, as a device saw it.
+
+    Attributes:
+        start_seconds, seconds: of the step, and how long it was on its way.
+        exposed_seconds: of these, in which the device did nothing but wait for sums.
+    """
+
+    bucket: int
+    size_bytes: int
+    start_seconds: float
+    seconds: float
+    exposed_seconds: float = 0.0
+
+
+class PlanPoint(CheckedStruct, frozen=True, kw_only=True):
+    """A plan of the same step, as what it needs and what it costs; predicted.
+
+    Attributes:
+        name: of the strategy, or of who published it.
+        time_ratio: over the plain step.
+        limit_bytes: that it was made for; None for a strategy that knows no limit.
+        is_chosen: whether this is the plan of the record.
+    """
+
+    name: str
+    peak_bytes: int
+    time_ratio: float
+    limit_bytes: int | None = None
+    is_chosen: bool = False
+
+
 class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
     """What torch's caching allocator takes for a loop of steps on a CUDA device.
 
@@ -151,13 +192,18 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
             where that is not known, at least its context and `peak_bytes`. None if unknown.
         allocator: what its caching allocator takes; None where it has none or that is not known.
         peak_node: index of the graph node at the peak; None where no graph is known.
+        peak_place: what runs at the peak, in words: operator, module and source line.
+        plain_curve: of the same step, were everything kept; None if that is not known.
         stages: of the plan that it computes; empty where there is one device alone.
+        places: what it is inside of, the outermost first: its host, and switches in it.
         events: what it did in the last step.
+        all_reduces: that it took part in, in the last step.
         staleness: for each update, how many updates old the weights were that its gradients are of.
     """
 
     device: str
     stages: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
     peak_bytes: int
     needed_bytes: int | None = None
     total_bytes: int | None = None
@@ -165,11 +211,14 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     allocator: AllocatorPeaks | None = None
     peak_by_kind: dict[str, int] = {}
     peak_node: int | None = None
+    peak_place: str = ""
     step_peak_bytes: tuple[int, ...] = ()
     largest: tuple[LiveStorage, ...] = ()
     curve: MemoryCurve | None = None
+    plain_curve: MemoryCurve | None = None
     events: tuple[Event, ...] = ()
     messages: tuple[MessageClass, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
     staleness: tuple[int, ...] = ()
 
     @property
@@ -203,6 +252,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         epoch_samples: of an epoch, which is not run: its time follows from the median step.
         losses: one for each step, and those of steps to warm up before; may be empty.
         predicted: by the plan that was run.
+        limit_bytes: of the plan, for each device; None without one.
+        plain_seconds, data_parallel_seconds: of the step without a plan, and of pure data parallel
+            on the same devices; predicted, None if unknown.
+        tradeoff: plans of the same step, with more and with less memory.
+        command: that made the record, as it was typed; may be empty.
     """
 
     schema: str = "bayplan/record"
@@ -221,6 +275,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     epoch_samples: int | None = None
     losses: tuple[float, ...] = ()
     predicted: Prediction | None = None
+    limit_bytes: int | None = None
+    plain_seconds: float | None = None
+    data_parallel_seconds: float | None = None
+    tradeoff: tuple[PlanPoint, ...] = ()
+    command: str = ""
 
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +38,7 @@ from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_paralle
 from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
+from bayplan.planning.memory.records import planned_record, tradeoff_of
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
 from bayplan.preparing.sources import planned_on, prepare, step_of_plan
 from bayplan.preparing.stages import PreparedStages
@@ -72,6 +74,7 @@ __all__ = [
     "compare",
     "explain",
     "fit",
+    "judged",
     "plan",
     "plan_for_ranks",
     "plan_of",
@@ -79,6 +82,7 @@ __all__ = [
     "profile",
     "record",
     "report",
+    "report_of_verdict",
     "run",
     "scale",
     "simulate",
@@ -100,6 +104,7 @@ def check(
     profile: Profile | None = None,
     may_plan: bool = True,
     again: bool = False,
+    report: Path | str | None = None,
     on_progress: Progress = no_progress,
     **options: Any,
 ) -> Verdict:
@@ -125,6 +130,7 @@ def check(
         profile: measured before of this very step, by `profile`.
         may_plan: whether a plan is looked for where the plain step does not fit.
         again: measures and plans anew, and replaces what the cache has of this step.
+        report: a page with pictures of the answer: one HTML file that opens offline.
         on_progress: hears what is being done.
         **options: of the plan, as for `plan`: `pack`, `swap`, `swap_size`, `update_in_backward`,
             `time_limit_seconds`.
@@ -134,24 +140,37 @@ def check(
         >>> check(model, batch, lambda y: y.sum(), memory="1GiB", device="h100").fits
         True
     """
-    planner = planner_of(
-        model,
-        batch,
-        loss_fn,
-        limit_counts=limit_counts,
-        device=device,
-        on=on,
-        optimizer=optimizer,
-        autocast=autocast,
-        again=again,
-        on_progress=on_progress,
+    asked: dict[str, Any] = {
+        "limit_counts": limit_counts,
+        "device": device,
+        "on": on,
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "again": again,
+        "on_progress": on_progress,
         **options,
-    )
+    }
+    planner = planner_of(model, batch, loss_fn, **asked)
+    verdict = judged(planner, memory=memory, profile=profile, may_plan=may_plan)
+    if report is not None:
+        asked_of = report_of_verdict(planner, verdict, may_plan=may_plan)
+        write_report(asked_of, page=Path(report))
+    return verdict
+
+
+def judged(
+    planner: Planner,
+    *,
+    memory: str | int | Limit | None = None,
+    profile: Profile | None = None,
+    may_plan: bool = True,
+) -> Verdict:
+    """The verdict on a planner's step; arguments as for `check`."""
     memory_bytes = None
     if memory is not None:
         memory_bytes = planner.limit_bytes(Limit.parse(memory))
     step = planner.step
-    assert isinstance(step, PreparedStep), "made above"
+    assert isinstance(step, PreparedStep), "made by `planner_of`"
 
     def in_pieces(limit_bytes: int) -> InPieces:
         prices = partial(measured_prices, cache=cache_directory())
@@ -169,8 +188,31 @@ def check(
         planner=planner if may_plan else None,
         counting=planner.counting,
         in_pieces=in_pieces if step.is_here and not step.update_in_backward else None,
-        on_progress=on_progress,
+        on_progress=planner.on_progress,
     )
+
+
+def report_of_verdict(
+    planner: Planner, verdict: Verdict, *, may_plan: bool = True, command: str = ""
+) -> Report:
+    """What a page about a verdict is made of: the step as it would run, and its other plans."""
+    step, order = planner.step, None
+    assert isinstance(step, PreparedStep), "made by `planner_of`"
+    if verdict.planned is not None and verdict.in_pieces is None:
+        once = replace(planner, again=False)  # it was planned a moment ago, and is kept
+        order = once.order(Limit(size_bytes=verdict.limit_bytes))
+    tradeoff = ()
+    if may_plan and verdict.in_pieces is None:
+        seconds = planner.time_limit_seconds
+        tradeoff = tradeoff_of(planner, order, time_limit_seconds=seconds)
+    if order is not None:
+        record = planned_record(step, order, tier=planner.tier, tradeoff=tradeoff)
+    else:
+        record = msgspec.structs.replace(
+            step.simulated(), num_samples=step.samples, tradeoff=tradeoff
+        )
+    record = msgspec.structs.replace(record, limit_bytes=verdict.limit_bytes, command=command)
+    return Report(records={"predicted": record}, verdict=verdict)
 
 
 def plan(

@@ -34,6 +34,7 @@ __all__ = [
     "StepParts",
     "message_classes",
     "size_class",
+    "waited_seconds",
 ]
 
 # Beside the storage kinds: values on their way between ranks, and what a planned step does with
@@ -75,6 +76,25 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"columns of different lengths: {lengths}")
         check_figures("seconds", self.seconds)
 
+    def thinned(self, most: int) -> "MemoryCurve":
+        """The same with so many samples at most: the highest and the lowest of each part."""
+        totals, num_parts = self.total_bytes, max(1, most // 2)
+        if len(totals) <= most:
+            return self
+        kept: set[int] = set()
+        for part in range(num_parts):
+            own = range(part * len(totals) // num_parts, (part + 1) * len(totals) // num_parts)
+            kept |= {max(own, key=totals.__getitem__), min(own, key=totals.__getitem__)}
+        order = sorted(kept)
+        return MemoryCurve(
+            seconds=tuple(self.seconds[index] for index in order),
+            total_bytes=tuple(totals[index] for index in order),
+            by_kind={
+                kind: tuple(column[index] for index in order)
+                for kind, column in self.by_kind.items()
+            },
+        )
+
 
 class LiveStorage(CheckedStruct, frozen=True, kw_only=True):
     """One of the largest storages alive at the peak, named as the user knows it."""
@@ -92,6 +112,15 @@ class Event(CheckedStruct, frozen=True, kw_only=True):
     name: str
     start_seconds: float
     seconds: float
+
+
+def waited_seconds(events: Iterable[Event], start: float, end: float) -> float:
+    """How much of a stretch a device did nothing but wait for sums of gradients."""
+    waits = (event for event in events if event.lane is Lane.REDUCE)
+    return sum(
+        max(0.0, min(end, wait.start_seconds + wait.seconds) - max(start, wait.start_seconds))
+        for wait in waits
+    )
 
 
 class MessageClass(CheckedStruct, frozen=True, kw_only=True):
@@ -292,12 +321,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"predicted.{name} is of {num_predicted} devices, but there are {num_devices}"
                 )
         for index, device in enumerate(self.devices):
-            if self.source is Source.SIMULATED and device.curve is not None:
-                # Every storage is known here, so bytes are never below 0 as in a measured curve.
-                place = f"devices[{index}].curve"
-                check_figures(f"{place}.total_bytes", device.curve.total_bytes)
-                for kind, column in device.curve.by_kind.items():
-                    check_figures(f"{place}.by_kind[{kind!r}]", column)
+            for name in ("curve", "plain_curve") if self.source is Source.SIMULATED else ():
+                curve: MemoryCurve | None = getattr(device, name)
+                if curve is not None:
+                    # Every storage is known here, so bytes are never below 0 as in a measured one.
+                    place = f"devices[{index}].{name}"
+                    check_figures(f"{place}.total_bytes", curve.total_bytes)
+                    for kind, column in curve.by_kind.items():
+                        check_figures(f"{place}.by_kind[{kind!r}]", column)
 
     @property
     def peak_bytes(self) -> int:

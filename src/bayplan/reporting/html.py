@@ -19,6 +19,7 @@ import msgspec
 
 from bayplan.data.judgement import Why
 from bayplan.data.record import RunRecord, Source
+from bayplan.data.units import LimitCounts
 from bayplan.data.verdict import Verdict
 from bayplan.reporting.charts.chart import Chart
 from bayplan.reporting.charts.devices import devices_chart
@@ -66,14 +67,17 @@ class Report:
         records = self.records
         main = next((r for r in records.values() if r.source is Source.MEASURED), None)
         main = main or next(iter(records.values()))
-        limit_bytes = self.verdict.limit_bytes if self.verdict else None
+        verdict = self.verdict
+        limit_bytes = verdict.limit_bytes if verdict else None
+        counts = verdict.limit_counts if verdict else LimitCounts.LIVE
         fullest = fullest_device(main)
         peak = next(
             filter(None, (peak_table(d) for r in records.values() for d in r.devices[:1])), None
         )
-        yield Section.of(memory_chart(records, limit_bytes=limit_bytes), peak)
+        yield Section.of(memory_chart(records, limit_bytes=limit_bytes, limit_counts=counts), peak)
         tradeoff = next((r for r in records.values() if r.tradeoff), main)
-        yield Section.of(tradeoff_chart(tradeoff.tradeoff, limit_bytes or tradeoff.limit_bytes))
+        own_limit = limit_bytes or tradeoff.limit_bytes if counts is LimitCounts.LIVE else None
+        yield Section.of(tradeoff_chart(tradeoff.tradeoff, own_limit))
         yield Section.of(timeline_chart(records))
         summed = next((r for r in records.values() if message_rows(r)), None)
         own = message_rows(summed) if summed is not None else None
@@ -158,9 +162,14 @@ def _header(report: Report, summary: Summary) -> str:
     kind = "" if summary.is_good else ' class="bad"'
     return (
         f'<header><p class="about">{escape(_model(report))} · {how}</p>\n'
-        f"<h1{kind}>{escape(summary.sentence)}</h1>\n"
+        f"<h1{kind}>{_unbroken(escape(summary.sentence))}</h1>\n"
         f'<div class="figures">\n{figures}\n</div></header>'
     )
+
+
+def _unbroken(text: str) -> str:
+    """Numbers stay with their units where lines break."""
+    return re.sub(r"(?<=\d) (?=[A-Za-zµ%]{1,3}\b)", "&nbsp;", text)
 
 
 def _section(section: Section) -> str:

@@ -37,7 +37,7 @@ def summarised(
 ) -> Summary:
     """Say what came of it; a measured record counts before a predicted one."""
     if verdict is not None:
-        return Summary(f"It {verdict_line(verdict)}", _verdict_figures(verdict), verdict.fits)
+        return Summary(_verdict_sentence(verdict), _verdict_figures(verdict), verdict.fits)
     measured = [record for record in records.values() if record.source is Source.MEASURED]
     record = (measured or list(records.values()))[-1]
     predicted = next((r for r in records.values() if r.source is Source.SIMULATED), None)
@@ -67,6 +67,20 @@ def summarised(
         *_last_figures(record, predicted, why),
     ]
     return Summary(f"{head}: {', '.join(parts)}", tuple(figures[:4]), fits)
+
+
+def _verdict_sentence(verdict: Verdict) -> str:
+    if not verdict.fits:
+        return f"It {verdict_line(verdict)}"
+    planned = verdict.planned
+    if planned is None or verdict.plain_fits:
+        seconds = format_seconds(verdict.plain_step_seconds)
+        return f"It fits: {_of(verdict.plain_bytes, verdict.limit_bytes)}, {seconds} a step"
+    how = "with a plan" if verdict.in_pieces is None else "in pieces, with bayplan.fit"
+    return (
+        f"It fits {how}: {_of(verdict.planned_bytes, verdict.limit_bytes)},"
+        f" {planned.time_ratio:.2f}x the plain step's time"
+    )
 
 
 def _verdict_figures(verdict: Verdict) -> tuple[Figure, ...]:

@@ -19,7 +19,16 @@ from bayplan.data.device import DeviceKind, Figure
 from bayplan.data.errors import DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
-from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source, message_classes
+from bayplan.data.record import (
+    AllReduce,
+    DeviceRecord,
+    Event,
+    Lane,
+    RunRecord,
+    Source,
+    message_classes,
+    waited_seconds,
+)
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
@@ -42,7 +51,7 @@ from bayplan.simulating.rank_memory import Key, RankMemory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, Tier, apply_order, lane_seconds
 
-__all__ = ["Progress", "devices_for", "host_tier", "simulate_plan"]
+__all__ = ["Progress", "all_reduces_of", "devices_for", "host_tier", "simulate_plan"]
 
 Progress = Callable[[str, int, int], None]
 _K = ActionKind
@@ -122,6 +131,23 @@ def devices_for(plan: RankPlan, cluster: Cluster) -> tuple[int, ...]:
     return tuple(range(num_ranks))
 
 
+def all_reduces_of(times: StepTimes, rank: int) -> tuple[AllReduce, ...]:
+    """The sums that a rank took part in, with how long it did nothing but wait for each."""
+    return tuple(
+        AllReduce(
+            bucket=moved.bucket or 0,
+            size_bytes=int(moved.size_bytes),
+            start_seconds=moved.start_seconds,
+            seconds=moved.seconds,
+            exposed_seconds=waited_seconds(
+                times.events[rank], moved.start_seconds, moved.start_seconds + moved.seconds
+            ),
+        )
+        for moved in times.moved
+        if moved.lane is Lane.REDUCE and rank in moved.ranks
+    )
+
+
 def host_tier(cluster: Cluster, device: int) -> Tier | None:
     """How fast a device swaps to the memory of its host; None if the cluster does not say."""
     rate = cluster.hosts[cluster.devices[device].host].copy_bytes_per_s
@@ -170,14 +196,15 @@ class _RankReplay:
         on_progress("replaying", 1, 3)
         times = self._times()
         on_progress("replaying with slower figures", 2, 3)
-        sums: list[list[tuple[int, float]]] = [[] for _ in self.devices]
-        for moved in times.moved:
-            if moved.lane is Lane.REDUCE:
-                for rank in moved.ranks:
-                    sums[rank].append((int(moved.size_bytes), moved.seconds))
         devices = [
-            msgspec.structs.replace(record, events=events, messages=message_classes(own_sums))
-            for record, events, own_sums in zip(records, times.events, sums, strict=True)
+            msgspec.structs.replace(
+                record,
+                events=times.events[rank],
+                messages=message_classes((own.size_bytes, own.seconds) for own in sums),
+                all_reduces=sums,
+            )
+            for rank, record in enumerate(records)
+            for sums in [all_reduces_of(times, rank)]
         ]
         spread_seconds = self._spread_seconds(times.seconds)
         return _Simulated(times.seconds, spread_seconds, self.source.num_samples, devices)
@@ -240,6 +267,7 @@ class _RankReplay:
             allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
             stages=stages,
+            places=self.cluster.places_of(self.devices[rank]),
         )
 
     @cached_property

@@ -35,7 +35,6 @@ __all__ = [
     "note",
     "safe",
     "seconds_unit",
-    "thinned",
 ]
 
 Trace = dict[str, Any]
@@ -116,21 +115,3 @@ def note(text: str, x: float, y: float, **more: Any) -> Trace:
     """Text with an arrow to a point."""
     arrow = {"showarrow": True, "arrowhead": 2, "arrowsize": 1, "arrowcolor": INK, "arrowwidth": 1}
     return {"text": text, "x": x, "y": y, **arrow, **more}
-
-
-def thinned(totals: Sequence[float], most: int) -> list[int]:
-    """Indices of at most `most` samples that keep the shape, the highest and lowest of each part.
-
-    Example:
-        >>> thinned([0, 5, 1, 2, 9, 3, 4, 0], 4)
-        [0, 1, 4, 7]
-    """
-    if len(totals) <= most:
-        return list(range(len(totals)))
-    num_parts = max(1, most // 2)
-    kept: set[int] = set()
-    for part in range(num_parts):
-        begin = part * len(totals) // num_parts
-        own = range(begin, (part + 1) * len(totals) // num_parts)
-        kept |= {max(own, key=totals.__getitem__), min(own, key=totals.__getitem__)}
-    return sorted(kept)

@@ -16,7 +16,7 @@ from bayplan.data.record import (
     RunRecord,
     Source,
 )
-from bayplan.data.units import format_bytes
+from bayplan.data.units import LimitCounts, format_bytes
 from bayplan.reporting.charts.chart import (
     BLUE,
     GREEN,
@@ -24,6 +24,7 @@ from bayplan.reporting.charts.chart import (
     INK,
     MUTED,
     ORANGE,
+    PAPER,
     PURPLE,
     SKY,
     VERMILLION,
@@ -36,13 +37,13 @@ from bayplan.reporting.charts.chart import (
     note,
     safe,
     seconds_unit,
-    thinned,
 )
 
 __all__ = ["memory_chart"]
 
 _MOST_POINTS = 600
-_LONGEST_PLACE = 60
+_LEAST_SHARE = 0.005  # of the highest; a lower band is not worth a line in the legend
+_OVER = {"fillmode": "overlay"}  # a pattern over its colour, and not instead of it
 
 
 class _Band(NamedTuple):
@@ -70,7 +71,10 @@ _REST = _Band("other", "#D0D0D0", "", ())
 
 
 def memory_chart(
-    records: Mapping[str, RunRecord], *, limit_bytes: int | None = None
+    records: Mapping[str, RunRecord],
+    *,
+    limit_bytes: int | None = None,
+    limit_counts: LimitCounts = LimitCounts.LIVE,
 ) -> Chart | None:
     """Draw the fullest device of the records, by their names; None where none has a curve.
 
@@ -109,7 +113,7 @@ def memory_chart(
         shapes.append(dashed_line("y", at, colour=VERMILLION))
         notes.append(
             {
-                "text": f"limit {format_bytes(limit_bytes)}",
+                "text": f"limit {format_bytes(limit_bytes)}{_counted(limit_counts)}",
                 **{"xref": "paper", "x": 1, "xanchor": "right", "y": at, "yanchor": "bottom"},
                 **{"showarrow": False, "font": {"color": VERMILLION}},
             }
@@ -118,13 +122,13 @@ def memory_chart(
     return Chart(
         name="memory",
         title="Memory over one step",
-        caption=_caption(device, what, has_plain=device.plain_curve is not None),
+        caption=_caption(device, curve, what),
         traces=traces,
         layout={
             "xaxis": {"title": {"text": f"time in the step, {time.name}"}, "rangemode": "tozero"},
             "yaxis": {
                 "title": {"text": f"memory, {amount.name}"},
-                "range": [0, amount.of(1.12 * highest)],
+                "range": [0, amount.of(1.18 * highest)],
             },
             "hovermode": "x unified",
             "shapes": shapes,
@@ -134,11 +138,15 @@ def memory_chart(
     )
 
 
-def _caption(device: DeviceRecord, what: str, *, has_plain: bool) -> str:
+def _counted(counts: LimitCounts) -> str:
+    return "" if counts is LimitCounts.LIVE else f" of {counts} bytes"
+
+
+def _caption(device: DeviceRecord, curve: MemoryCurve, what: str) -> str:
     parts = [f"Live bytes of {device.device or 'the device'} ({what}), by what they are for."]
-    if has_plain:
+    if device.plain_curve is not None:
         parts.append("The dashed line is the same step with every activation kept.")
-    return " ".join(parts)
+    return " ".join([*parts, _peak_words(device, max(curve.total_bytes))])
 
 
 def _curve(device: DeviceRecord) -> MemoryCurve:
@@ -153,20 +161,21 @@ def _fullest(record: RunRecord) -> DeviceRecord | None:
 
 
 def _bands(curve: MemoryCurve, amount: Unit, time: Unit) -> list[Trace]:
-    kept = thinned(curve.total_bytes, _MOST_POINTS)
-    seconds = [time.of(curve.seconds[index]) for index in kept]
-    columns = dict(curve.by_kind)
+    curve = curve.thinned(_MOST_POINTS)
+    seconds = [time.of(moment) for moment in curve.seconds]
+    columns: dict[str, Sequence[int]] = dict(curve.by_kind)
     bands = []
     for band in _BANDS:
         own = [columns.pop(kind) for kind in band.kinds if kind in columns]
-        if own:
-            bands.append((band, [sum(column[index] for column in own) for index in kept]))
+        if own and max(_sums(own)) >= _LEAST_SHARE * max(curve.total_bytes):
+            bands.append((band, _sums(own)))
+        else:
+            columns |= {f"{band.words} {number}": each for number, each in enumerate(own)}
     if columns:
-        rest = [sum(column[index] for column in columns.values()) for index in kept]
-        bands.append((_REST, rest))
+        bands.append((_REST, _sums(list(columns.values()))))
     if not curve.by_kind:
         total = _Band("in tensors", SKY, "", ())
-        bands = [(total, [curve.total_bytes[index] for index in kept])]
+        bands = [(total, list(curve.total_bytes))]
     return [
         {
             "type": "scatter",
@@ -185,17 +194,21 @@ def _bands(curve: MemoryCurve, amount: Unit, time: Unit) -> list[Trace]:
     ]
 
 
+def _sums(columns: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(row) for row in zip(*columns, strict=True)]
+
+
 def _pattern(band: _Band) -> dict[str, object]:
-    return {"shape": band.pattern, "size": 6, "solidity": 0.25, "fgcolor": "#222222"}
+    return {"shape": band.pattern, "size": 6, "solidity": 0.25, "fgcolor": "#222222", **_OVER}
 
 
 def _line(name: str, curve: MemoryCurve, amount: Unit, time: Unit, **line: object) -> Trace:
-    kept = thinned(curve.total_bytes, _MOST_POINTS)
+    curve = curve.thinned(_MOST_POINTS)
     return {
         "type": "scatter",
         "name": safe(name),
-        "x": [time.of(curve.seconds[index]) for index in kept],
-        "y": [amount.of(curve.total_bytes[index]) for index in kept],
+        "x": [time.of(moment) for moment in curve.seconds],
+        "y": [amount.of(size) for size in curve.total_bytes],
         "mode": "lines",
         "line": {"shape": "hv", "color": INK, "width": 1.5, **line},
         "hovertemplate": f"%{{y:.4g}} {amount.name}",
@@ -215,25 +228,29 @@ def _reserve(curve: MemoryCurve, reserved_bytes: int, amount: Unit, time: Unit) 
     }
 
 
-def _short(place: str) -> str:
-    return safe(place if len(place) <= _LONGEST_PLACE else f"{place[:_LONGEST_PLACE]}…")
+def _peak_words(device: DeviceRecord, peak_bytes: int) -> str:
+    """The peak in a sentence: what runs then, and the largest value that is alive."""
+    place, words = device.peak_place, f"The peak is {format_bytes(peak_bytes)}"
+    words += f", at {place}" if place else ""
+    if device.largest:
+        value = device.largest[0]
+        named = " ".join(filter(None, (value.name, value.source)))
+        words += f"; the largest value then is {named}, {format_bytes(value.size_bytes)}"
+    return f"{words}."
 
 
 def _peak_note(device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Unit) -> Trace:
     totals: Sequence[int] = curve.total_bytes
     index = max(range(len(totals)), key=totals.__getitem__)
     lines = [f"<b>peak {format_bytes(totals[index])}</b>"]
-    if device.peak_place:
-        lines.append(f"at {_short(device.peak_place)}")
-    if device.largest:
-        value = device.largest[0]
-        words = " ".join(filter(None, (value.name, value.source)))
-        lines.append(f"largest: {_short(words)}, {format_bytes(value.size_bytes)}")
+    # The caption has all of it; the picture says where in the model.
+    lines += [safe(" ".join(device.peak_place.split()[-2:]))] if device.peak_place else []
     is_late = curve.seconds[index] > curve.seconds[-1] / 2
     return note(
         "<br>".join(lines),
         time.of(curve.seconds[index]),
         amount.of(totals[index]),
-        **{"ax": -40 if is_late else 40, "ay": -28},
+        **{"ax": -40 if is_late else 40, "ay": -36},
         **{"xanchor": "right" if is_late else "left", "align": "left"},
+        **{"bgcolor": PAPER, "bordercolor": MUTED, "borderwidth": 1, "borderpad": 4},
     )

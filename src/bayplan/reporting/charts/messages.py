@@ -87,7 +87,10 @@ def hidden_chart(record: RunRecord) -> Chart | None:
             "name": name,
             "x": names,
             "y": [unit.of(own) for own in seconds],
-            "marker": {"color": colour, "pattern": {"shape": pattern, "fgcolor": "#222222"}},
+            "marker": {
+                "color": colour,
+                "pattern": {"shape": pattern, "fgcolor": "#222222", "fillmode": "overlay"},
+            },
             "hovertext": [_words(own) for own in sums],
             "hoverinfo": "text",
         }

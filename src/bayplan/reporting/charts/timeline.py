@@ -37,7 +37,7 @@ __all__ = ["action_words", "timeline_chart"]
 _K = ActionKind
 _MOST_BARS = 4000
 _MOST_RANKS = 64
-_ROW_PIXELS, _LEAST_ROW_PIXELS, _MOST_PIXELS = 46, 15, 1500
+_ROW_PIXELS, _LEAST_ROW_PIXELS, _MOST_PIXELS = 52, 15, 1500
 _GAP = 0.35  # between ranks, in rows
 _COMPUTE_SHARE = 0.5  # of a row's height, where there are other lanes
 
@@ -147,7 +147,7 @@ def timeline_chart(records: Mapping[str, RunRecord]) -> Chart | None:
                 ]
                 or [rows.middle(rank, 0) for rank in range(0, num_ranks, 4)],
                 "ticktext": [
-                    _row_words(rank, names[number], len(names), is_first=number == 0)
+                    _row_words(rank, names[number], num_ranks, len(names), is_first=number == 0)
                     for rank, number in rows.pairs
                     if not rows.is_dense
                 ]
@@ -173,17 +173,20 @@ def action_words(name: str) -> str:
     return f"{name}: stage {action.stage}, {_ACTION_WORDS[action.kind]} {action.index}"
 
 
-def _row_words(rank: int, name: str, num_records: int, *, is_first: bool) -> str:
+def _row_words(rank: int, name: str, num_ranks: int, num_records: int, *, is_first: bool) -> str:
+    if num_ranks == 1:
+        return name if num_records > 1 else ""
     if num_records == 1:
         return f"rank {rank}"
     return f"rank {rank} {name}" if is_first else name
 
 
 def _caption(records: Mapping[str, RunRecord], num_ranks: int) -> str:
-    rows = "A row for each device"
+    rows = "A row for each device" if num_ranks > 1 else "What the device does"
     if len(records) > 1:
         rows += f", {' above '.join(records)}"
-    text = f"{rows}. Grey is idle: a bubble, or a wait for others."
+    idle = "Grey is idle: a bubble, or a wait for others." if num_ranks > 1 else "Grey is idle."
+    text = f"{rows}. {idle}"
     num_devices = max(len(record.devices) for record in records.values())
     if num_devices > num_ranks:
         text += f" The first {num_ranks} of {num_devices} devices."
@@ -266,7 +269,7 @@ class _Rows(NamedTuple):
     @property
     def pixels(self) -> int:
         rows = -self.bottom
-        return int(150 + min(_MOST_PIXELS, max(rows * _LEAST_ROW_PIXELS, 90, rows * self._row)))
+        return int(150 + min(_MOST_PIXELS, max(rows * _LEAST_ROW_PIXELS, 60, rows * self._row)))
 
     @property
     def _row(self) -> float:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from bayplan.data.record import PlanPoint
 from bayplan.data.units import format_bytes
 from bayplan.reporting.charts.chart import (
@@ -44,6 +46,7 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
     if len(points) < 2:
         return None
     unit = bytes_unit(max(point.peak_bytes for point in points))
+    highest = _highest(points)
     curve = sorted(
         (point for point in points if point.name == OURS), key=lambda point: point.peak_bytes
     )
@@ -52,6 +55,9 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
     for number, point in enumerate(others):
         colour, symbol = _LOOKS[number % len(_LOOKS)]
         words = _WORDS.get(point.name, point.name)
+        if point.time_ratio > highest:  # drawn at the edge, so that the others can be told apart
+            words += f" ({point.time_ratio:.1f}x, above)"
+            point = msgspec.structs.replace(point, time_ratio=highest)
         traces.append(_points(words, [point], unit, colour=colour, symbol=symbol))
     chosen = [point for point in points if point.is_chosen]
     if chosen:
@@ -73,6 +79,7 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
             "yaxis": {
                 "title": {"text": "time, multiples of the plain step"},
                 "ticksuffix": "x",
+                "range": [0.95, round(1.0 + 1.12 * (highest - 1.0) + 0.02, 3)],
             },
             "hovermode": "closest",
             "shapes": [dashed_line("x", unit.of(limit_bytes), colour=VERMILLION)]
@@ -90,6 +97,14 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
         },
         height=400,
     )
+
+
+def _highest(points: Sequence[PlanPoint]) -> float:
+    """The slowest that is worth a place: far slower ones would press all others together."""
+    ratios = sorted(point.time_ratio for point in points)
+    own = max((point.time_ratio for point in points if point.name == OURS), default=1.0)
+    bound = max(2.0, 1.5 * own)
+    return max((ratio for ratio in ratios if ratio <= bound), default=bound)
 
 
 def _points(

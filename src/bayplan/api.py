@@ -38,17 +38,19 @@ from bayplan.planning.clusters.cluster_step import ClusterQuestion, data_paralle
 from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
-from bayplan.planning.memory.records import planned_record, tradeoff_of
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
+from bayplan.planning.pipelines.rank_records import predicted_on_ranks as replay_on_ranks
 from bayplan.preparing.sources import planned_on, prepare, step_of_plan
 from bayplan.preparing.stages import PreparedStages
 from bayplan.preparing.step import PreparedStep, replay
 from bayplan.reporting.differences import compare
 from bayplan.reporting.html import Report
 from bayplan.reporting.log import say, speaks_by_default
+from bayplan.reporting.planned import report_of_verdict
 from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text
 from bayplan.reporting.progress import ProgressBar
 from bayplan.reporting.ranks import whole_pipeline_text
+from bayplan.reporting.tables import alternatives_table
 from bayplan.reporting.text import report_text
 from bayplan.reporting.trace import write_trace
 from bayplan.reporting.writing import write_report
@@ -79,10 +81,11 @@ __all__ = [
     "plan_for_ranks",
     "plan_of",
     "planner_of",
+    "predicted_on_ranks",
     "profile",
     "record",
     "report",
-    "report_of_verdict",
+    "report_of_rank_plan",
     "run",
     "scale",
     "simulate",
@@ -153,8 +156,8 @@ def check(
     planner = planner_of(model, batch, loss_fn, **asked)
     verdict = judged(planner, memory=memory, profile=profile, may_plan=may_plan)
     if report is not None:
-        asked_of = report_of_verdict(planner, verdict, may_plan=may_plan)
-        write_report(asked_of, page=Path(report))
+        shown = report_of_verdict(planner, verdict, may_plan=may_plan)
+        write_report(shown, page=Path(report))
     return verdict
 
 
@@ -192,27 +195,29 @@ def judged(
     )
 
 
-def report_of_verdict(
-    planner: Planner, verdict: Verdict, *, may_plan: bool = True, command: str = ""
+def report_of_rank_plan(
+    made: RankPlan,
+    why: Why | None,
+    *,
+    cluster: str | Cluster | None = None,
+    target: str | None = None,
+    command: str = "",
 ) -> Report:
-    """What a page about a verdict is made of: the step as it would run, and its other plans."""
-    step, order = planner.step, None
-    assert isinstance(step, PreparedStep), "made by `planner_of`"
-    if verdict.planned is not None and verdict.in_pieces is None:
-        once = replace(planner, again=False)  # it was planned a moment ago, and is kept
-        order = once.order(Limit(size_bytes=verdict.limit_bytes))
-    tradeoff = ()
-    if may_plan and verdict.in_pieces is None:
-        seconds = planner.time_limit_seconds
-        tradeoff = tradeoff_of(planner, order, time_limit_seconds=seconds)
-    if order is not None:
-        record = planned_record(step, order, tier=planner.tier, tradeoff=tradeoff)
+    """What a page about a plan for ranks is made of, here or on a cluster."""
+    if cluster is None:
+        record = predicted_on_ranks(made, target)
     else:
-        record = msgspec.structs.replace(
-            step.simulated(), num_samples=step.samples, tradeoff=tradeoff
-        )
-    record = msgspec.structs.replace(record, limit_bytes=verdict.limit_bytes, command=command)
-    return Report(records={"predicted": record}, verdict=verdict)
+        record = simulate(made, cluster=cluster, target=target)
+    tables = () if why is None else (alternatives_table(why),)
+    return Report.of(msgspec.structs.replace(record, command=command), why=why, tables=tables)
+
+
+def predicted_on_ranks(made: RankPlan, target: str | None = None) -> RunRecord:
+    """What a plan for ranks of this machine promises, moment by moment, by prices of here."""
+    nodes = Placement.parse(made.placement).devices_per_node if made.placement else (1,)
+    links = local_link_speeds() if len(nodes) == 1 else None
+    network = None if links is None else SpeedsNetwork(links)
+    return replay_on_ranks(made, PreparedStages.of(step_of_plan(made, target=target)), network)
 
 
 def plan(

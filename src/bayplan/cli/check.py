@@ -86,6 +86,7 @@ def check(
     with options.rare_collections(), ProgressBar() as bar:
         from bayplan import api  # here: a mistake is told before torch is imported
         from bayplan.planning.memory.largest_batch import largest_batches
+        from bayplan.reporting.planned import report_of_verdict
 
         asked: dict[str, Any] = {
             "batch": batch,
@@ -110,11 +111,11 @@ def check(
         report = None
         if pictures.is_wanted:
             said = command_line()
-            report = api.report_of_verdict(planner, verdict, may_plan=plan, command=said)
-    options.complain(busy_text(verdict.price_spread))
-    options.show(verdict, verdict_text(verdict), json=json)
+            report = report_of_verdict(planner, verdict, may_plan=plan, command=said)
     if report is not None:
         pictures.write(report)
+    options.complain(busy_text(verdict.price_spread))
+    options.show(verdict, verdict_text(verdict), json=json)
     return ExitCode.DONE if verdict.fits else ExitCode.DOES_NOT_FIT
 
 

@@ -66,6 +66,6 @@ def report(
 
     if trace is not None:
         write_trace(trace, first)
-    print(report_text(first, second))
     if pictures.is_wanted:
         pictures.write(Report.of(first, *([] if second is None else [second])))
+    print(report_text(first, second))

@@ -12,6 +12,7 @@ from bayplan.cli import options
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
+    from bayplan.data.record import RunRecord
     from bayplan.reporting.html import Report
 
 __all__ = ["NO_REPORT", "ReportOptions", "command_line"]
@@ -47,6 +48,17 @@ class ReportOptions:
             if folder.exists() and not folder.is_dir():
                 raise UsageError(f"{folder} is a file; name a folder for pictures or tables")
             options.check_output(folder / "file")
+
+    def told(self, record: "RunRecord", *others: "RunRecord") -> "RunRecord":
+        """The record with the command that made it; writes a report of it where one is wanted."""
+        from msgspec import structs
+
+        record = structs.replace(record, command=command_line())
+        if self.is_wanted:
+            from bayplan.reporting.html import Report
+
+            self.write(Report.of(record, *others))
+        return record
 
     def write(self, report: "Report") -> None:
         """Write all that was asked for, and say where it is."""

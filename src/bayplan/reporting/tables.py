@@ -7,11 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bayplan.data.histogram import COLUMNS, HistogramRow
+from bayplan.data.judgement import Why
 from bayplan.data.record import DeviceRecord, RunRecord, Source
 from bayplan.data.units import format_bytes
 from bayplan.reporting.charts.devices import stage_words
 
-__all__ = ["Table", "csv_text", "device_table", "message_table", "peak_table", "step_table"]
+__all__ = [
+    "Table",
+    "alternatives_table",
+    "csv_text",
+    "device_table",
+    "message_table",
+    "peak_table",
+    "step_table",
+]
 
 _MIB = 2**20
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
@@ -121,7 +130,9 @@ def _mebibytes(size_bytes: int | None) -> str:
 
 
 def _error(predicted: float, measured: float) -> str:
-    return f"{100 * (predicted / measured - 1):+.1f}" if measured else ""
+    if not measured:
+        return ""
+    return f"{round(100 * (predicted / measured - 1), 1) + 0.0:+.1f}"  # + 0.0: never -0.0
 
 
 def step_table(records: Mapping[str, RunRecord]) -> Table:
@@ -163,6 +174,27 @@ def _figures(
 
 def _figure(figure: float | None) -> str:
     return "" if not figure else f"{figure:,.4g}" if figure < 1e5 else f"{figure:,.0f}"
+
+
+def alternatives_table(why: Why) -> Table:
+    """The split that was chosen, and what others would take."""
+    chosen = why.judgement.seconds
+    parallel = why.data_parallel_seconds
+    rows = [[why.name, why.shape, f"{1e3 * chosen:.4g}", "1.00", "chosen"]]
+    if parallel is not None and "data parallel" not in {own.name for own in why.alternatives}:
+        ratio = f"{parallel / chosen:.2f}"
+        rows.append(["data parallel", "", f"{1e3 * parallel:.4g}", ratio, ""])
+    for other in why.alternatives:
+        took = "" if other.seconds is None else f"{1e3 * other.seconds:.4g}"
+        ratio = "" if other.seconds is None else f"{other.seconds / chosen:.2f}"
+        rows.append([other.name, other.shape, took, ratio, other.reason])
+    return Table(
+        "alternatives",
+        "Other splits",
+        ["split", "devices by stage", "ms a batch", "over the chosen", "why not"],
+        rows,
+        f"Simulated. What binds the chosen one: {why.binding}.",
+    )
 
 
 def message_table(rows: Sequence[HistogramRow]) -> Table:

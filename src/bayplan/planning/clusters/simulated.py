@@ -20,19 +20,19 @@ from bayplan.data.errors import DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.record import (
-    AllReduce,
     DeviceRecord,
     Event,
     Lane,
+    MemoryCurve,
     RunRecord,
     Source,
     message_classes,
-    waited_seconds,
 )
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
+from bayplan.planning.pipelines.rank_records import all_reduces_of, fits_as_planned, rank_curve
+from bayplan.planning.pipelines.stage_fits import peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
 from bayplan.simulating.checking import check_actions, check_rank_plan
@@ -51,7 +51,7 @@ from bayplan.simulating.rank_memory import Key, RankMemory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Swapped, Tier, apply_order, lane_seconds
 
-__all__ = ["Progress", "all_reduces_of", "devices_for", "host_tier", "simulate_plan"]
+__all__ = ["Progress", "devices_for", "host_tier", "simulate_plan"]
 
 Progress = Callable[[str, int, int], None]
 _K = ActionKind
@@ -105,6 +105,7 @@ def simulate_plan(
             "cluster": f"{cluster.name} {cluster.fingerprint}",
         },
         num_samples=simulated.num_samples,
+        limit_bytes=plan.limit_bytes,
     )
     _check_fits(plan, record)
     return record
@@ -129,23 +130,6 @@ def devices_for(plan: RankPlan, cluster: Cluster) -> tuple[int, ...]:
         if all(node < len(hosts) and device < len(hosts[node]) for node, device in places):
             return tuple(hosts[node][device] for node, device in places)
     return tuple(range(num_ranks))
-
-
-def all_reduces_of(times: StepTimes, rank: int) -> tuple[AllReduce, ...]:
-    """The sums that a rank took part in, with how long it did nothing but wait for each."""
-    return tuple(
-        AllReduce(
-            bucket=moved.bucket or 0,
-            size_bytes=int(moved.size_bytes),
-            start_seconds=moved.start_seconds,
-            seconds=moved.seconds,
-            exposed_seconds=waited_seconds(
-                times.events[rank], moved.start_seconds, moved.start_seconds + moved.seconds
-            ),
-        )
-        for moved in times.moved
-        if moved.lane is Lane.REDUCE and rank in moved.ranks
-    )
 
 
 def host_tier(cluster: Cluster, device: int) -> Tier | None:
@@ -199,6 +183,7 @@ class _RankReplay:
         devices = [
             msgspec.structs.replace(
                 record,
+                curve=self._curve(rank, times.events[rank]),
                 events=times.events[rank],
                 messages=message_classes((own.size_bytes, own.seconds) for own in sums),
                 all_reduces=sums,
@@ -258,6 +243,11 @@ class _RankReplay:
             slower.append(self._times(loading_factor=1.0 + worst_spread(self._input_figures)))
         return math.hypot(*(times.seconds - seconds for times in slower))
 
+    def _curve(self, rank: int, events: Sequence[Event]) -> MemoryCurve | None:
+        on_kind = self._by_kind[self._kind(rank).name]
+        staying = on_kind.seconds.needs.staying_by_kind(self.pipeline.stages_of(rank))
+        return rank_curve(on_kind.memory[rank], on_kind.seconds.fits, staying, events)
+
     def _memory(self, rank: int) -> DeviceRecord:
         stages, kind = self.pipeline.stages_of(rank), self._kind(rank)
         on_kind = self._by_kind[kind.name]
@@ -298,16 +288,7 @@ class _RankReplay:
     ) -> dict[Key, Fit]:
         """How stages run as the plan says."""
         search = StageSearch(cache=self.source.cache, tier=tier)
-        planned = {
-            (given.stage, given.num_samples): given.order for given in self.plan.stage_orders
-        }
-        keys = dict.fromkeys(key for rank in ranks for key in keys_of(rank))
-        return {
-            key: search.ordered(cut.traced(*key), planned[key])
-            if key in planned
-            else search.plain(cut.traced(*key))
-            for key in keys
-        }
+        return fits_as_planned(self.plan, cut, ranks, search)
 
     @cached_property
     def _unrounded(self) -> dict[Key, Fit]:

@@ -52,7 +52,7 @@ def planned_record(
 ) -> RunRecord:
     """The step as a plan orders it, beside the plain step; nothing runs."""
     plain = step.simulated()
-    device = plain.devices[0]
+    device, plain_seconds = plain.devices[0], order.plain_seconds + step.outside_seconds
     replayed = planned_step(
         step.traced.with_packs(order.packs).program,
         order,
@@ -75,13 +75,15 @@ def planned_record(
                 capacity_bytes=device.capacity_bytes,
                 peak_place=replayed.peak_place,
                 curve=replayed.curve,
-                plain_curve=None if device.curve is None else _totals(device.curve),
+                plain_curve=None
+                if device.curve is None
+                else _stretched(device.curve, plain_seconds),
                 events=replayed.events,
             ),
         ),
         num_samples=step.samples,
         limit_bytes=limit_bytes,
-        plain_seconds=order.plain_seconds + step.outside_seconds,
+        plain_seconds=plain_seconds,
         tradeoff=tradeoff,
     )
 
@@ -105,8 +107,12 @@ def _largest(step: ReplayableStep, order: StepOrder) -> Iterator[LiveStorage]:
         )
 
 
-def _totals(curve: MemoryCurve) -> MemoryCurve:
-    return MemoryCurve(seconds=curve.seconds, total_bytes=curve.total_bytes)
+def _stretched(curve: MemoryCurve, seconds: float) -> MemoryCurve:
+    """The total alone, over the time that the plan's prices give the plain step."""
+    factor = seconds / curve.seconds[-1] if curve.seconds[-1] else 1.0
+    return MemoryCurve(
+        seconds=tuple(factor * moment for moment in curve.seconds), total_bytes=curve.total_bytes
+    )
 
 
 def tradeoff_of(

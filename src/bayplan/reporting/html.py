@@ -17,6 +17,8 @@ from string import Template
 
 import msgspec
 
+from bayplan.data.exchange import TuningRecord
+from bayplan.data.histogram import rows_of
 from bayplan.data.judgement import Why
 from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import LimitCounts
@@ -27,8 +29,9 @@ from bayplan.reporting.charts.memory import memory_chart
 from bayplan.reporting.charts.messages import hidden_chart, message_rows, messages_chart
 from bayplan.reporting.charts.timeline import timeline_chart
 from bayplan.reporting.charts.tradeoff import tradeoff_chart
+from bayplan.reporting.charts.tuning import tuning_chart
 from bayplan.reporting.plans import fullest_device
-from bayplan.reporting.summary import Summary, summarised
+from bayplan.reporting.summary import Summary, summarised, tuning_summary
 from bayplan.reporting.tables import Table, device_table, message_table, peak_table, step_table
 
 __all__ = ["Report", "Section", "page_of"]
@@ -39,17 +42,21 @@ class Report:
     """What a report is made of.
 
     Attributes:
-        records: by what they are called, predictions first.
+        records: by what they are called, predictions first; none where something was tuned.
         verdict: of `check`.
+        tuning: what a tuner found.
         why: of a plan for a cluster.
         tables: more of them.
+        model: its name, where no record has it.
         command: as it was typed.
     """
 
-    records: Mapping[str, RunRecord]
+    records: Mapping[str, RunRecord] = field(default_factory=dict)
     verdict: Verdict | None = None
+    tuning: TuningRecord | None = None
     why: Why | None = None
     tables: Sequence[Table] = ()
+    model: str = ""
     command: str = ""
 
     @classmethod
@@ -64,6 +71,16 @@ class Report:
 
     def sections(self) -> Iterator["Section"]:
         """Everything that there is something to show of, in the order of the page."""
+        if self.tuning is not None:
+            yield Section.of(tuning_chart(self.tuning))
+            rows = rows_of(self.tuning.messages, num_ranks=len(self.tuning.key.devices))
+            if rows:
+                yield Section.of(messages_chart(0, rows), message_table(rows))
+        if self.records:
+            yield from self._of_records()
+        yield from (Section.of(None, table) for table in self.tables)
+
+    def _of_records(self) -> Iterator["Section"]:
         records = self.records
         main = next((r for r in records.values() if r.source is Source.MEASURED), None)
         main = main or next(iter(records.values()))
@@ -91,9 +108,10 @@ class Report:
             yield Section.of(devices_chart(placed))
         if any(record.step_seconds for record in records.values()):
             yield Section.of(None, step_table(records), device_table(records))
-        yield from (Section.of(None, table) for table in self.tables)
 
     def summary(self) -> Summary:
+        if self.tuning is not None:
+            return tuning_summary(self.tuning)
         return summarised(self.records, verdict=self.verdict, why=self.why)
 
 
@@ -147,6 +165,8 @@ def _packed_plotly() -> str:
 
 def _model(report: Report) -> str:
     names = (record.model for record in report.records.values())
+    if report.model:
+        return report.model
     verdict = report.verdict
     return (verdict.model if verdict else "") or next(filter(None, names), "a training loop")
 
@@ -157,7 +177,8 @@ def _header(report: Report, summary: Summary) -> str:
         f"<small>{escape(figure.detail)}</small></div>"
         for figure in summary.figures
     )
-    is_simulated = all(r.source is Source.SIMULATED for r in report.records.values())
+    sources = {record.source for record in report.records.values()}
+    is_simulated = Source.MEASURED not in sources and report.tuning is None
     how = "predicted, nothing ran" if is_simulated else "measured"
     kind = "" if summary.is_good else ' class="bad"'
     return (
@@ -230,6 +251,9 @@ def _footer(report: Report) -> str:
             rows.append((f"{prefix}versions", versions))
         if record.not_counted:
             rows.append((f"{prefix}not counted", "; ".join(record.not_counted)))
+    if report.tuning is not None:
+        key = report.tuning.key
+        rows += [("fingerprint", key.model), ("versions", f"torch {key.torch_version}")]
     entries = "\n".join(
         f"<dt>{escape(key)}</dt><dd><code>{escape(value)}</code></dd>" for key, value in rows
     )

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bayplan.data.exchange import TuningRecord
 from bayplan.data.judgement import Why
 from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import format_bytes, format_seconds
@@ -11,7 +12,7 @@ from bayplan.data.verdict import Verdict
 from bayplan.reporting.plans import count_text, fullest_device, ratio_text
 from bayplan.reporting.text import verdict_line
 
-__all__ = ["Figure", "Summary", "summarised"]
+__all__ = ["Figure", "Summary", "summarised", "tuning_summary"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,20 @@ def summarised(
     return Summary(f"{head}: {', '.join(parts)}", tuple(figures[:4]), fits)
 
 
+def tuning_summary(tuning: TuningRecord) -> Summary:
+    """What a tuner found, and how sure that is."""
+    num_ranks = len(tuning.key.devices)
+    slowest = max((own.ratio for own in tuning.compared), default=1.0)
+    figures = (
+        Figure(format_seconds(tuning.step_seconds), "a step", f"± {tuning.step_spread:.0%}"),
+        Figure(str(tuning.num_steps), "steps of search", ""),
+        Figure(str(len(tuning.compared) + 1), "settings measured", ""),
+        Figure(f"{slowest:.2f}x", "the slowest of them", "over the best"),
+    )
+    ranks = count_text(num_ranks, "rank")
+    return Summary(f"The fastest exchange on {ranks}: {tuning.best}", figures)
+
+
 def _verdict_sentence(verdict: Verdict) -> str:
     if not verdict.fits:
         return f"It {verdict_line(verdict)}"
@@ -114,7 +129,11 @@ def _samples(batch: int | None, seconds: float, ratio: float | None) -> tuple[Fi
     if batch is None or not seconds:
         return ()
     speed = batch / (seconds * (ratio or 1.0))
-    return (Figure(f"{speed:,.4g}", "samples/s", f"batch {batch}"),)
+    return (Figure(_count(speed), "samples/s", f"batch {batch}"),)
+
+
+def _count(figure: float) -> str:
+    return f"{figure:.4g}" if figure < 1e3 else f"{figure:,.0f}"
 
 
 def _needed(record: RunRecord) -> int:
@@ -187,8 +206,8 @@ def _speed_figures(record: RunRecord) -> list[Figure]:
     if speed is None:
         return []
     epoch = record.epoch_seconds
-    detail = f"{record.num_samples} a step" if epoch is None else f"{epoch:,.4g} s/epoch"
-    return [Figure(f"{speed:,.4g}", "samples/s", detail)]
+    detail = f"{record.num_samples} a step" if epoch is None else f"{_count(epoch)} s/epoch"
+    return [Figure(_count(speed), "samples/s", detail)]
 
 
 def _last_figures(record: RunRecord, predicted: RunRecord | None, why: Why | None) -> list[Figure]:

@@ -173,7 +173,7 @@ def _figures(
 
 
 def _figure(figure: float | None) -> str:
-    return "" if not figure else f"{figure:,.4g}" if figure < 1e5 else f"{figure:,.0f}"
+    return "" if not figure else f"{figure:.4g}" if figure < 1e3 else f"{figure:,.0f}"
 
 
 def alternatives_table(why: Why) -> Table:

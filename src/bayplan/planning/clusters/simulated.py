@@ -31,7 +31,12 @@ from bayplan.data.record import (
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.rank_records import all_reduces_of, fits_as_planned, rank_curve
+from bayplan.planning.pipelines.rank_records import (
+    all_reduces_of,
+    fits_as_planned,
+    peak_action,
+    rank_curve,
+)
 from bayplan.planning.pipelines.stage_fits import peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
@@ -257,6 +262,7 @@ class _RankReplay:
             allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
             stages=stages,
+            peak_place=peak_action(on_kind.memory[rank], on_kind.seconds.fits),
             places=self.cluster.places_of(self.devices[rank]),
         )
 

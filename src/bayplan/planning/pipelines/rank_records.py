@@ -27,7 +27,7 @@ from bayplan.simulating.network import Network
 from bayplan.simulating.pipeline import pipeline_of
 from bayplan.simulating.rank_memory import Key, RankMemory, rank_totals
 
-__all__ = ["all_reduces_of", "fits_as_planned", "predicted_on_ranks", "rank_curve"]
+__all__ = ["all_reduces_of", "fits_as_planned", "peak_action", "predicted_on_ranks", "rank_curve"]
 
 _HERE = ("this machine",)
 
@@ -70,6 +70,7 @@ def predicted_on_ranks(plan: RankPlan, source: StepSource, network: Network | No
                 places=_HERE,
                 peak_bytes=peak_bytes(memory[rank], fits),
                 curve=rank_curve(memory[rank], fits, needs.staying_by_kind(stages), events),
+                peak_place=peak_action(memory[rank], fits),
                 events=events,
                 all_reduces=sums,
                 messages=message_classes((own.size_bytes, own.seconds) for own in sums),
@@ -129,6 +130,13 @@ def rank_curve(
     rest = rank.staying_bytes
     by_kind[StorageKind.ACTIVATION] = tuple(total - rest - own for _, total, own in rows)
     return MemoryCurve(seconds=seconds, total_bytes=totals, by_kind=by_kind)
+
+
+def peak_action(rank: RankMemory, fits: Mapping[Key, Fit]) -> str:
+    """The action that a rank needs most memory for."""
+    stages = {key: fits[key].memory for key in keys_of(rank)}
+    totals = [total for total, _ in rank_totals(rank, stages)]
+    return str(rank.actions[totals.index(max(totals))]) if totals else ""
 
 
 def all_reduces_of(times: StepTimes, rank: int) -> tuple[AllReduce, ...]:

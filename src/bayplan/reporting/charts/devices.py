@@ -118,7 +118,9 @@ def stage_words(stages: Sequence[int]) -> str:
 
 
 def _caption(has_capacity: bool, has_switches: bool) -> str:
-    what = "filled to what it needs of its memory" if has_capacity else "filled by its peak"
+    what = "filled to what it needs of its memory"
+    if not has_capacity:
+        what = "filled by its peak, next to the fullest"
     boxes = " Boxes are switches." if has_switches else ""
     return f"A row for each host. Each device is {what}, in the colour of its stage.{boxes}"
 

@@ -38,6 +38,7 @@ from bayplan.reporting.charts.chart import (
     safe,
     seconds_unit,
 )
+from bayplan.reporting.charts.timeline import action_words
 
 __all__ = ["memory_chart"]
 
@@ -230,7 +231,8 @@ def _reserve(curve: MemoryCurve, reserved_bytes: int, amount: Unit, time: Unit) 
 
 def _peak_words(device: DeviceRecord, peak_bytes: int) -> str:
     """The peak in a sentence: what runs then, and the largest value that is alive."""
-    place, words = device.peak_place, f"The peak is {format_bytes(peak_bytes)}"
+    place = action_words(device.peak_place)
+    words = f"The peak is {format_bytes(peak_bytes)}"
     words += f", at {place}" if place else ""
     if device.largest:
         value = device.largest[0]
@@ -244,7 +246,8 @@ def _peak_note(device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Uni
     index = max(range(len(totals)), key=totals.__getitem__)
     lines = [f"<b>peak {format_bytes(totals[index])}</b>"]
     # The caption has all of it; the picture says where in the model.
-    lines += [safe(" ".join(device.peak_place.split()[-2:]))] if device.peak_place else []
+    place = action_words(device.peak_place).split()
+    lines += [safe(" ".join(place[-2:]))] if place else []
     is_late = curve.seconds[index] > curve.seconds[-1] / 2
     return note(
         "<br>".join(lines),

@@ -1,11 +1,13 @@
 """A headless Chromium, driven over a pipe: what a page draws, asks for and complains of."""
 
 import base64
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,17 +25,28 @@ _FLAGS = (
 )
 
 
+def _pipe() -> tuple[int, int]:
+    """A pipe whose descriptors are above those that Chromium wants."""
+    ends = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
 class Chromium:
     """One page at a time; `requests` and `complaints` are of the page that is open."""
 
     def __enter__(self) -> Self:
         assert _PROGRAM is not None, "tests are skipped without one"
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        (get, self._out), (self._in, put) = os.pipe(), os.pipe()
+        (get, self._out), (self._in, put) = _pipe(), _pipe()
         command = [_PROGRAM, *_FLAGS, f"--user-data-dir={self._folder.name}", "about:blank"]
         # Chromium reads commands from descriptor 3 and answers on 4.
+        moved = f"import os, sys; os.dup2({get}, 3); os.dup2({put}, 4)"
+        moved += "; os.execv(sys.argv[1], sys.argv[1:])"
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{get} 4>&{put}', "sh", *command],
+            [sys.executable, "-c", moved, *command],
             pass_fds=(get, put),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -103,7 +103,7 @@ class Report:
         hiding = next((r for r in records.values() if hidden_chart(r)), None)
         if hiding is not None:
             yield Section.of(hidden_chart(hiding))
-        placed = next((r for r in records.values() if r.devices[0].places), main)
+        placed = next((r for r in records.values() if any(d.places for d in r.devices)), main)
         if fullest is not None:
             yield Section.of(devices_chart(placed))
         if any(record.step_seconds for record in records.values()):
@@ -190,7 +190,7 @@ def _header(report: Report, summary: Summary) -> str:
 
 def _unbroken(text: str) -> str:
     """Numbers stay with their units where lines break."""
-    return re.sub(r"(?<=\d) (?=[A-Za-zµ%]{1,3}\b)", "&nbsp;", text)
+    return re.sub(r"(?<=\d) (?=([KMGT]i)?B\b|[mun]?s\b|%)", "&nbsp;", text)
 
 
 def _section(section: Section) -> str:

@@ -132,6 +132,7 @@ def memory_chart(
                 "range": [0, amount.of(1.18 * highest)],
             },
             "hovermode": "x unified",
+            "hoverdistance": -1,  # also far from a sample: some curves have few
             "shapes": shapes,
             "annotations": notes,
         },

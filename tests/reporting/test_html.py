@@ -38,7 +38,7 @@ class _Tags(HTMLParser):
 
 
 def _charts(page: str) -> list[dict]:
-    text = re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)[1]
+    (text,) = re.findall(r'id="charts">(.*?)</script>', page, re.DOTALL)
     return msgspec.json.decode(text)
 
 

@@ -34,7 +34,7 @@ from bayplan.reporting.plans import fullest_device
 from bayplan.reporting.summary import Summary, summarised, tuning_summary
 from bayplan.reporting.tables import Table, device_table, message_table, peak_table, step_table
 
-__all__ = ["Report", "Section", "page_of"]
+__all__ = ["Report", "Section", "packed_plotly", "page_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,12 @@ class Report:
         own_limit = limit_bytes or tradeoff.limit_bytes if counts is LimitCounts.LIVE else None
         yield Section.of(tradeoff_chart(tradeoff.tradeoff, own_limit))
         yield Section.of(timeline_chart(records))
-        summed = next((r for r in records.values() if message_rows(r)), None)
+        measured_first = sorted(records.values(), key=lambda r: r.source is Source.SIMULATED)
+        summed = next((r for r in measured_first if message_rows(r)), None)
         own = message_rows(summed) if summed is not None else None
         if own is not None:
             yield Section.of(messages_chart(*own), message_table(own[1]))
-        hiding = next((r for r in records.values() if hidden_chart(r)), None)
+        hiding = next((r for r in measured_first if hidden_chart(r)), None)
         if hiding is not None:
             yield Section.of(hidden_chart(hiding))
         placed = next((r for r in records.values() if any(d.places for d in r.devices)), main)
@@ -147,7 +148,7 @@ def page_of(report: Report) -> str:
         title=escape(f"{_model(report)}: {summary.sentence}"),
         body=body,
         charts=_json(charts),
-        plotly=_packed_plotly() if charts else "",
+        plotly=packed_plotly() if charts else "",
     )
 
 
@@ -157,7 +158,7 @@ def _json(charts: Sequence[Chart]) -> str:
 
 
 @cache
-def _packed_plotly() -> str:
+def packed_plotly() -> str:
     """plotly.js as plotly's Python package brings it; 4.8 MB, packed 2 MB."""
     source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(source, 9, mtime=0)).decode()

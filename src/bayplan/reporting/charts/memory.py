@@ -247,8 +247,7 @@ def _peak_note(device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Uni
     index = max(range(len(totals)), key=totals.__getitem__)
     lines = [f"<b>peak {format_bytes(totals[index])}</b>"]
     # The caption has all of it; the picture says where in the model.
-    place = action_words(device.peak_place).split()
-    lines += [safe(" ".join(place[-2:]))] if place else []
+    lines += [safe(" ".join(device.peak_place.split()[-2:]))] if device.peak_place else []
     is_late = curve.seconds[index] > curve.seconds[-1] / 2
     return note(
         "<br>".join(lines),

@@ -215,6 +215,7 @@ def _section(section: Section) -> str:
     return "\n".join([*parts, "</section>"])
 
 
+_LONG_TABLE = 24  # rows, from which on a table scrolls in its own box
 _NUMBER = re.compile(r"[-+±]?[\d.,]+( ?%| [A-Za-z/]{1,10})?")
 
 
@@ -230,10 +231,11 @@ def _table(table: Table) -> str:
             f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True)
         )
 
+    size = "wide long" if len(table.rows) > _LONG_TABLE else "wide"
     rows = "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
     notes = f'<p class="notes">{escape(table.notes)}</p>' if table.notes else ""
     return (
-        f'<div class="wide"><table><thead><tr>{cells(table.columns, "th")}</tr></thead>\n'
+        f'<div class="{size}"><table><thead><tr>{cells(table.columns, "th")}</tr></thead>\n'
         f"<tbody>{rows}</tbody></table></div>{notes}"
     )
 

@@ -1,6 +1,7 @@
 # Every target works on a fresh clone with python3 and a C compiler; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all test-gpu lint format docs check bench bench-quick clean
+.PHONY: help install chromium demo test test-slow test-all test-gpu lint format docs check bench \
+	bench-quick clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,7 +23,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check,docs]'
 	touch $@
 
-demo: install ## plan a model that does not fit, run it, show the report
+# Reports are tested in it. Without it those tests are skipped, and say so.
+chromium: ## install Debian's Chromium where this may be done, for tests of reports
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } \
+	|| echo "no Chromium here and none can be installed: tests of reports in a browser are skipped"
+
+demo: install ## plan a model that does not fit, run it, leave report.html
 	$(BIN)/python examples/demo.py
 
 test: install ## tests, doctests of src, blocks of README and docs: 10 minutes on two cores

@@ -18,7 +18,6 @@ from bayplan.costing.operators import scale_workspaces
 from bayplan.costing.pricing import measured_prices
 from bayplan.costing.roofline import derive_profile
 from bayplan.costing.scaling import scale_profile
-from bayplan.data import files
 from bayplan.data.cluster import Cluster
 from bayplan.data.device import DeviceKind
 from bayplan.data.errors import PlanBroken, UsageError
@@ -40,16 +39,21 @@ from bayplan.planning.clusters.simulated import simulate_plan
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.memory.planner import Planner
 from bayplan.planning.pipelines.placing import RankPlanOptions, place
+from bayplan.planning.pipelines.rank_records import predicted_on_ranks as replay_on_ranks
 from bayplan.preparing.sources import on_cluster, planned_on, prepare, step_of_plan
 from bayplan.preparing.stages import PreparedStages
 from bayplan.preparing.step import PreparedStep, replay
 from bayplan.reporting.differences import compare
+from bayplan.reporting.html import Report
 from bayplan.reporting.log import say, speaks_by_default
+from bayplan.reporting.planned import report_of_verdict
 from bayplan.reporting.plans import busy_text, explanation_text, fit_line, short_text
 from bayplan.reporting.progress import ProgressBar
 from bayplan.reporting.ranks import whole_pipeline_text
-from bayplan.reporting.text import comparison_text, record_text
-from bayplan.reporting.trace import trace_of
+from bayplan.reporting.tables import alternatives_table
+from bayplan.reporting.text import report_text
+from bayplan.reporting.trace import write_trace
+from bayplan.reporting.writing import write_report
 from bayplan.running.fitted import fit as fit_model
 from bayplan.running.fitted import plans_of
 from bayplan.running.pieces import summarise_pieces
@@ -72,13 +76,16 @@ __all__ = [
     "compare",
     "explain",
     "fit",
+    "judged",
     "plan",
     "plan_for_ranks",
     "plan_of",
     "planner_of",
+    "predicted_on_ranks",
     "profile",
     "record",
     "report",
+    "report_of_rank_plan",
     "run",
     "scale",
     "simulate",
@@ -100,6 +107,7 @@ def check(
     profile: Profile | None = None,
     may_plan: bool = True,
     again: bool = False,
+    report: Path | str | None = None,
     on_progress: Progress = no_progress,
     **options: Any,
 ) -> Verdict:
@@ -125,6 +133,7 @@ def check(
         profile: measured before of this very step, by `profile`.
         may_plan: whether a plan is looked for where the plain step does not fit.
         again: measures and plans anew, and replaces what the cache has of this step.
+        report: a page with pictures of the answer: one HTML file that opens offline.
         on_progress: hears what is being done.
         **options: of the plan, as for `plan`: `pack`, `swap`, `swap_size`, `update_in_backward`,
             `time_limit_seconds`.
@@ -134,24 +143,37 @@ def check(
         >>> check(model, batch, lambda y: y.sum(), memory="1GiB", device="h100").fits
         True
     """
-    planner = planner_of(
-        model,
-        batch,
-        loss_fn,
-        limit_counts=limit_counts,
-        device=device,
-        on=on,
-        optimizer=optimizer,
-        autocast=autocast,
-        again=again,
-        on_progress=on_progress,
+    asked: dict[str, Any] = {
+        "limit_counts": limit_counts,
+        "device": device,
+        "on": on,
+        "optimizer": optimizer,
+        "autocast": autocast,
+        "again": again,
+        "on_progress": on_progress,
         **options,
-    )
+    }
+    planner = planner_of(model, batch, loss_fn, **asked)
+    verdict = judged(planner, memory=memory, profile=profile, may_plan=may_plan)
+    if report is not None:
+        shown = report_of_verdict(planner, verdict, may_plan=may_plan)
+        write_report(shown, page=Path(report))
+    return verdict
+
+
+def judged(
+    planner: Planner,
+    *,
+    memory: str | int | Limit | None = None,
+    profile: Profile | None = None,
+    may_plan: bool = True,
+) -> Verdict:
+    """The verdict on a planner's step; arguments as for `check`."""
     memory_bytes = None
     if memory is not None:
         memory_bytes = planner.limit_bytes(Limit.parse(memory))
     step = planner.step
-    assert isinstance(step, PreparedStep), "made above"
+    assert isinstance(step, PreparedStep), "made by `planner_of`"
 
     def in_pieces(limit_bytes: int) -> InPieces:
         prices = partial(measured_prices, cache=cache_directory())
@@ -169,8 +191,33 @@ def check(
         planner=planner if may_plan else None,
         counting=planner.counting,
         in_pieces=in_pieces if step.is_here and not step.update_in_backward else None,
-        on_progress=on_progress,
+        on_progress=planner.on_progress,
     )
+
+
+def report_of_rank_plan(
+    made: RankPlan,
+    why: Why | None,
+    *,
+    cluster: str | Cluster | None = None,
+    target: str | None = None,
+    command: str = "",
+) -> Report:
+    """What a page about a plan for ranks is made of, here or on a cluster."""
+    if cluster is None:
+        record = predicted_on_ranks(made, target)
+    else:
+        record = simulate(made, cluster=cluster, target=target)
+    tables = () if why is None else (alternatives_table(why),)
+    return Report.of(msgspec.structs.replace(record, command=command), why=why, tables=tables)
+
+
+def predicted_on_ranks(made: RankPlan, target: str | None = None) -> RunRecord:
+    """What a plan for ranks of this machine promises, moment by moment, by prices of here."""
+    nodes = Placement.parse(made.placement).devices_per_node if made.placement else (1,)
+    links = local_link_speeds() if len(nodes) == 1 else None
+    network = None if links is None else SpeedsNetwork(links)
+    return replay_on_ranks(made, PreparedStages.of(step_of_plan(made, target=target)), network)
 
 
 def plan(
@@ -700,7 +747,13 @@ def simulate(
 
 
 def report(
-    record: RunRecord, *, against: RunRecord | None = None, trace: Path | str | None = None
+    record: RunRecord,
+    *,
+    against: RunRecord | None = None,
+    trace: Path | str | None = None,
+    path: Path | str | None = None,
+    svg: Path | str | None = None,
+    csv: Path | str | None = None,
 ) -> str:
     """A record as text; with another one beside it, and how far they differ.
 
@@ -708,18 +761,19 @@ def report(
         record: simulated or measured.
         against: another record of the same step.
         trace: a file for the timeline of the record's last step, which Chrome and Perfetto draw.
+        path: a page with pictures: one HTML file that opens offline.
+        svg: a folder for each picture as SVG.
+        csv: a folder for each table as CSV.
     """
     if trace is not None:
-        if not any(device.events or device.curve for device in record.devices):
-            raise UsageError(
-                "the record has neither events nor a memory curve, so there is no timeline to"
-                " write; a record of `bayplan run` with --placement, or of `bayplan simulate`, has"
-            )
-        files.write_bytes(Path(trace), msgspec.json.encode(trace_of(record)))
-    parts = [record_text(record)]
-    if against is not None:
-        parts += [record_text(against), comparison_text(record, against)]
-    return "\n".join(parts)
+        write_trace(trace, record)
+    write_report(
+        Report.of(record, *([] if against is None else [against])),
+        page=None if path is None else Path(path),
+        svg=None if svg is None else Path(svg),
+        csv=None if csv is None else Path(csv),
+    )
+    return report_text(record, against)
 
 
 def explain(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from cyclopts import App
 
 from bayplan.cli import options
 from bayplan.cli.app import TARGET_HELP
+from bayplan.cli.report_options import NO_REPORT, ReportOptions, command_line
 from bayplan.data.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ Examples:
   bayplan check my_project.train:build --batch 4 --device h100
   bayplan check resnet50 --batch 32 --device h100 --autocast bf16 --json
   bayplan check resnet50 --memory 8GiB --max-batch
+  bayplan check resnet50 --memory 8GiB --device titan-v --report verdict.html
 
 {TARGET_HELP}
 
@@ -53,6 +55,7 @@ def check(
     autocast: options.Autocast = "none",
     again: options.Again = False,
     time_limit: options.TimeLimit = 10.0,
+    pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> int:
     """Ask for a verdict, or for the largest batch of each strategy.
@@ -75,11 +78,15 @@ def check(
     limit_bytes = limit.size_bytes if limit is not None and max_batch else None
     if max_batch and limit_bytes is None:
         raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
+    if max_batch and pictures.is_wanted:
+        raise UsageError("--max-batch prints a table and has no pictures; leave one of them out")
+    pictures.check()
     given = None if profile is None else files.read(profile, Profile)
     kind = options.device_kind(device, cluster, on)
     with options.rare_collections(), ProgressBar() as bar:
         from bayplan import api  # here: a mistake is told before torch is imported
         from bayplan.planning.memory.largest_batch import largest_batches
+        from bayplan.reporting.planned import report_of_verdict
 
         asked: dict[str, Any] = {
             "batch": batch,
@@ -99,7 +106,14 @@ def check(
         if limit_bytes is not None:
             rows = largest_batches(api.planner_of(target, **asked), limit_bytes)
             return _show_largest(rows, bar, json=json)
-        verdict = api.check(target, memory=limit, profile=given, may_plan=plan, **asked)
+        planner = api.planner_of(target, **asked)
+        verdict = api.judged(planner, memory=limit, profile=given, may_plan=plan)
+        report = None
+        if pictures.is_wanted:
+            said = command_line()
+            report = report_of_verdict(planner, verdict, may_plan=plan, command=said)
+    if report is not None:
+        pictures.write(report)
     options.complain(busy_text(verdict.price_spread))
     options.show(verdict, verdict_text(verdict), json=json)
     return ExitCode.DONE if verdict.fits else ExitCode.DOES_NOT_FIT

@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 from bayplan.cli import options
 from bayplan.cli.app import TARGET_HELP
 from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
+from bayplan.cli.report_options import NO_REPORT, ReportOptions, command_line
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ app = App(
     help_epilogue=options.unbroken(f"""\
 Examples:
   bayplan plan resnet50 --batch 64 --memory 4GiB -o resnet50.plan.json
-  bayplan plan resnet50 --batch 64 --pareto -o plans/
+  bayplan plan resnet50 --batch 64 --pareto -o plans/ --report curve.html
   bayplan plan resnet50 --batch 64 --strategy checkpoint -o checkpoint.plan.json
   bayplan run plans/0.40.json --steps 20
   bayplan plan vgg16 -b 224 --placement 0:0-6.0:7 --shares 11:7 -o vgg16.json
@@ -79,6 +80,7 @@ def plan(
     ] = None,
     partitioner: Annotated[str, Parameter(group="Many ranks")] = "auto",
     many: RankOptions = NO_RANKS,
+    pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> None:
     """Find out what is to be planned for, plan, and write the plan.
@@ -90,6 +92,7 @@ def plan(
         strategy: Who plans; see below.
         partitioner: With --cluster: who splits the model; see below.
     """
+    pictures.check()
     if partitioner != "auto" and cluster is None:
         raise UsageError(f"--partitioner {partitioner} splits a model over a --cluster; name one")
     asked: dict[str, Any] = {
@@ -118,7 +121,8 @@ def plan(
             asked |= {"placement": many.devices(on)}
         else:
             asked |= _placed_on_cluster(many, cluster, partitioner)
-        made, text = _plan_for_ranks(target, batch, output, **asked, **many.plan_fields())
+        fields = many.plan_fields()
+        made, text = _plan_for_ranks(target, batch, output, pictures, **asked, **fields)
         return options.show(made, text, json=json, output=output)
     if pareto and (memory is not None or strategy != "auto"):
         raise UsageError("--pareto plans for many limits by itself; leave --memory and --strategy")
@@ -136,6 +140,7 @@ def plan(
     kind = options.device_kind(device, on=on)
     with options.rare_collections(), ProgressBar() as bar:
         from bayplan import api
+        from bayplan.reporting.planned import report_of_curve, report_of_plan
 
         planner = api.planner_of(
             target,
@@ -154,10 +159,14 @@ def plan(
                 points = write_curve(planner, output, time_limit_seconds=6 * time_limit)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"plans found so far are in {output}") from None
+            if pictures.is_wanted:
+                pictures.write(report_of_curve(planner, points, command_line()))
             bar.close()
             return print(curve_text(points))
         order = planner.order(limit or Limit(share=1.0), strategy=strategy)
         made = planner.plan(order, limit=limit)
+        if pictures.is_wanted:
+            pictures.write(report_of_plan(planner, made, command_line()))
     if kind is None:
         options.complain(busy_text(order.price_spread))
         options.complain(short_text(order.plain_seconds))
@@ -200,7 +209,7 @@ def _placed_on_cluster(many: RankOptions, cluster: str, partitioner: str) -> dic
 
 
 def _plan_for_ranks(
-    target: str, batch: int | None, output: Path, **asked: Any
+    target: str, batch: int | None, output: Path, pictures: ReportOptions, **asked: Any
 ) -> tuple["RankPlan", str]:
     """Plan for ranks or for a cluster; returns the plan, and what to say of it."""
     from bayplan.reporting.clusters import why_text
@@ -211,6 +220,12 @@ def _plan_for_ranks(
         from bayplan import api
 
         made, why = api.plan_for_ranks(target, batch, on_progress=bar, **asked)
+        if pictures.is_wanted:
+            bar("replaying the plan", 0, 1)
+            report = api.report_of_rank_plan(
+                made, why, cluster=asked.get("cluster"), target=target, command=command_line()
+            )
+            pictures.write(report)
     if why is None:
         return made, f"{pipeline_text(made)}\n-> {output}\n{start_text(made)}"
     return made, f"{pipeline_text(made)}\n\n{why_text(why)}\n-> {output}"

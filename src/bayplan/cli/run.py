@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from bayplan.cli import options
 from bayplan.cli.checkpoint_options import NO_CHECKPOINTS, SaveOptions
 from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
+from bayplan.cli.report_options import NO_REPORT, ReportOptions
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Examples:
   bayplan run plans/0.40.json --steps 20
   bayplan run my.plan.json --target my_project.train:build -o run.record.json
   bayplan run vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 --steps 20
-  bayplan run alexnet --batch 64 --placement '' --ranks 4
+  bayplan run alexnet --batch 64 --placement '' --ranks 4 --report run.html
   bayplan run my.plan.json --steps 1000 --checkpoint saved --every 50 --resume
 
 With --placement a target is planned and run at once, by a process for each rank of this machine. On
@@ -67,6 +68,7 @@ def run(
     checkpoints: SaveOptions = NO_CHECKPOINTS,
     histogram: options.Flag = False,
     dry_run: options.Flag = False,
+    pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> int:
     """Read the plan, or make one for ranks; then run it on one device or on ranks.
@@ -96,6 +98,7 @@ def run(
     if saves is not None and saves.is_done(steps):
         print(f"nothing left to do: {saves.folder} has a checkpoint of step {steps} or later")
         return 0
+    pictures.check()
     if many.is_given:
         many.check_limit(swaps=swap_dir is not None or swap_size is not None)
         placement = many.devices(on)
@@ -138,6 +141,7 @@ def run(
             saves=saves,
             histogram=histogram,
             dry_run=dry_run,
+            pictures=pictures,
             json=json,
         )
     if epoch_samples is not None:
@@ -145,6 +149,7 @@ def run(
     if histogram:
         raise UsageError("--histogram is about sums over many ranks; this plan is for one device")
     from bayplan import api
+    from bayplan.planning.memory.records import planned_record
     from bayplan.preparing.sources import step_of_plan
     from bayplan.running.runner import check_run, run_plan
 
@@ -161,13 +166,20 @@ def run(
             seed=seed,
             space=api.swap_space(swap_dir, swap_size, device=step.model_device),
             path=output,
+            is_watched=pictures.is_wanted,
             on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
             checkpoints=saves,
             tell=bar.say,
         )
+        predicted = done.predicted
+        if pictures.is_wanted:
+            bar("replaying the plan", 0, 1)
+            predicted = planned_record(step, given.order, limit_bytes=done.measured.limit_bytes)
+    measured = pictures.told(done.measured, predicted)
     losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
     comparison = comparison_text(done.predicted, done.measured)
-    options.show(done.measured, f"{plan_line(given)}\nlosses {losses}\n{comparison}", json=json)
+    text = f"{plan_line(given)}\nlosses {losses}\n{comparison}"
+    options.show(measured, text, json=json, output=output)
     if done.stopped_by:
         told = f"the figures are those of {len(done.losses)} of {steps} steps"
         return _stopped(128 + done.stopped_by, told)
@@ -198,6 +210,7 @@ def _run_on_ranks(
     saves: "CheckpointOptions | None",
     histogram: bool,
     dry_run: bool,
+    pictures: ReportOptions,
     json: bool,
 ) -> int:
     """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
@@ -230,18 +243,23 @@ def _run_on_ranks(
             on_line=bar.say,
             on_step=lambda step: bar.tell(str(step), step.done, step.total),
         )
+        predicted = ()
+        if pictures.is_wanted and done.measured is not None:
+            bar("replaying the plan", 0, 1)
+            predicted = (api.predicted_on_ranks(plan, target),)
     is_interrupted = done.exit_code == INTERRUPTED
     if done.measured is None:
         if is_interrupted:
             raise KeyboardInterrupt("no step was measured")
         return done.exit_code
+    measured = pictures.told(done.measured, *predicted)
     parts = [
         f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}",
         ranks_text(done.measured),
         *([exchange_text(done.measured)] if histogram else []),
         *([f"logs of all ranks are in {logs}"] if logs else []),
     ]
-    options.show(done.measured, "\n".join(parts), json=json, output=output)
+    options.show(measured, "\n".join(parts), json=json, output=output)
     if is_interrupted or done.exit_code == TERMINATED:
         told = f"the figures are those of {len(done.measured.step_seconds)} of {steps} steps"
         return _stopped(done.exit_code, told)

@@ -5,6 +5,7 @@ from pathlib import Path
 from cyclopts import App
 
 from bayplan.cli import options
+from bayplan.cli.report_options import NO_REPORT, ReportOptions
 from bayplan.data.errors import FileFault, UsageError
 
 __all__ = ["app", "simulate"]
@@ -14,7 +15,7 @@ app = App(
     help_epilogue=options.unbroken("""\
 Examples:
   bayplan simulate vgg16.plan.json --cluster dgx-a100 -o vgg16.record.json
-  bayplan simulate vgg16.plan.json --cluster my.yaml
+  bayplan simulate vgg16.plan.json --cluster my.yaml --report vgg16.html
   bayplan simulate resnet50.graph.json --device h100 -o resnet50.record.json
   bayplan simulate resnet50.graph.json --profile resnet50.profile.json
 
@@ -37,6 +38,7 @@ def simulate(
     profile: Path | None = None,
     device: str | None = None,
     output: options.Output = None,
+    pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> None:
     """Read a plan where a cluster is named, else a graph.
@@ -51,6 +53,7 @@ def simulate(
     """
     from bayplan.data import files
 
+    pictures.check()
     if cluster is None:
         if target is not None:
             raise UsageError("--target is about a plan; say where it would run with --cluster")
@@ -64,7 +67,7 @@ def simulate(
         from bayplan import api
         from bayplan.reporting.text import record_text
 
-        record = api.simulate(graph, costs, device=device)
+        record = pictures.told(api.simulate(graph, costs, device=device))
         return options.show(record, record_text(record), json=json, output=output)
     for name, given in (("--profile", profile), ("--device", device)):
         if given is not None:
@@ -80,5 +83,6 @@ def simulate(
 
     with ProgressBar() as bar:
         record = api.simulate(plan, cluster=described, target=target, on_progress=bar)
+    record = pictures.told(record)
     text = simulation_text(record, cluster=described.title or described.name)
     options.show(record, text, json=json, output=output)

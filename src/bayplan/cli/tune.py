@@ -6,6 +6,7 @@ from cyclopts import App
 
 from bayplan.cli import options
 from bayplan.cli.app import TARGET_HELP
+from bayplan.cli.report_options import NO_REPORT, ReportOptions, command_line
 from bayplan.data.errors import UsageError
 from bayplan.data.exchange import EXCHANGE_HELP
 
@@ -27,6 +28,7 @@ app = App(
     help_epilogue=options.unbroken(f"""\
 Examples:
   bayplan tune resnet50 --batch 64 --ranks 4 --log tune.csv -o tuned.json
+  bayplan tune resnet50 --batch 64 --ranks 4 --report tune.html
   bayplan run resnet50 --batch 64 --placement '' --ranks 4 --buckets tuned.json
 
 {_ABOUT}
@@ -52,6 +54,7 @@ def tune(
     logs: Path | None = None,
     fresh: options.Flag = False,
     on: options.On = None,
+    pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> int:
     """Start a process for each rank, which train and tune, and show what they found.
@@ -69,7 +72,7 @@ def tune(
     import tempfile
 
     from bayplan.data import files
-    from bayplan.data.exchange import BucketFile
+    from bayplan.data.exchange import BucketFile, TuningRecord
     from bayplan.reporting.progress import ProgressBar
     from bayplan.running.ranks.failures import INTERRUPTED
     from bayplan.running.ranks.launching import launch
@@ -79,12 +82,15 @@ def tune(
     if batch is not None and batch < ranks:
         raise UsageError(f"--batch is {batch}, fewer samples than the {ranks} ranks; give each one")
     options.check_output(output)
+    pictures.check()
     from bayplan.devices.choosing import device_for_ranks
 
     device = device_for_ranks(on, ranks)
     with tempfile.TemporaryDirectory(prefix="bayplan-") as folder, ProgressBar() as bar:
         result = Path(folder) / "buckets.json"
+        record = Path(folder) / "tuning.json"
         arguments = ["-m", "bayplan.running.tuning.tune_rank", target, "--result", str(result)]
+        arguments += ["--record", str(record)]
         given = {
             "--batch": None if batch is None else batch // ranks,
             "--optimizer": optimizer,
@@ -101,6 +107,11 @@ def tune(
         if code:
             return code
         tuned = files.read(result, BucketFile)
+        found = files.read(record, TuningRecord)
+    if pictures.is_wanted:
+        from bayplan.reporting.html import Report
+
+        pictures.write(Report(tuning=found, model=target, command=command_line()))
     text = f"best: {tuned.settings}, {len(tuned.buckets)} buckets\n{tuned.verdict}"
     options.show(tuned, text, json=json, output=output)
     return 0

@@ -90,6 +90,9 @@ class LinkKind(StrEnum):
     NET = "NET"
 
 
+_SWITCHES = (LinkKind.NVLINK, LinkKind.PIX, LinkKind.PXB, LinkKind.PHB)  # hold several devices
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A joint between two devices; links with the same `shared` word share one bandwidth."""
 
@@ -291,6 +294,23 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             tuple(self.devices_of_hosts[place.node][place.device] for place in stage)
             for stage in placement.stages
         )
+
+    def places_of(self, device: int) -> tuple[str, ...]:
+        """What a device is inside of, the outermost first: its host, then switches there."""
+        host = self.devices[device].host
+        around = {*self.devices_of_hosts[host]}
+        sides = {
+            frozenset(chain.from_iterable(join)): joint.kind
+            for joint in self.joints
+            if joint.kind in _SWITCHES
+            for join in joint.joins
+        }
+        inside = [
+            (len(members), f"{kind} {numbers_text(sorted(members))}")
+            for members, kind in sides.items()
+            if device in members and members <= around
+        ]
+        return (self.hosts[host].name, *(name for _, name in sorted(inside, reverse=True)))
 
     def check_reachable(self) -> None:
         """Raise ValueError unless every device reaches every other one, if need be by others."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from bayplan.data.errors import CheckedStruct, ForeignPlan, UsageError, did_you_mean
+from bayplan.data.record import MessageClass
 from bayplan.data.units import parse_bytes
 
 __all__ = [
@@ -292,6 +293,7 @@ class TuningRecord(CheckedStruct, frozen=True, kw_only=True):
     num_steps: int  # of the search
     verdict: str  # why it ended, in words
     compared: tuple[ComparedSetting, ...] = ()  # the others that were measured
+    messages: tuple[MessageClass, ...] = ()  # of one rank, while it was tuned
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,12 @@ from bayplan.data.graph import StorageKind
 from bayplan.data.profile import Clock
 
 __all__ = [
+    "KEPT",
     "MESSAGE",
+    "PACKED",
+    "RECOMPUTED",
+    "SWAPPED",
+    "AllReduce",
     "AllocatorPeaks",
     "DeviceDifference",
     "DeviceRecord",
@@ -22,15 +27,20 @@ __all__ = [
     "LiveStorage",
     "MemoryCurve",
     "MessageClass",
+    "PlanPoint",
     "Prediction",
     "RunRecord",
     "Source",
     "StepParts",
     "message_classes",
     "size_class",
+    "waited_seconds",
 ]
 
-MESSAGE = "message"  # beside the storage kinds: values on their way between ranks
+# Beside the storage kinds: values on their way between ranks, and what a planned step does with
+# those that its backward needs.
+MESSAGE = "message"
+KEPT, RECOMPUTED, SWAPPED, PACKED = "kept", "recomputed", "swapped", "packed"
 
 
 class Source(StrEnum):
@@ -68,6 +78,25 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for column in (self.total_bytes, *self.by_kind.values()):
             check_figures("bytes, without their sign,", map(abs, column))
 
+    def thinned(self, most: int) -> "MemoryCurve":
+        """The same with so many samples at most: the highest and the lowest of each part."""
+        totals, num_parts = self.total_bytes, max(1, most // 2)
+        if len(totals) <= most:
+            return self
+        kept: set[int] = set()
+        for part in range(num_parts):
+            own = range(part * len(totals) // num_parts, (part + 1) * len(totals) // num_parts)
+            kept |= {max(own, key=totals.__getitem__), min(own, key=totals.__getitem__)}
+        order = sorted(kept)
+        return MemoryCurve(
+            seconds=tuple(self.seconds[index] for index in order),
+            total_bytes=tuple(totals[index] for index in order),
+            by_kind={
+                kind: tuple(column[index] for index in order)
+                for kind, column in self.by_kind.items()
+            },
+        )
+
 
 class LiveStorage(CheckedStruct, frozen=True, kw_only=True):
     """One of the largest storages alive at the peak, named as the user knows it."""
@@ -85,6 +114,15 @@ class Event(CheckedStruct, frozen=True, kw_only=True):
     name: str
     start_seconds: float
     seconds: float
+
+
+def waited_seconds(events: Iterable[Event], start: float, end: float) -> float:
+    """How much of a stretch a device did nothing but wait for sums of gradients."""
+    waits = (event for event in events if event.lane is Lane.REDUCE)
+    return sum(
+        max(0.0, min(end, wait.start_seconds + wait.seconds) - max(start, wait.start_seconds))
+        for wait in waits
+    )
 
 
 class MessageClass(CheckedStruct, frozen=True, kw_only=True):
@@ -125,6 +163,38 @@ def message_classes(messages: Iterable[tuple[int, float]]) -> tuple[MessageClass
     )
 
 
+class AllReduce(CheckedStruct, frozen=True, kw_only=True):
+    """The sum of one bucket of gradients in the last step, as a device saw it.
+
+    Attributes:
+        start_seconds, seconds: of the step, and how long it was on its way.
+        exposed_seconds: of these, in which the device did nothing but wait for sums.
+    """
+
+    bucket: int
+    size_bytes: int
+    start_seconds: float
+    seconds: float
+    exposed_seconds: float = 0.0
+
+
+class PlanPoint(CheckedStruct, frozen=True, kw_only=True):
+    """A plan of the same step, as what it needs and what it costs; predicted.
+
+    Attributes:
+        name: of the strategy, or of who published it.
+        time_ratio: over the plain step.
+        limit_bytes: that it was made for; None for a strategy that knows no limit.
+        is_chosen: whether this is the plan of the record.
+    """
+
+    name: str
+    peak_bytes: int
+    time_ratio: float
+    limit_bytes: int | None = None
+    is_chosen: bool = False
+
+
 class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
     """What torch's caching allocator takes for a loop of steps on a CUDA device.
 
@@ -148,6 +218,7 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     Attributes:
         device: as in a profile.
         stages: of the plan, those that this rank computes.
+        places: what the device is inside of, the outermost first: its host, then switches.
         peak_bytes: bytes: most alive at once, as the allocator rounds them.
         needed_bytes: bytes: the same, not rounded.
         total_bytes: bytes: so much is taken of the device: its context, and what its allocator
@@ -157,16 +228,23 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
         peak_by_kind: bytes at the peak by storage kind, and `workspace`; on many ranks `message`,
             too.
         peak_node: index of the graph's node at the peak.
+        peak_place: what runs at the peak, in words: operator, module and line; on many ranks the
+            action.
         step_peak_bytes: bytes: the peak of each recorded step.
         largest: the largest storages at the peak.
         curve: live bytes over time. In a simulated one each entry is one node, from its start on.
-        events: what the device did; on many ranks, in the last step.
+        plain_curve: the same of the step with everything kept.
+        events: what the device did, in the last step, or in the one more that
+            `bayplan run --report` trains. On one device a name is phase and module, on many ranks
+            an action.
         messages: messages by size; on many ranks, sums of gradients without waits for other ranks.
+        all_reduces: those of the last step that the device took part in.
         staleness: for each update, how many updates old the weights were that its gradients are of.
     """
 
     device: str
     stages: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
     peak_bytes: int
     needed_bytes: int | None = None
     total_bytes: int | None = None
@@ -174,11 +252,14 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     allocator: AllocatorPeaks | None = None
     peak_by_kind: dict[str, int] = {}
     peak_node: int | None = None
+    peak_place: str = ""
     step_peak_bytes: tuple[int, ...] = ()
     largest: tuple[LiveStorage, ...] = ()
     curve: MemoryCurve | None = None
+    plain_curve: MemoryCurve | None = None
     events: tuple[Event, ...] = ()
     messages: tuple[MessageClass, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
     staleness: tuple[int, ...] = ()
 
     @property
@@ -220,6 +301,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         losses: one for each step; on many ranks also of the step before that warms up. Those that
             are not finite are left out.
         predicted: what the plan of the run promised.
+        limit_bytes: bytes: of the plan, for each device.
+        plain_seconds, data_parallel_seconds: s: of the step without a plan, and of pure data
+            parallel on the same devices; predicted.
+        tradeoff: other plans of the same step.
+        command: that made the record, as it was typed.
     """
 
     schema: str = "bayplan/record"
@@ -238,6 +324,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     epoch_samples: int | None = None
     losses: tuple[float, ...] = ()
     predicted: Prediction | None = None
+    limit_bytes: int | None = None
+    plain_seconds: float | None = None
+    data_parallel_seconds: float | None = None
+    tradeoff: tuple[PlanPoint, ...] = ()
+    command: str = ""
 
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
@@ -250,12 +341,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"predicted.{name} is of {num_predicted} devices, but there are {num_devices}"
                 )
         for index, device in enumerate(self.devices):
-            if self.source is Source.SIMULATED and device.curve is not None:
-                # Every storage is known here, so bytes are never below 0 as in a measured curve.
-                place = f"devices[{index}].curve"
-                check_figures(f"{place}.total_bytes", device.curve.total_bytes)
-                for kind, column in device.curve.by_kind.items():
-                    check_figures(f"{place}.by_kind[{kind!r}]", column)
+            for name in ("curve", "plain_curve") if self.source is Source.SIMULATED else ():
+                curve: MemoryCurve | None = getattr(device, name)
+                if curve is not None:
+                    # Every storage is known here, so bytes are never below 0 as in a measured one.
+                    place = f"devices[{index}].{name}"
+                    check_figures(f"{place}.total_bytes", curve.total_bytes)
+                    for kind, column in curve.by_kind.items():
+                        check_figures(f"{place}.by_kind[{kind!r}]", column)
 
     @property
     def peak_bytes(self) -> int:

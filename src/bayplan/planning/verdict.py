@@ -20,6 +20,7 @@ from bayplan.data.units import (
 from bayplan.data.verdict import InPieces, PlanSummary, Verdict
 from bayplan.planning.memory.planner import PlannableStep, Planner
 from bayplan.planning.memory.reserved import LIVE, Counting
+from bayplan.simulating.memory import place_of
 from bayplan.simulating.reserving import reserve_step
 
 __all__ = ["CheckableStep", "check", "judge", "largest_batch"]
@@ -289,8 +290,6 @@ def judge(
         plain_fits = counted(record, counting) <= limit_bytes
     device = record.devices[0]
     assert device.peak_node is not None, "a simulated record knows its peak"
-    node = graph.nodes[device.peak_node]
-    place = " ".join(filter(None, (node.phase, node.operator, node.module, node.source)))
     return Verdict(
         model=record.model,
         device=device.device,
@@ -309,7 +308,7 @@ def judge(
         batch_shapes=graph.batch_shapes,
         parameter_dtypes=graph.parameter_dtypes,
         peak_by_kind=device.peak_by_kind,
-        peak_place=place,
+        peak_place=place_of(graph, device.peak_node),
         largest=device.largest,
         not_counted=tuple(each for each in record.not_counted if not counting.includes(each)),
         would_fit=would_fit,

@@ -100,8 +100,8 @@ def _part_of(event: Event) -> str | None:
     """What an event counts for; swaps go on beside other things, and waits for them are gaps."""
     try:
         kind = Action.parse(event.name).kind
-    except ValueError:  # the event of another program
-        kind = None
+    except ValueError:  # of one device, by phase and module
+        kind = ActionKind.UPDATE if event.name == "update" else None
     if event.lane is Lane.COPY:
         return "samples" if kind is ActionKind.FORWARD else None
     if event.lane is Lane.COMPUTE:

@@ -15,6 +15,7 @@ __all__ = [
     "findings_text",
     "profile_text",
     "record_text",
+    "report_text",
     "verdict_line",
     "verdict_text",
 ]
@@ -177,6 +178,13 @@ def record_text(record: RunRecord) -> str:
     if record.not_counted:
         lines.append("  not counted: " + "; ".join(record.not_counted))
     return "\n".join(lines)
+
+
+def report_text(record: RunRecord, against: RunRecord | None = None) -> str:
+    """A record; with another one both, and how far they differ."""
+    if against is None:
+        return record_text(record)
+    return "\n".join([record_text(record), record_text(against), comparison_text(record, against)])
 
 
 def comparison_text(first: RunRecord, second: RunRecord) -> str:

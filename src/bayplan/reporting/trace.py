@@ -4,14 +4,29 @@ A device is a process of the trace, each of its lanes a thread, and its memory a
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from bayplan.data import files
+from bayplan.data.errors import UsageError
 from bayplan.data.record import DeviceRecord, Lane, RunRecord
 
-__all__ = ["trace_of"]
+__all__ = ["trace_of", "write_trace"]
 
 _MICROSECONDS = 1e6
 _LANES = {lane: number for number, lane in enumerate(Lane)}
+
+
+def write_trace(path: Path | str, record: RunRecord) -> None:
+    """Write the timeline of a record's last step; refuses one that has none."""
+    if not any(device.events or device.curve for device in record.devices):
+        raise UsageError(
+            "the record has neither events nor a memory curve, so there is no timeline to"
+            " write; a record of `bayplan run` with --placement, or of `bayplan simulate`, has"
+        )
+    files.write_bytes(path, msgspec.json.encode(trace_of(record)))
 
 
 def trace_of(record: RunRecord) -> dict[str, Any]:

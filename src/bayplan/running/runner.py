@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from bayplan.costing.pricing import free_prices
+from bayplan.data import files
 from bayplan.data.errors import ForeignPlan, PlanBroken
-from bayplan.data.graph import StepGraph
+from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.plan import DevicePlan
 from bayplan.data.profile import Clock
-from bayplan.data.record import DeviceRecord, RunRecord, Source
-from bayplan.data.units import format_bytes
+from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
+from bayplan.data.units import LimitCounts, format_bytes
 from bayplan.devices.machine import cache_directory, check_torch_version
+from bayplan.devices.moments import Moment, clock_of
 from bayplan.planning.memory.orders import as_planned
 from bayplan.preparing.step import PreparedStep
 from bayplan.rewriting.updates import ParameterUpdates
@@ -23,6 +27,7 @@ from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions, Devic
 from bayplan.running.fitted import bind
 from bayplan.running.recorder import Recorder
 from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained
 from bayplan.tracing.joint_trace import trace_step
 
@@ -135,6 +140,7 @@ def run_plan(
     space: SwapSpace | None = None,
     clock: Clock = Clock.WALL,
     path: Path | None = None,
+    is_watched: bool = False,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     checkpoints: CheckpointOptions | None = None,
     tell: Callable[[str], object] = lambda line: None,
@@ -146,6 +152,8 @@ def run_plan(
         seed: of what a target builds, and of dropout; None leaves the generators as they are.
         space: where swapped activations go; needed if the plan swaps.
         path: where the measured record is written, also after Ctrl-C.
+        is_watched: whether one more step follows whose memory and phases are recorded moment by
+            moment, where the device can tell; it takes longer, and its figures are not counted.
         checkpoints: where to save, and to go on from. All steps since the beginning then count,
             and the first of this run warms up.
         tell: hears of checkpoints, in lines.
@@ -164,6 +172,7 @@ def run_plan(
             raise ForeignPlan("the plan updates in backward, but names no optimizer")
         context = replace(context, updates=ParameterUpdates.of(step.model, step.optimizer))
     bind(replace(step, optimizer=None), as_planned(plan.order), context, space=space)
+    limit = plan.limit_bytes if plan.limit_counts is LimitCounts.LIVE else None
     losses: list[float] = []
     begin, stop, saver = 0, Stop(), None
     if checkpoints is not None:
@@ -188,6 +197,43 @@ def run_plan(
                 on_step(number, losses[-1])
                 if saver is not None:
                     saver.after(number + 1)
-    if saver is not None:
-        saver.after(begin + len(losses) - 1, is_last=True)
-    return Run(predicted_record(plan), recording.result, tuple(losses), stop.signal_number)
+        if saver is not None:
+            saver.after(begin + len(losses) - 1, is_last=True)
+        measured = structs.replace(
+            recording.result, model=plan.model, num_samples=prepared.samples, limit_bytes=limit
+        )
+        if is_watched:
+            measured = _with_moments(measured, step, prepared.model_device, clock)
+    if path is not None:
+        files.write(path, measured)
+    return Run(predicted_record(plan), measured, tuple(losses), stop.signal_number)
+
+
+_MOST_MOMENTS = 2000
+
+
+def _with_moments(
+    record: RunRecord, step: TrainingStep, where: torch.device, clock: Clock
+) -> RunRecord:
+    """A record with the memory curve and the phases of one more step."""
+    now = clock_of(where)
+    phases: list[tuple[Phase, Moment]] = []
+    with Recorder(None, cache=cache_directory(), device=where, curve=True, clock=clock) as watched:
+        start = now()
+        step(on_phase=lambda phase: phases.append((phase, now())))
+        end = now()
+    moments = [float(start), *(float(begun) for _, begun in phases), float(end)]
+    events = tuple(
+        Event(
+            lane=Lane.COMPUTE,
+            name=phase,
+            start_seconds=begun - moments[0],
+            seconds=max(0.0, ended - begun),
+        )
+        for (phase, _), (begun, ended) in zip(phases, pairwise(moments[1:]), strict=True)
+    )
+    curve = watched.result.devices[0].curve
+    if curve is not None:
+        curve = curve.thinned(_MOST_MOMENTS)
+    device = structs.replace(record.devices[0], events=events, curve=curve)
+    return structs.replace(record, devices=(device,))

@@ -57,13 +57,17 @@ class Moved:
     Attributes:
         ranks: that sent it, or all that have the result.
         lane: send or reduce.
+        start_seconds: its turn, since the step began on the first of these ranks.
         seconds: from its turn to when it was there; others on the same wires make that longer.
+        bucket: of an all-reduce.
     """
 
     ranks: tuple[int, ...]
     lane: Lane
     size_bytes: float
+    start_seconds: float
     seconds: float
+    bucket: int | None = None
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,9 @@ class _Run:
         if len(posted) == len(members):
             size_bytes = self.costs.bucket_bytes[bucket]
             transfer = self.costs.network.reduce(members, size_bytes)
-            note = partial(self._note_moved, members, Lane.REDUCE, size_bytes, (bucket, batch))
+            note = partial(
+                self._note_moved, members, Lane.REDUCE, size_bytes, (bucket, batch), bucket
+            )
             self.queues.add(members, transfer, note)
 
     def _send(self, letter: _Letter) -> None:
@@ -341,7 +347,7 @@ class _Run:
         sender, receiver = reversed(ends) if is_back else ends
         size_bytes = self.costs.message_bytes(message, is_back)
         transfer = self.costs.network.message(sender, receiver, size_bytes)
-        note = partial(self._note_moved, (sender,), Lane.SEND, size_bytes, letter)
+        note = partial(self._note_moved, (sender,), Lane.SEND, size_bytes, letter, None)
         self.queues.add((*ends, is_back), transfer, note)
 
     def _note_moved(
@@ -350,11 +356,12 @@ class _Run:
         lane: Lane,
         size_bytes: float,
         thing: Hashable,
+        bucket: int | None,
         since: float,
     ) -> None:
         if self.calls[ranks[0]] == self.num_calls - 1:
-            seconds = self.clock.now_seconds - since
-            self.moved.append(Moved(ranks, lane, size_bytes, seconds))
+            start, seconds = since - self.began[ranks[0]], self.clock.now_seconds - since
+            self.moved.append(Moved(ranks, lane, size_bytes, max(0.0, start), seconds, bucket))
         self._come(thing)
 
     def _sums(self, rank: int) -> list[tuple[int, int]]:

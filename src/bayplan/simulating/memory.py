@@ -6,9 +6,10 @@ from bayplan.data.graph import StepGraph, Storage
 from bayplan.data.live_memory import RecordBytes, replay_memory
 from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import DeviceRecord, LiveStorage, MemoryCurve, RunRecord, Source
+from bayplan.simulating.planned_step import step_events
 from bayplan.simulating.reserving import reserve_step
 
-__all__ = ["CPU_GRANULARITY_BYTES", "simulate_step"]
+__all__ = ["CPU_GRANULARITY_BYTES", "place_of", "simulate_step"]
 
 # glibc rounds a block to 16 bytes and torch aligns it to 64; measured, see docs/how-it-predicts.md.
 CPU_GRANULARITY_BYTES = 64
@@ -52,7 +53,14 @@ def simulate_step(
         allocator=allocator,
         peak_by_kind=memory.peak_by_kind,
         peak_node=memory.peak_node,
+        peak_place=place_of(graph, memory.peak_node),
         largest=_largest_alive(graph, memory.peak_node),
+        events=tuple(
+            step_events(
+                (node.phase, node.module, start, start + seconds)
+                for node, start, seconds in zip(graph.nodes, starts, profile.seconds, strict=True)
+            )
+        ),
         curve=MemoryCurve(seconds=starts, total_bytes=memory.total_bytes, by_kind=memory.by_kind),
     )
     return RunRecord(
@@ -70,6 +78,12 @@ def simulate_step(
         not_counted=not_counted,
         versions=profile.versions,
     )
+
+
+def place_of(graph: StepGraph, index: int) -> str:
+    """A node in words: its phase, operator, module and source line."""
+    node = graph.nodes[index]
+    return " ".join(filter(None, (node.phase, node.op.split(".")[1], node.module, node.source)))
 
 
 def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:

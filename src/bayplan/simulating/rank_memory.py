@@ -24,6 +24,7 @@ __all__ = [
     "held_buffers",
     "made_buffers",
     "rank_peak_bytes",
+    "rank_totals",
     "stage_memory",
     "stage_seconds",
 ]
@@ -232,6 +233,13 @@ class RankMemory:
 def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
     """The most memory that a rank needs; `stages` says what each of its stages takes."""
     return max(_Walk(rank, stages).totals(), default=rank.staying_bytes)
+
+
+def rank_totals(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> Iterator[tuple[int, int]]:
+    """The highest moment of each action, and what of it are gradients that do not stay."""
+    walk = _Walk(rank, stages)
+    for total in walk.totals():
+        yield total, sum(rank.gradient_bytes[stage] for stage in walk.graded)
 
 
 class _Walk:

@@ -30,7 +30,7 @@ calls takes a moment of compute's time by itself, which many small swaps feel.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -45,6 +45,7 @@ from bayplan.simulating.schedule import check_schedule
 
 __all__ = [
     "Arrangement",
+    "LaneStep",
     "LaneTime",
     "Swap",
     "SwapOps",
@@ -55,6 +56,7 @@ __all__ = [
     "arrangement_of",
     "insert_swaps",
     "lane_seconds",
+    "lane_steps",
     "stretches",
     "unroll",
 ]
@@ -329,25 +331,46 @@ class LaneTime:
     copy_seconds: float
 
 
-def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneTime:
+class LaneStep(NamedTuple):
+    """One op of a schedule with swaps: when compute begins and ends it, and the copy it starts."""
+
+    start: float
+    end: float
+    copy: tuple[float, float] | None = None
+    stall_seconds: float = 0.0
+
+
+def lane_steps(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> Iterator[LaneStep]:
     """Replay compute and copies of a schedule of a program with swaps."""
     copies, waits = _copies(swapped, tier)
-    now = free = forward_seconds = stall_seconds = 0.0
+    now = free = 0.0
     done: dict[int, float] = {}
     for index, op in zip(schedule, swapped.program.executions(schedule), strict=True):
+        start, stall_seconds = now, 0.0
+        copy = None
         if index in copies or index in waits:
             now += tier.call_seconds
         if index in copies:
-            free = done[index] = max(now, free) + copies[index]
+            copy = (max(now, free), max(now, free) + copies[index])
+            free = done[index] = copy[1]
         elif index in waits:
-            wait = max(0.0, done[waits[index]] - now)
-            stall_seconds += wait
-            now += wait
+            stall_seconds = max(0.0, done[waits[index]] - now)
+            now += stall_seconds
         else:
             now += _beside_copies(op.seconds, max(0.0, free - now), tier.slowdown)
+        yield LaneStep(start, now, copy, stall_seconds)
+
+
+def lane_seconds(swapped: Swapped, schedule: Sequence[int], tier: Tier) -> LaneTime:
+    """What a schedule of a program with swaps takes."""
+    forward_seconds = seconds = stall_seconds = copy_seconds = 0.0
+    for index, step in zip(schedule, lane_steps(swapped, schedule, tier), strict=True):
+        seconds = step.end
+        stall_seconds += step.stall_seconds
+        copy_seconds += step.copy[1] - step.copy[0] if step.copy is not None else 0.0
         if index == swapped.program.first_backward - 1:
-            forward_seconds = now
-    return LaneTime(now, forward_seconds, stall_seconds, sum(copies.values()))
+            forward_seconds = seconds
+    return LaneTime(seconds, forward_seconds, stall_seconds, copy_seconds)
 
 
 def _copies(swapped: Swapped, tier: Tier) -> tuple[dict[int, float], dict[int, int]]:

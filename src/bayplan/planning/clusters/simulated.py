@@ -19,11 +19,25 @@ from bayplan.data.device import DeviceKind, Figure
 from bayplan.data.errors import DoesNotFit, ForeignPlan, UsageError
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
-from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source, message_classes
+from bayplan.data.record import (
+    DeviceRecord,
+    Event,
+    Lane,
+    MemoryCurve,
+    RunRecord,
+    Source,
+    message_classes,
+)
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
-from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
+from bayplan.planning.pipelines.rank_records import (
+    all_reduces_of,
+    fits_as_planned,
+    peak_action,
+    rank_curve,
+)
+from bayplan.planning.pipelines.stage_fits import peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, StepSource
 from bayplan.simulating.checking import check_actions, check_rank_plan
@@ -96,6 +110,7 @@ def simulate_plan(
             "cluster": f"{cluster.name} {cluster.fingerprint}",
         },
         num_samples=simulated.num_samples,
+        limit_bytes=plan.limit_bytes,
     )
     _check_fits(plan, record)
     return record
@@ -170,14 +185,16 @@ class _RankReplay:
         on_progress("replaying", 1, 3)
         times = self._times()
         on_progress("replaying with slower figures", 2, 3)
-        sums: list[list[tuple[int, float]]] = [[] for _ in self.devices]
-        for moved in times.moved:
-            if moved.lane is Lane.REDUCE:
-                for rank in moved.ranks:
-                    sums[rank].append((int(moved.size_bytes), moved.seconds))
         devices = [
-            msgspec.structs.replace(record, events=events, messages=message_classes(own_sums))
-            for record, events, own_sums in zip(records, times.events, sums, strict=True)
+            msgspec.structs.replace(
+                record,
+                curve=self._curve(rank, times.events[rank]),
+                events=times.events[rank],
+                messages=message_classes((own.size_bytes, own.seconds) for own in sums),
+                all_reduces=sums,
+            )
+            for rank, record in enumerate(records)
+            for sums in [all_reduces_of(times, rank)]
         ]
         spread_seconds = self._spread_seconds(times.seconds)
         return _Simulated(times.seconds, spread_seconds, self.source.num_samples, devices)
@@ -231,6 +248,11 @@ class _RankReplay:
             slower.append(self._times(loading_factor=1.0 + worst_spread(self._input_figures)))
         return math.hypot(*(times.seconds - seconds for times in slower))
 
+    def _curve(self, rank: int, events: Sequence[Event]) -> MemoryCurve | None:
+        on_kind = self._by_kind[self._kind(rank).name]
+        staying = on_kind.seconds.needs.staying_by_kind(self.pipeline.stages_of(rank))
+        return rank_curve(on_kind.memory[rank], on_kind.seconds.fits, staying, events)
+
     def _memory(self, rank: int) -> DeviceRecord:
         stages, kind = self.pipeline.stages_of(rank), self._kind(rank)
         on_kind = self._by_kind[kind.name]
@@ -240,6 +262,8 @@ class _RankReplay:
             allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
             stages=stages,
+            peak_place=peak_action(on_kind.memory[rank], on_kind.seconds.fits),
+            places=self.cluster.places_of(self.devices[rank]),
         )
 
     @cached_property
@@ -270,16 +294,7 @@ class _RankReplay:
     ) -> dict[Key, Fit]:
         """How stages run as the plan says."""
         search = StageSearch(cache=self.source.cache, tier=tier)
-        planned = {
-            (given.stage, given.num_samples): given.order for given in self.plan.stage_orders
-        }
-        keys = dict.fromkeys(key for rank in ranks for key in keys_of(rank))
-        return {
-            key: search.ordered(cut.traced(*key), planned[key])
-            if key in planned
-            else search.plain(cut.traced(*key))
-            for key in keys
-        }
+        return fits_as_planned(self.plan, cut, ranks, search)
 
     @cached_property
     def _unrounded(self) -> dict[Key, Fit]:

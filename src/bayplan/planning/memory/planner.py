@@ -36,6 +36,7 @@ __all__ = [
     "PlannableStep",
     "Planner",
     "device_plan",
+    "find_curve",
     "strategy_named",
     "write_curve",
 ]
@@ -262,10 +263,31 @@ def device_plan(traced: PackedVariants, order: StepOrder, **fields: Any) -> Devi
 _STEP_PERCENT = 10
 
 
+def find_curve(planner: Planner, time_limit_seconds: float) -> Iterator[tuple[str, int, StepOrder]]:
+    """Plan from the plain peak down to the smallest, in steps of a tenth; the time is for all.
+
+    Each comes with its limit and its name, the share of the plain peak or `floor`, and again when
+    a faster one for it is found.
+    """
+    plain_bytes = planner.step.plain_peak_bytes
+    smallest = planner.smallest(time_limit_seconds=time_limit_seconds / 4)
+    floor_bytes = limit_for(min(planned.peak_bytes for planned in smallest.values()))
+    name_of: dict[int, str] = {floor_bytes: "floor"}
+    for percent in range(_STEP_PERCENT, 101, _STEP_PERCENT):
+        limit_bytes = Limit(share=percent / 100).of(plain_bytes)
+        if limit_bytes > floor_bytes:
+            name_of[limit_bytes] = f"{percent / 100:.2f}"
+    curve = planner.curve(
+        sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4, starts=smallest
+    )
+    for limit_bytes, order in curve:
+        yield name_of[limit_bytes], limit_bytes, order
+
+
 def write_curve(
     planner: Planner, folder: Path, *, time_limit_seconds: float
 ) -> list[tuple[int, StepOrder]]:
-    """Plan from the plain peak down to the smallest, in steps of a tenth.
+    """Plan a whole curve into a folder.
 
     Files are named by the share of the plain peak (`0.40.json`); the last, `floor.json`, is the
     smallest limit that works. Each is replaced when a faster plan for it is found, so that what
@@ -283,20 +305,9 @@ def write_curve(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise FileFault(f"cannot make the folder {folder}: {fault.strerror}") from None
-    plain_bytes = planner.step.plain_peak_bytes
-    smallest = planner.smallest(time_limit_seconds=time_limit_seconds / 4)
-    floor_bytes = limit_for(min(planned.peak_bytes for planned in smallest.values()))
-    name_of: dict[int, str] = {floor_bytes: "floor"}
-    for percent in range(_STEP_PERCENT, 101, _STEP_PERCENT):
-        limit_bytes = Limit(share=percent / 100).of(plain_bytes)
-        if limit_bytes > floor_bytes:
-            name_of[limit_bytes] = f"{percent / 100:.2f}"
     orders: dict[int, StepOrder] = {}
-    curve = planner.curve(
-        sorted(name_of), time_limit_seconds=time_limit_seconds * 3 / 4, starts=smallest
-    )
-    for limit_bytes, order in curve:
+    for name, limit_bytes, order in find_curve(planner, time_limit_seconds):
         orders[limit_bytes] = order
         made = planner.plan(order, limit=Limit(size_bytes=limit_bytes))
-        files.write(folder / f"{name_of[limit_bytes]}.json", made)
+        files.write(folder / f"{name}.json", made)
     return sorted(orders.items())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bayplan.data.actions import Action, ActionKind
+from bayplan.data.graph import StorageKind
 from bayplan.data.plan import RankPlan
 from bayplan.planning.pipelines.stage_orders import Fit
 from bayplan.planning.pipelines.step_source import CutSource, StageValues, UpdateCost
@@ -68,7 +69,7 @@ class RankNeeds:
                 for stage in stages
                 for index, piece in self.pipeline.routing.pieces_of(stage, rank)
             },
-            staying_bytes=self._staying_bytes(stages),
+            staying_bytes=sum(self.staying_by_kind(stages).values()),
             message_bytes={
                 index: sum(total for total, _ in messages) for index, messages in sizes.items()
             },
@@ -114,15 +115,21 @@ class RankNeeds:
         sizes = values.backward[late, early] if is_back else values.forward[early, late]
         return sum(sizes) * (message.end - message.begin) // values.num_samples, len(sizes)
 
-    def _staying_bytes(self, stages: Sequence[int]) -> int:
+    def staying_by_kind(self, stages: Sequence[int]) -> dict[str, int]:
+        """What stays through the whole step on a rank with these stages."""
         versions: dict[str, int] = {}
         for stage in stages:
             for name in self.values.tensors[stage]:
                 versions[name] = max(versions.get(name, 0), 1 + self.lags[stage])
         trained, sizes = self._trained(stages), self.values.tensor_bytes
-        staying = self.batch_bytes + sum(count * sizes[name] for name, count in versions.items())
-        staying += int(sum(sizes[name] for name in trained) * self.state_per_parameter)
-        return staying + sum(sizes[name] for name in trained if name in self._shared)
+        return {
+            StorageKind.PARAMETER: sum(count * sizes[name] for name, count in versions.items()),
+            StorageKind.OPTIMIZER_STATE: int(
+                sum(sizes[name] for name in trained) * self.state_per_parameter
+            ),
+            StorageKind.INPUT: self.batch_bytes,
+            StorageKind.GRADIENT: sum(sizes[name] for name in trained if name in self._shared),
+        }
 
     def _trained(self, stages: Sequence[int]) -> tuple[str, ...]:
         gradients = self.values.gradients

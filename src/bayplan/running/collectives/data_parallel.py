@@ -178,6 +178,12 @@ class DataParallel:
         """Seconds of backward with its exchange, from what is known of both."""
         return self._plan(settings).end_seconds
 
+    @property
+    def messages(self) -> tuple[tuple[int, float], ...]:
+        """Bytes and seconds of the latest sums, the wait for other ranks left out."""
+        self._take_in()
+        return tuple(self._messages)
+
     def text(self) -> str:
         """What was exchanged lately, how much of it was hidden, and who was waited for."""
         self._take_in()

@@ -13,9 +13,10 @@ import torch
 
 from bayplan.data.actions import Action, ActionKind
 from bayplan.data.graph import StorageKind
-from bayplan.data.record import Event, Lane
+from bayplan.data.record import AllReduce, Event, Lane, waited_seconds
 from bayplan.devices.meters import MemoryMeter
 from bayplan.devices.moments import Moment, clock_of
+from bayplan.running.collectives.sums import Sum
 
 __all__ = ["Journal", "PeakBreakdown"]
 
@@ -102,6 +103,22 @@ class Journal:
             )
             for position, *span in self._done
             for lane, began, ended in self._parts(position, *map(float, span))
+        )
+
+    def all_reduces(self, sums: Sequence[Sum]) -> tuple[AllReduce, ...]:
+        """Those of the latest sums that were made in this step, in the order they began."""
+        start = float(self._done[0][1]) if self._done else 0.0
+        events = self.events()
+        own = [(made, made.begun_seconds - start, made.ended_seconds - start) for made in sums]
+        return tuple(
+            AllReduce(
+                bucket=number,
+                size_bytes=made.size_bytes,
+                start_seconds=begun,
+                seconds=max(0.0, ended - begun),
+                exposed_seconds=waited_seconds(events, begun, ended),
+            )
+            for number, (made, begun, ended) in enumerate(o for o in own if o[1] >= 0)
         )
 
     def _parts(

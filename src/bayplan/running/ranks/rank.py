@@ -29,7 +29,7 @@ from bayplan.data import files
 from bayplan.data.errors import UsageError
 from bayplan.data.plan import RankPlan
 from bayplan.data.profile import Clock
-from bayplan.data.record import DeviceRecord, Event, RunRecord, message_classes
+from bayplan.data.record import AllReduce, DeviceRecord, Event, RunRecord, message_classes
 from bayplan.devices.choosing import chosen_device
 from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
@@ -159,12 +159,13 @@ class _Training:
                     print(line, file=sys.stderr, flush=True)
                 self._save()
         self._save(is_last=True)
-        events = self._bound.journal.events()  # before those of the flush, which does but a part
+        journal = self._bound.journal  # before the flush, which does but a part
+        events, all_reduces = journal.events(), journal.all_reduces(self._bound.sums)
         losses += map(float, self._bound.flush())
         return msgspec.structs.replace(
             recording.result,
             model=self._plan.model,
-            devices=(self._described(recording.result.devices[0], events),),
+            devices=(self._described(recording.result.devices[0], events, all_reduces),),
             num_samples=self._bound.num_samples,
             losses=tuple(loss for loss in losses if math.isfinite(loss)),
         )
@@ -178,7 +179,12 @@ class _Training:
             self._bound.save(options.folder, keep=options.keep)
             self._saved_step = number
 
-    def _described(self, device: DeviceRecord, events: tuple[Event, ...]) -> DeviceRecord:
+    def _described(
+        self,
+        device: DeviceRecord,
+        events: tuple[Event, ...],
+        all_reduces: tuple[AllReduce, ...],
+    ) -> DeviceRecord:
         """What was measured of this rank, with what only it knows."""
         stages = tuple(n for n, own in enumerate(self._plan.stages) if self._rank in own.devices)
         seconds = ((made.size_bytes, made.own_seconds) for made in self._bound.sums)
@@ -190,6 +196,7 @@ class _Training:
             stages=stages,
             staleness=self._bound.staleness,
             events=events,
+            all_reduces=all_reduces,
             messages=message_classes(seconds),
             peak_by_kind=by_kind,
         )

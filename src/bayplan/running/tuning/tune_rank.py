@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from cyclopts import App
+from msgspec import structs
 from torch import distributed
 
 from bayplan.data import files
 from bayplan.data.errors import UsageError
+from bayplan.data.record import message_classes
 from bayplan.devices.choosing import chosen_device
 from bayplan.models.targets import resolve_target
 from bayplan.preparing.step import PreparedStep
@@ -33,6 +35,7 @@ def run(
     /,
     *,
     result: Path,
+    record: Path,
     batch: int | None = None,
     optimizer: str = "sgd",
     most_steps: int | None = None,
@@ -60,6 +63,8 @@ def run(
             print(f"step {number}: trying {told}", file=sys.stderr, flush=True)
     if rank == 0:
         files.write(result, tuning.buckets(target))
+        messages = message_classes(exchange_of(model).messages)
+        files.write(record, structs.replace(tuning.found, messages=messages))
         print(exchange_of(model).text(), file=sys.stderr, flush=True)
     tuning.close()
     distributed.barrier()

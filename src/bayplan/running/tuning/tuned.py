@@ -129,6 +129,12 @@ class Tuning:
             verdict=self.verdict,
         )
 
+    @property
+    def found(self) -> TuningRecord:
+        """All that is known of the best setting and of those it was compared with."""
+        assert self._tuner is not None, "asked once steps have been tuned"
+        return self._tuner.record(self._key)
+
     def close(self) -> None:
         """Close the log; what was found stays in use."""
         if self._log is not None:

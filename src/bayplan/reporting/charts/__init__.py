@@ -1,0 +1,1 @@
+"""The pictures of a report: one file each, from records to charts."""

@@ -56,6 +56,7 @@ def test_nothing_is_lost_but_what_the_order_says_again(name):
             assert (order.pop("time_ratio_spread"), order.pop("price_spread")) == (0.0, 0.0)
             assert order.pop("reserved_bytes") is None
             assert order.pop("in_step") is False
+    assert new["request"].pop("operators") == ""
     assert {field: old[field] for field in new.keys() & old.keys() - {"version"}} == {
         field: new[field] for field in new.keys() & old.keys() - {"version"}
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from bayplan.data.checkpoint import Checkpoint
 from bayplan.data.cluster_file import ClusterFile
 from bayplan.data.device import DeviceKind
 from bayplan.data.exchange import BucketFile
@@ -29,6 +30,7 @@ FILES: dict[str, type[msgspec.Struct]] = {
     "graph": StepGraph,
     "profile": Profile,
     "record": RunRecord,
+    "checkpoint": Checkpoint,
     "verdict": Verdict,
     "device": DeviceKind,
     "cluster": ClusterFile,
@@ -45,7 +47,10 @@ Every field, with its type and default. A field without a default must be there.
 and times in seconds. [Files](files.md) and [the plan file](plan-file.md) have the rules, and an
 example of each.
 """
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_WORDS: dict[object, str] = {
+    **{int: "whole number", float: "number", str: "text", bool: "true or false"},
+    typing.Any: "anything",
+}
 
 
 def page() -> str:

@@ -181,14 +181,16 @@ def run(
     text = f"{plan_line(given)}\nlosses {losses}\n{comparison}"
     options.show(measured, text, json=json, output=output)
     if done.stopped_by:
-        told = f"the figures are those of {len(done.losses)} of {steps} steps"
-        return _stopped(128 + done.stopped_by, told)
+        return _stopped(128 + done.stopped_by, len(done.losses), steps, saves)
     done.check(given)
     return 0
 
 
-def _stopped(exit_code: int, told: str) -> int:
-    """Tell that Ctrl-C or SIGTERM ended a run."""
+def _stopped(exit_code: int, done: int, num_steps: int, saves: "CheckpointOptions | None") -> int:
+    """Tell that Ctrl-C or SIGTERM ended a run, and where it goes on."""
+    told = f"the figures are those of {done} of {num_steps} steps"
+    if saves is not None and saves.newest is not None:
+        told += f"; --resume goes on from {saves.newest}"
     if exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt(told)
     print(f"bayplan: terminated; {told}", file=sys.stderr)
@@ -261,6 +263,5 @@ def _run_on_ranks(
     ]
     options.show(measured, "\n".join(parts), json=json, output=output)
     if is_interrupted or done.exit_code == TERMINATED:
-        told = f"the figures are those of {len(done.measured.step_seconds)} of {steps} steps"
-        return _stopped(done.exit_code, told)
+        return _stopped(done.exit_code, len(done.measured.step_seconds), steps, saves)
     return done.exit_code

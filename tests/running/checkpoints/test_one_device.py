@@ -21,6 +21,8 @@ from bayplan.running.checkpoints.folders import newest_whole, read_manifest, sav
 from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions, DeviceCheckpoints
 from bayplan.running.checkpoints.storage import CheckpointReader
 from bayplan.running.runner import run_plan
+from bayplan.running.swaps.swap_space import SwapSpace
+from bayplan.simulating.swaps import Tier
 
 STEPS = 6
 
@@ -85,6 +87,25 @@ def test_resumed_is_uninterrupted_bit_for_bit(run, plan, tmp_path):
     second, lines = run(tmp_path / "parts", STEPS, resume=True)
     assert lines == ["resumed from step-00000003"]
     assert first + second == whole
+    assert saved_in(tmp_path / "parts") == saved_in(tmp_path / "whole")
+
+
+def test_resumed_is_uninterrupted_where_activations_are_repeated_and_swapped(question, tmp_path):
+    tier = Tier(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
+    planner = Planner(question, time_limit_seconds=1.0, cache=tmp_path / "cache", tier=tier)
+    limit = Limit(share=0.75)
+    plan = planner.plan(planner.order(limit, strategy="ome"), limit=Limit(share=1.0))
+    assert plan.order.swaps
+    assert len(plan.order.schedule) > len(set(plan.order.schedule))
+
+    def run(name, steps, **options):
+        space = SwapSpace(torch.device("cpu"), tmp_path, tier)
+        given = CheckpointOptions(folder=tmp_path / name, **options)
+        done = run_plan(plan, question, num_steps=steps, space=space, checkpoints=given)
+        return list(done.losses)
+
+    whole = run("whole", 4)
+    assert run("parts", 2) + run("parts", 4, resume=True) == whole
     assert saved_in(tmp_path / "parts") == saved_in(tmp_path / "whole")
 
 

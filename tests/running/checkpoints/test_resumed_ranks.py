@@ -27,6 +27,9 @@ def two(tmp_path_factory, plan_ranks, run_ranks):
         cases[f"{name}-resumed"] = {**case, "load": True}
     # What the pipeline has saved, by data parallel.
     cases["moved"] = {**cases["data-parallel-resumed"], "root": "pipeline"}
+    cases["stale-moved"] = {**cases["data-parallel-resumed"], "root": "stale", "model": "plain"}
+    cases["stale-moved"]["plan"] = "plain-data-parallel.json"
+    plan_ranks(folder / "plain-data-parallel.json", "plain", 8, "0:0-1")
     cases["no-schedule"] = {**cases["pipeline"], "root": "no-schedule", "schedules": False}
     return folder, *run_ranks(folder, cases, num_ranks=2)
 
@@ -51,19 +54,41 @@ def test_another_plan_goes_on_with_the_same_numbers(two):
     assert moved["norms"] == pytest.approx(whole["norms"], rel=TOLERANCE)
 
 
+def test_what_another_plan_leaves_out_is_told(two):
+    _, results, lines = two
+    assert len(results["stale-moved"][0]["losses"]) == STEPS - SAVED
+    (line,) = [line for line in lines if "another plan" in line]
+    assert "step-00000003 was saved under another plan with batches in flight" in line
+
+
+@pytest.mark.slow
+def test_three_to_one_goes_on_on_one_device_and_as_three_to_one(
+    tmp_path, plan_ranks, run_ranks, training
+):
+    plan_ranks(tmp_path / "plan.json", "mixed", 8, "0:0-2.0:3", num_micro_batches=2)
+    case = {"plan": "plan.json", "model": "mixed", "batch": 8, "steps": STEPS, "schedules": False}
+    cases = {"whole": {**case, "save_at": SAVED}, "resumed": {**case, "load": True}}
+    results, _ = run_ranks(tmp_path, cases, num_ranks=4)
+    for whole, resumed in zip(results["whole"], results["resumed"], strict=True):
+        assert resumed["losses"] == whole["losses"][SAVED:]
+        assert resumed["digest"] == whole["digest"]
+    check_one_device(training, tmp_path / "checkpoints", results["whole"][0])
+
+
 def test_one_device_goes_on_where_ranks_were(two, training):
     folder, results, _ = two
+    check_one_device(training, folder / "no-schedule", results["no-schedule"][0])
+
+
+def check_one_device(training, root, whole):
+    """Plain training goes on from what ranks have saved."""
     step = training.build("mixed", 8, seed=5)
-    step = replace(
-        step, batch=training.build("mixed", 8).batch, optimizer=training.optimizer_of(step.model)
-    )
-    options = CheckpointOptions(folder=folder / "no-schedule", resume=True)
-    assert DeviceCheckpoints(options, step, step.optimizer, print).resume() == (
-        SAVED,
-        {"index": SAVED},
-    )
+    optimizer = training.optimizer_of(step.model)
+    step = replace(step, batch=training.build("mixed", 8).batch, optimizer=optimizer)
+    options = CheckpointOptions(folder=root, resume=True)
+    resumed = DeviceCheckpoints(options, step, optimizer, print).resume()
+    assert resumed == (SAVED, {"index": SAVED})
     losses = [float(step()) for _ in range(SAVED, STEPS)]
-    whole = results["no-schedule"][0]
     assert losses == pytest.approx([*map(float, whole["losses"][SAVED:])], rel=TOLERANCE)
     norms = {name: one.double().norm().item() for name, one in step.model.state_dict().items()}
     assert norms == pytest.approx(whole["norms"], rel=TOLERANCE)

@@ -62,6 +62,11 @@ class CheckpointOptions:
         found = newest_whole(self.folder, lambda line: None)  # the run tells of what it passes over
         return found is not None and found[1].step >= num_steps
 
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint, by its name."""
+        return next(iter(saved_steps(self.folder).values()), None)
+
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
 

@@ -18,7 +18,7 @@ from gpu_truth.devices import device_of
 from gpu_truth.fitting import best, is_fitted, leave_one_out
 from gpu_truth.image_models import ImageRow, image_rows, spread, timm_fault, timm_names, training
 from gpu_truth.kept import Kept
-from gpu_truth.rows import Found, Row
+from gpu_truth.rows import ROW_FAULTS, Found, Row, told
 from gpu_truth.timing import SPEEDS, StepTime, time_claims
 
 from bayplan.data.device import DeviceKind
@@ -29,7 +29,6 @@ __all__ = ["Step", "found", "predicted"]
 _NUM_MODELS = 100
 _FEWEST_FITTED = 6  # with fewer models to choose constants on, the device's own stay
 _OFF_PCT = 35
-_FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,8 @@ def _steps(
         except KeyboardInterrupt:
             skipped["the rest"] = "interrupted; the same command goes on from here"
             break
-        except BayplanError as fault:
-            skipped[f"{model} at {image}"] = str(fault)
-            continue
-        except _FAULTS as fault:
-            skipped[f"{model} at {image}"] = f"{type(fault).__name__}: {str(fault)[:150]}"
+        except ROW_FAULTS as fault:
+            skipped[f"{model} at {image}"] = told(fault)
             continue
         steps += [
             Step(row, StepTime(**part["time"]), Bracket(**part["bracket"]))

@@ -15,7 +15,7 @@ from gpu_truth import (
     nvidia_tables,
 )
 from gpu_truth.device_fit import device_constants, left_out
-from gpu_truth.rows import Found, Row
+from gpu_truth.rows import ROW_FAULTS, Found, Row, check_counts, told
 from gpu_truth.timing import time_claims
 
 from bayplan.data.errors import BayplanError, FileFault, UsageError
@@ -42,13 +42,6 @@ _REASONS = {
     "torchtitan.json": _SHARDED,
     "torchgpipe.json": "U-Net and AmoebaNet in pipelines; batches and chunks are not in the row",
 }
-
-
-# Of rows whose fields are missing, of another type, or sizes that torch refuses.
-_FAULTS = (
-    *(BayplanError, RuntimeError, ArithmeticError, AttributeError),
-    *(LookupError, TypeError, ValueError),
-)
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -82,6 +75,7 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
                 if path.name not in _RULES:
                     usual = "no rules to rebuild this table's models"
                     raise UsageError(_REASONS.get(path.name, usual))
+                check_counts(row.get("config"))
                 made = list(_RULES[path.name](row, table, captures, on_progress))
                 if not all(math.isfinite(each.reported) for each in made):
                     raise UsageError(f"the value {row.get('value')!r} is no finite number")
@@ -89,8 +83,8 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
                 by_table.setdefault(path.name, []).extend(made)
             except KeyboardInterrupt:
                 skipped["interrupted"] = 1
-            except _FAULTS as fault:
-                reason = f"{path.name}: {_told(fault)}"
+            except ROW_FAULTS as fault:
+                reason = f"{path.name}: {told(fault)}"
                 skipped[reason] = skipped.get(reason, 0) + 1
     derived, by_source = rows, left_out(rows, by="source")
     rows = left_out(rows, by="model")
@@ -105,12 +99,6 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
         | {"by_table": {name: _claims(part) for name, part in by_table.items()}}
         | {"not_rebuilt": skipped},
     )
-
-
-def _told(fault: Exception) -> str:
-    if isinstance(fault, KeyError):
-        return f"the row does not say {fault}"
-    return (str(fault) or type(fault).__name__).partition("\n")[0][:150]
 
 
 def _claims(rows: list[Row]) -> dict[str, Any]:

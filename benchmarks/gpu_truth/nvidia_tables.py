@@ -56,6 +56,7 @@ def rows_of(
     if model != "BERT" and model not in _NETWORKS:
         raise UsageError(_REASONS.get(model, f"no rules to rebuild {model!r}"))
     is_mixed = precision.startswith("mixed")
+    device_of(str(row["device"]))  # refused where the row itself names none
     words = f"{row['device']} ({config['heading'].rpartition('/')[2].strip()})"
     device = _in_precision(device_of(words), precision)
     if model == "BERT":

@@ -3,7 +3,26 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Found", "Row"]
+from bayplan.data.errors import BayplanError, UsageError
+
+__all__ = ["ROW_FAULTS", "Found", "Row", "check_counts", "told"]
+
+# Of rows whose fields are missing, of another type, or sizes that torch refuses.
+ROW_FAULTS = (
+    *(BayplanError, RuntimeError, ArithmeticError, AttributeError),
+    *(LookupError, TypeError, ValueError),
+)
+
+_COUNTS = ("layers", "num_layers", "gradient_accumulation", "blocks_per_checkpoint")
+_MOST = 1000
+
+
+def check_counts(config: object) -> None:
+    """Refuse a network that would take forever to build: files are untrusted."""
+    for name in _COUNTS if isinstance(config, dict) else ():
+        words = str(config.get(name, "")).split(",")
+        if any(len(word) > 5 or (word.isdecimal() and int(word) > _MOST) for word in words):
+            raise UsageError(f"{name} is {str(config[name])[:20]}, more than {_MOST}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +60,10 @@ class Found:
 
     rows: list[Row]
     claims: dict[str, Any]
+
+
+def told(fault: BaseException) -> str:
+    """Why a row is left out, in a line."""
+    if isinstance(fault, KeyError):
+        return f"the row does not say {fault}"
+    return (str(fault) or type(fault).__name__).partition("\n")[0][:150]

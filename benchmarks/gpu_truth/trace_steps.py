@@ -25,11 +25,11 @@ from gpu_truth.loops import (
     peaks,
     record,
 )
-from gpu_truth.rows import Found, Row
+from gpu_truth.rows import ROW_FAULTS, Found, Row, check_counts, told
 from gpu_truth.traces import Action, Trace, read_trace
 from torch import nn
 
-from bayplan.data.errors import BayplanError, UsageError
+from bayplan.data.errors import UsageError
 
 __all__ = ["found", "loop_of"]
 
@@ -55,8 +55,8 @@ def found(folder: Path, *, is_quick: bool, on_progress: Any = print) -> Found:
         except KeyboardInterrupt:
             skipped["the rest"] = "interrupted"
             break
-        except BayplanError as fault:
-            skipped[path.name.split(".json")[0]] = str(fault)
+        except ROW_FAULTS as fault:
+            skipped[path.name.split(".json")[0]] = told(fault)
     of = {
         name: [row for row in rows if row.quantity == f"peak {name} bytes of the step"]
         for name in ("requested", "allocated", "reserved")
@@ -88,6 +88,7 @@ def _rows(trace: Trace) -> list[Row]:
         raise UsageError("the model is not specified; replayed for the allocator only")
     if "compile" in trace.notes:
         raise UsageError("compiled: kernels and buffers are Inductor's")
+    check_counts(trace.config)
     loop = loop_of(trace.config, trace.step)
     build = _builder(trace.config, in_loop="randn" in trace.step, has_targets=bool(loop.loss))
     recording = record(build, loop, architecture=_architecture(trace))

@@ -69,6 +69,7 @@ def test_throughput_is_told_as_the_seconds_of_a_sample(tmp_path):
         ({"n_gpus": 8}, "more than one GPU"),
         ({"config": {"model": "RWKV"}}, "no rules to rebuild 'RWKV'"),
         ({"batch_per_gpu": None}, "int()"),
+        ({"config": {"model": "bert", "layers": 10**30}}, "layers is 1000000"),
     ],
 )
 def test_a_row_that_cannot_be_rebuilt_is_listed_with_its_reason(tmp_path, change, reason):
@@ -379,5 +380,42 @@ def test_a_peak_that_another_row_of_the_network_contradicts_is_explained(tmp_pat
 def test_a_segmentation_row_of_other_words_is_listed(tmp_path, change, reason):
     row = segmentation_row("pspnet_r18-d8_4xb2-80k_loveda-64x64") | change
     done = found_in(tmp_path, "mmsegmentation.json", [row])
+    assert not done.rows
+    assert reason in "".join(done.claims["not_rebuilt"])
+
+
+def nvidia_row(model, value, **others):
+    heading = "Results / Training performance: NVIDIA DGX-1 (8x V100 32GB)"
+    columns = {"Batch size / GPU (FP32 and FP16)": "4096 and 4096", "Sequence length": "128"}
+    columns |= {"Accumulation steps (FP32 and FP16)": "1024 and 512"}
+    row = {"source": "made up", "path": "a/README.md", "model": model, "dtype": "float32"}
+    row |= {"config": {"heading": heading, "columns": columns}, "device": "NVIDIA V100 32GB"}
+    row |= {"n_gpus": 1, "quantity": "throughput (all GPUs)", "value": value, "unit": "img/s"}
+    return row | others
+
+
+def test_a_micro_batch_of_pre_training_is_what_an_update_accumulates(tmp_path):
+    mixed = nvidia_row("BERT", 200.0, dtype="mixed precision (fp16)")
+    done = found_in(tmp_path, "nvidia_deeplearningexamples.json", [nvidia_row("BERT", 50.0), mixed])
+    full, half = done.rows
+    assert full.reported == pytest.approx(4 / 50)
+    assert half.reported == pytest.approx(8 / 200)
+    assert full.predicted / 4 > 2 * half.predicted / 8  # a sample's
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "nnUNet"}, "no rules to rebuild 'nnUNet'"),
+        ({"model": "GNMT"}, "sentences of varying length"),
+        ({"n_gpus": 8}, "more than one GPU"),
+        ({"config": {"heading": "Fine-tuning", "columns": {}}}, "fine-tuning"),
+        ({"config": {"heading": "", "columns": {"Batch": 8, "Sequence length": "512"}}}, "fine"),
+        ({"device": "a card"}, "no device of the catalogue"),
+    ],
+)
+def test_an_example_of_nvidias_that_cannot_be_rebuilt_is_listed(tmp_path, change, reason):
+    row = nvidia_row("BERT", 1.0) | change
+    done = found_in(tmp_path, "nvidia_deeplearningexamples.json", [row])
     assert not done.rows
     assert reason in "".join(done.claims["not_rebuilt"])

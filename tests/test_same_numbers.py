@@ -21,6 +21,7 @@ from bayplan.models.registry import load
 from bayplan.planning.memory.orders import FastestWithin, by_strategy, limit_for, order_of
 from bayplan.planning.memory.search import smallest_peak
 from bayplan.planning.memory.strategies import checkpoint, keep, ome, swap
+from bayplan.rewriting.free import writes_a_part
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 from bayplan.simulating.swaps import Tier
@@ -84,6 +85,30 @@ class Mixed(nn.Module):
 
 def build_mixed():
     return Mixed(), (torch.randn(4, 3, 16, 16), torch.randint(10, (4,))), nn.CrossEntropyLoss()
+
+
+class FillsIn(nn.Module):
+    """Writes one step after another into its result, as a recurrence does, and reads some again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result, state = torch.zeros_like(x), torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.layer(state) + x[:, step])
+            result[:, step] = state
+        before = torch.tanh(result)
+        result[:, :2] = result[:, 2:4] + 1.0
+        result.diagonal(dim1=1, dim2=2)[:] = 1.0
+        self.last[:, :4] = state[:, :4].detach()
+        return before + result
+
+
+def build_filling():
+    return FillsIn(), (torch.randn(4, 6, 8), torch.randn(4, 6, 8)), nn.functional.mse_loss
 
 
 def tight(traced: TracedStep, *, cache: Path, **settings: Any) -> StepOrder:
@@ -194,6 +219,25 @@ def test_models_that_people_bring(assert_same, repeat_everything, name):
 def test_all_the_memory_repeats_nothing(assert_same, planner_cache, build):
     order = assert_same(build, FastestWithin(Limit(share=1.0), planner_cache))
     assert order.schedule == tuple(range(len(order.schedule)))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_parts_are_written_in_place_as_in_plain_training(assert_same, planner_cache, share):
+    taken = []
+
+    def decide(traced: TracedStep) -> StepOrder:
+        order = FastestWithin(Limit(share=share), planner_cache, time_limit_seconds=0.6)(traced)
+        step = traced.for_order(order)
+        replay = replay_schedule(step.program, order.schedule)
+        taken.extend(
+            replay.taken_over[index]
+            for index, op in enumerate(order.schedule)
+            if writes_a_part(step.op_nodes[op])
+        )
+        return order
+
+    assert_same(build_filling, decide)
+    assert any(each is not None for each in taken)
 
 
 @pytest.mark.parametrize("may_pack", [False, True])

@@ -188,6 +188,31 @@ def test_running_statistics_are_forgotten():
     assert node.args[3:5] == (None, None)
 
 
+class _FillsIn(nn.Module):
+    """Writes one step after another into its result, as a recurrence does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result, state = torch.zeros_like(x), torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(state * 0.5 + x[:, step])
+            result[:, step] = state
+        result[:, :2] = x[:, 2:4]  # a slice
+        result.diagonal(dim1=1, dim2=2)[:] = 1.0
+        return result
+
+
+def test_parts_are_written_without_a_copy_first():
+    x = torch.randn(3, 6, 6)
+    before = assert_same_step(_FillsIn(), x, lambda graph: None)
+    after = assert_same_step(_FillsIn(), x, rewrites.free_rewrites)
+    written_before, written_after = (
+        [node.args[1].target for node in graph.nodes if rewrites.writes_a_part(node)]
+        for graph in (before, after)
+    )
+    assert aten.copy.default in written_before
+    assert aten.copy.default not in written_after
+
+
 def test_rewriting_twice_changes_nothing_more():
     def twice(graph: fx.Graph) -> None:
         rewrites.free_rewrites(graph)

@@ -6,6 +6,9 @@
 - The gradients of pooling and padding only need the shape of the saved input.
 - The gradient of a BatchNorm in training names the running statistics but never reads them, so
   they are left out.
+- What a step writes into a part of a tensor, as `x[:, t] = y` does, is traced as a copy of `y` and
+  a new tensor with that copy in it. The copy is left out, and the whole is written in place where
+  nobody reads its old value any more, as in plain training.
 
 Kernels that only need a shape get a stand-in that takes no memory. It has the same shape and
 strides, because these decide the memory format of the result, and which kernel runs.
@@ -40,6 +43,7 @@ __all__ = [
     "is_view",
     "nodes_after_tangents",
     "positions_to_overwrite",
+    "writes_a_part",
 ]
 
 aten = torch.ops.aten
@@ -77,6 +81,24 @@ def _changed(
     return function(first, *args, **options)
 
 
+def _into_part(view: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Writes into the part of a tensor that a view shows."""
+
+    def write(whole: torch.Tensor, part: torch.Tensor, *place: Any, **more: Any) -> torch.Tensor:
+        view(whole, *place, **more).copy_(part)
+        return whole
+
+    return write
+
+
+# New tensors with a part written anew, by the view of that part.
+_PARTS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.select_scatter.default: aten.select.int,
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+
 # For each operator, by position of the argument that is overwritten, its in-place form.
 _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.relu.default: {0: aten.relu_.default},
@@ -94,6 +116,7 @@ _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.tanh_backward.default: {0: _into_gradient(aten.tanh_backward.grad_input)},
     changed_copy: {2: _changed},
     packed.threshold_backward_from_bits: {0: _into_gradient(packed.threshold_backward_from_bits)},
+    **{scatter: {0: _into_part(view)} for scatter, view in _PARTS.items()},
 }
 
 
@@ -113,6 +136,11 @@ def _is_complex(node: fx.Node) -> bool:
 
 def in_place_form(target: Any, position: int) -> Callable[..., Any]:
     return _FORMS[target][position]
+
+
+def writes_a_part(node: fx.Node | None) -> bool:
+    """Whether a node makes a tensor of which plain training only writes a part."""
+    return node is not None and node.target in _PARTS
 
 
 def is_view(node: fx.Node) -> bool:
@@ -179,6 +207,7 @@ def free_rewrites(graph: fx.Graph) -> None:
     _split_convolution_gradients(graph)
     _forget_inputs(graph)
     _forget_running_statistics(graph)
+    _write_parts_at_once(graph)
 
 
 def convolution_input_gradient(
@@ -259,6 +288,21 @@ def _forget_inputs(graph: fx.Graph) -> None:
             freed.meta = dict(node.meta)
             node.replace_all_uses_with(freed)
             graph.erase_node(node)
+
+
+def _write_parts_at_once(graph: fx.Graph) -> None:
+    """Write into a part what is written there, without a copy of it first."""
+    for scatter in _PARTS:
+        for node in graph.find_nodes(op="call_function", target=scatter):
+            copy: Any = node.args[1]
+            if copy.target is not aten.copy.default or len(copy.args) != 2:
+                continue
+            source = copy.args[1]
+            before, after = source.meta["val"], copy.meta["val"]
+            if (before.shape, before.dtype) == (after.shape, after.dtype):
+                node.replace_input_with(copy, source)
+                if not copy.users:
+                    graph.erase_node(copy)
 
 
 def _split_convolution_gradients(graph: fx.Graph) -> None:

@@ -27,7 +27,7 @@ from bayplan.data.units import Limit, format_bytes
 from bayplan.devices.device import HOST, device_of
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.planning.memory.orders import FastestWithin
-from bayplan.rewriting.free import are_gradients_of_one
+from bayplan.rewriting.free import are_gradients_of_one, writes_a_part
 from bayplan.rewriting.repeats import CHANGED
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.call_faults import Planned, explained_run, once_differentiable
@@ -194,8 +194,8 @@ def steps_of(swapped: Swapped, joint: JointStep, *, is_plain: bool = False) -> l
     Without prices, as of a plan from a file, nobody knows what their kernels need for themselves.
 
     Args:
-        is_plain: whether results get memory of their own, as in plain training, instead of
-            overwriting an argument; but not where the peak would rise.
+        is_plain: whether results get memory of their own where they do in plain training, instead
+            of overwriting an argument; but not where the peak would rise.
     """
     parts: dict[int, SwapStep] = {}
     for swap in swapped.swap_ops:
@@ -218,7 +218,8 @@ def steps_of(swapped: Swapped, joint: JointStep, *, is_plain: bool = False) -> l
             is_joined = False
         else:
             taken, joined = replay.taken_over[index], None
-            if is_plain and taken is not None and program.buffers[taken] <= free_bytes[index]:
+            has_room = taken is not None and program.buffers[taken] <= free_bytes[index]
+            if is_plain and has_room and not writes_a_part(joint.op_nodes[op]):
                 taken = None
             following = index + 1
             if following < len(swapped.op_of) and following not in parts:

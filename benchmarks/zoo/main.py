@@ -11,7 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,9 @@ def main() -> None:
         help="builders of yours instead: public functions that return model, batch and loss",
     )
     parser.add_argument("--only", nargs="*", help="only these models")
+    parser.add_argument(
+        "--rest", action="store_true", help="only what was not yet measured with this commit"
+    )
     parser.add_argument("--precision", nargs="*", default=["float32", "bf16"])
     parser.add_argument("--scale", type=float, default=4.0, help="times the builders' own batches")
     parser.add_argument("--rounds", type=int, default=7, help="of timed steps")
@@ -63,34 +66,63 @@ def main() -> None:
         given.scale, given.rounds, given.seconds, given.precision = 0.5, 1, 0.2, ["float32"]
     if given.models:
         given.scale = 1.0
-    rows, is_part = [], bool(given.only)
+    kept = _Kept(given)
+    jobs = [job for job in _jobs(given) if not (given.rest and job in kept.measured_now)]
     with ThreadPoolExecutor(given.jobs) as pool:
-        waiting = [pool.submit(_row, given, *job) for job in _jobs(given)]
+        waiting = [pool.submit(_row, given, *job) for job in jobs]
         try:
-            for row in waiting:
-                rows.append(row.result())
+            for row in as_completed(waiting):
+                kept.add(row.result())
         except KeyboardInterrupt:
             say("interrupted: what is measured so far is kept, and the others' last rows")
             pool.shutdown(cancel_futures=True)
-            is_part = True
-    rows = _with_others(given, rows, is_part=is_part)
+    rows = [*kept.rows.values()]
     result = {"rows": rows, **_summary(rows)}
     finish(__file__, result, columns=COLUMNS, arguments=given, is_own=given.models is None)
 
 
-def _with_others(
-    given: argparse.Namespace, rows: list[dict[str, Any]], *, is_part: bool
-) -> list[dict[str, Any]]:
-    """What was measured now, with its commit; where that is a part, the others' last rows, too."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    rows = [{**row, "commit": commit.stdout.strip() or "unknown"} for row in rows]
-    latest = Path(__file__).parent / "results" / "latest.json"
-    if given.quick or given.models or not is_part or not latest.exists():
-        return rows
-    new = {(row["model"], row["precision"]): row for row in rows}
-    old = {(row["model"], row["precision"]): row for row in json.loads(latest.read_text())["rows"]}
-    return list((old | new).values())
+class _Kept:
+    """The last row of every model, each with its commit, in the result file as soon as it is there.
+
+    A run of all models takes hours, so one that is killed leaves what it had measured.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._commit = _commit_of_code()
+        latest = Path(__file__).parent / "results" / "latest.json"
+        self._path = None if given.quick or given.models else latest
+        self._result: dict[str, Any] = {"rows": []}
+        if self._path is not None and self._path.exists():
+            self._result = json.loads(self._path.read_text())
+        self.rows = {
+            (row["model"], row["precision"]): row
+            for row in self._result["rows"]
+            if row["model"] in OWN
+        }
+
+    @property
+    def measured_now(self) -> set[tuple[str, str]]:
+        """What was measured with the code as it is."""
+        return {job for job, row in self.rows.items() if row["commit"] == self._commit}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[row["model"], row["precision"]] = {**row, "commit": self._commit}
+        if self._path is not None:
+            self._result["rows"] = [*self.rows.values()]
+            self._path.write_text(json.dumps(self._result, indent=1) + "\n")
+
+
+def _commit_of_code() -> str:
+    """The last commit that changed what is measured, and whether there are changes since."""
+    code = ("--", "src", "benchmarks/*.py", "benchmarks/zoo/*.py")
+
+    def git(*words: str) -> str:
+        command = ["git", *words, *code]
+        root = Path(__file__).resolve().parents[2]
+        return subprocess.run(command, capture_output=True, text=True, cwd=root).stdout.strip()
+
+    commit = git("log", "-1", "--format=%h") or "unknown"
+    return f"{commit}-dirty" if git("status", "--porcelain") else commit
 
 
 def _jobs(given: argparse.Namespace) -> list[tuple[str, str]]:

@@ -136,12 +136,13 @@ def _compare(
     prepared = _prepared(make())
     planned: dict[str, Trained] = {}
     for share in ("70%", "50%"):
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         try:
             planned[share] = _planned(make, share, seconds)
         except DoesNotFit as fault:
             row[f"no_{share[:2]}"] = str(fault)
         row.setdefault("plan_seconds", time.perf_counter() - started)
+        row.setdefault("plan_processor_seconds", time.process_time() - processor)
         _check_same(plain, planned.get(share), share, make)
     floor = _floor(make, seconds)
     _check_same(plain, floor, "floor", make)

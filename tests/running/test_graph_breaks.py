@@ -13,7 +13,7 @@ from torch import nn
 import bayplan
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit
-from bayplan.devices.meters import open_meter
+from bayplan.devices.meters import open_meter, resident_tensor_bytes
 from bayplan.preparing.sources import prepare
 from bayplan.running.fitted import fitting_of
 from bayplan.running.piece_backend import Unplanned
@@ -171,6 +171,16 @@ def test_broken_forward_is_planned_within_one_limit(planner_cache, name, num_bre
     torch.manual_seed(0)
     model, batch = Broken(num_breaks, BREAKS[name]), torch.rand(SAMPLES, WIDTH)
     assert_as_planned(model, batch, mean, memory, planner_cache)
+
+
+def test_planning_pieces_leaves_no_activation_behind():
+    # Pieces held the tensors that they were traced with, and by these what earlier pieces had saved
+    # for a backward that never ran: a step then took so much more than its limit.
+    model, batch = Broken(2, branch), torch.rand(SAMPLES, WIDTH)
+    before_bytes = resident_tensor_bytes(torch.device("cpu"))
+    bayplan.fit(model, batch, mean, memory="80%", time_limit_seconds=0.3)
+    left_bytes = resident_tensor_bytes(torch.device("cpu")) - before_bytes
+    assert left_bytes < batch.nbytes / 2  # states of generators
 
 
 @pytest.mark.slow

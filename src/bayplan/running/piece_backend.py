@@ -106,7 +106,7 @@ class PieceBackend:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             try:
                 hand_out_one_by_one(joint, num_fwd_outputs, len(inputs), again)
-                traced = TracedStep.of(joint, num_fwd_outputs, self.context, inputs)
+                traced = TracedStep.of(joint, num_fwd_outputs, self.context)
                 order = self.decide(traced)
             except (Inexact, Unplanned) as fault:
                 fault.operators = operators

@@ -66,7 +66,8 @@ def main() -> None:
         given.scale, given.rounds, given.seconds, given.precision = 0.5, 1, 0.2, ["float32"]
     if given.models:
         given.scale = 1.0
-    kept = _Kept(given)
+    latest = Path(__file__).parent / "results" / "latest.json"
+    kept = Kept(None if given.quick or given.models else latest, _commit_of_code())
     jobs = [job for job in _jobs(given) if not (given.rest and job in kept.measured_now)]
     with ThreadPoolExecutor(given.jobs) as pool:
         waiting = [pool.submit(_row, given, *job) for job in jobs]
@@ -81,24 +82,22 @@ def main() -> None:
     finish(__file__, result, columns=COLUMNS, arguments=given, is_own=given.models is None)
 
 
-class _Kept:
+class Kept:
     """The last row of every model, each with its commit, in the result file as soon as it is there.
 
     A run of all models takes hours, so one that is killed leaves what it had measured.
+
+    Args:
+        path: the result file; without one, rows are only collected.
     """
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._commit = _commit_of_code()
-        latest = Path(__file__).parent / "results" / "latest.json"
-        self._path = None if given.quick or given.models else latest
+    def __init__(self, path: Path | None, commit: str) -> None:
+        self._path, self._commit = path, commit
         self._result: dict[str, Any] = {"rows": []}
-        if self._path is not None and self._path.exists():
-            self._result = json.loads(self._path.read_text())
-        self.rows = {
-            (row["model"], row["precision"]): row
-            for row in self._result["rows"]
-            if row["model"] in OWN
-        }
+        if path is not None and path.exists():
+            self._result = json.loads(path.read_text())
+        last = (row for row in self._result["rows"] if row["model"] in OWN)
+        self.rows = {(row["model"], row["precision"]): row for row in last}
 
     @property
     def measured_now(self) -> set[tuple[str, str]]:

@@ -155,18 +155,19 @@ def explained_run(run: Run, order: StepOrder | None = None) -> Run:
     """
 
     def explained(arguments: list[Any]) -> Any:
-        # A list: a generator that is not run to its end would keep a tensor alive.
-        devices = [each.device for each in arguments if isinstance(each, torch.Tensor)]
+        # The first one's alone, which no generator keeps: steps of a millisecond have hundreds.
+        device = HOST.where
+        for each in arguments:
+            if isinstance(each, torch.Tensor):
+                device = each.device
+                break
+        each = None
         try:
             return run(arguments)
         except BayplanError:
             raise
         except Exception as fault:
-            promise = (
-                ""
-                if order is None
-                else _promise(order, device_of(devices[0] if devices else HOST.where))
-            )
+            promise = "" if order is None else _promise(order, device_of(device))
             raise also_ours(fault, promise) from fault
 
     return torch_compat.boxed(explained)

@@ -158,7 +158,7 @@ class ItsForward(Classifier):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (InTwoParts, "calls net, which holds but some"),
+        (InTwoParts, "calls net, which holds only some"),
         (ByHand, "optimizes by hand"),
         (ItsForward, "does not call the model"),
     ],

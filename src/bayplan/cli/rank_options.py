@@ -48,7 +48,7 @@ class RankOptions:
     ranks: options.WholeOrNone = None
     shares: str | None = None
     shares_by: str = "time"
-    cut_at: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    cut_at: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     micro_batches: options.Whole = 1
     schedule: str = "1f1b"
     route: str = "split"

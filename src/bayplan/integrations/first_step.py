@@ -122,7 +122,7 @@ def check_inner(model: nn.Module) -> None:
     if hasattr(model, "_orig_mod") or torch_compat.compiled_call(model) is not None:
         raise UsageError(
             "the model is compiled by torch.compile, or fitted already, and a plan takes the place"
-            f" of that: leave torch.compile, or the earlier bayplan.fit, out; {_HELP}"
+            f" of that: remove torch.compile, or the earlier bayplan.fit; {_HELP}"
         )
 
 

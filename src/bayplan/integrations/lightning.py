@@ -160,8 +160,8 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         )
     if trainer.precision not in _AUTOCASTS:
         raise UsageError(
-            f"Lightning's precision is {trainer.precision}, whose kernels are not planned; known"
-            f" are {', '.join(_AUTOCASTS)}"
+            f"Lightning's precision is {trainer.precision}, whose kernels are not planned."
+            f" Use one of {', '.join(_AUTOCASTS)}"
         )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise UsageError(
@@ -197,7 +197,7 @@ def _called_by(step: Callable[[Any], Any], batch: Any, twin: LightningModule) ->
         called, inputs = first_call(step, batch, names)
     if not trained.issubset(map(id, called.parameters())):
         raise UsageError(
-            f"training_step calls {names[called]}, which holds but some of the trained parameters"
+            f"training_step calls {names[called]}, which holds only some of the trained parameters"
             f" of {type(twin).__name__}. Put what is computed together into its forward, and call"
             " self(...) in training_step"
         )

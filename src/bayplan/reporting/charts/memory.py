@@ -146,6 +146,8 @@ def _counted(counts: LimitCounts) -> str:
 
 def _caption(device: DeviceRecord, curve: MemoryCurve, what: str) -> str:
     parts = [f"Live bytes of {device.device or 'the device'} ({what}), by what they are for."]
+    if device.stages:
+        parts.append("Each action counts with its highest moment.")
     if device.plain_curve is not None:
         parts.append("The dashed line is the same step with every activation kept.")
     return " ".join([*parts, _peak_words(device, max(curve.total_bytes))])

@@ -12,6 +12,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from bayplan.running.inputs.order import BatchIndices, batch_indices, num_batche
 from bayplan.running.inputs.sources import BatchForm, Data, Images
 from bayplan.running.inputs.tokens import TokenFile
 
-__all__ = ["Fed", "Feed", "FeedOptions"]
+__all__ = ["Fed", "Feed", "FeedOptions", "dead_workers_explained"]
 
 _NAMED = 10  # unreadable samples that a record names
 _MOST_WORKERS = 16
@@ -59,6 +60,20 @@ class FeedOptions:
                 raise UsageError(f"--{name} is {count}; at least 1 must run")
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"--workers is {self.workers}; 0 reads samples between steps")
+
+
+@contextmanager
+def dead_workers_explained() -> Iterator[None]:
+    """Say what the death of a worker means; torch raises it wherever the process just is."""
+    try:
+        yield
+    except RuntimeError as fault:
+        if "DataLoader worker" not in str(fault):
+            raise
+        raise PlanBroken(
+            f"a process that reads samples has died: {fault}. If it was killed for lack of memory,"
+            " use fewer --workers"
+        ) from None
 
 
 class Fed(NamedTuple):
@@ -174,15 +189,7 @@ class Feed:
         loaded = self._loaded()
         while True:
             began = time.perf_counter()
-            try:
-                batch = next(loaded, None)
-            except RuntimeError as fault:
-                if "DataLoader worker" not in str(fault):
-                    raise
-                raise PlanBroken(
-                    f"a process that reads samples has died: {fault}. If it was killed for lack of"
-                    " memory, use fewer --workers"
-                ) from None
+            batch = next(loaded, None)
             if batch is None:
                 return
             if isinstance(batch, str):

@@ -15,7 +15,7 @@ from bayplan.data.errors import UsageError
 from bayplan.data.record import Evaluation, RunRecord
 from bayplan.preparing.step import PreparedStep
 from bayplan.running.inputs.evaluating import Evaluating
-from bayplan.running.inputs.feed import Feed, FeedOptions
+from bayplan.running.inputs.feed import Feed, FeedOptions, dead_workers_explained
 from bayplan.running.inputs.sources import BatchForm, Data
 from bayplan.running.recorder import Recorder
 from bayplan.step import TrainingStep, call_model, split_batch
@@ -111,7 +111,7 @@ def train_on(
     evaluations: list[Evaluation] = []
     evaluating: Evaluating | None = None
     is_interrupted = False
-    with ExitStack() as stack, explained():
+    with dead_workers_explained(), ExitStack() as stack, explained():
         try:
             for batch in feed:
                 if not batch.indices.is_training:

@@ -35,7 +35,7 @@ from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
 from bayplan.preparing.sources import step_of_plan
 from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
-from bayplan.running.inputs.feed import Feed, FeedOptions
+from bayplan.running.inputs.feed import Feed, FeedOptions, dead_workers_explained
 from bayplan.running.inputs.sources import open_data
 from bayplan.running.inputs.training import feed_of, form_of
 from bayplan.running.ranks.failures import TERMINATED, end_process, run_to_exit
@@ -113,7 +113,9 @@ def train(
         if resumed is not None and not distributed.get_rank():
             print(f"resumed from {resumed.folder.name}", file=sys.stderr, flush=True)
     training = _Training(bound, step, given, SharedFigures(records / "figures"), checkpoints, feed)
-    files.write(records / f"rank{distributed.get_rank()}.record.json", training.run(steps))
+    with dead_workers_explained():
+        record = training.run(steps)
+    files.write(records / f"rank{distributed.get_rank()}.record.json", record)
     distributed.barrier()
     bound.close()
     distributed.destroy_process_group()

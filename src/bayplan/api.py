@@ -26,11 +26,11 @@ from bayplan.data.judgement import Why
 from bayplan.data.placement import Placement
 from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.profile import Clock, Profile
-from bayplan.data.record import RunRecord
+from bayplan.data.record import DataPosition, RunRecord
 from bayplan.data.units import Limit, Progress, no_progress, parse_bytes
 from bayplan.data.verdict import InPieces, Verdict
 from bayplan.devices.choosing import device_for_ranks
-from bayplan.devices.device import HOST, Device
+from bayplan.devices.device import HOST, Device, device_of
 from bayplan.devices.machine import cache_directory, machine_key
 from bayplan.devices.meters import device_of_training
 from bayplan.planning import verdict as verdicts
@@ -56,6 +56,9 @@ from bayplan.reporting.trace import write_trace
 from bayplan.reporting.writing import write_report
 from bayplan.running.fitted import fit as fit_model
 from bayplan.running.fitted import plans_of
+from bayplan.running.inputs.feed import FeedOptions
+from bayplan.running.inputs.sources import Data, open_data
+from bayplan.running.inputs.training import check_data
 from bayplan.running.pieces import summarise_pieces
 from bayplan.running.ranks.link_speeds import local_link_speeds
 from bayplan.running.ranks.local_run import check_room, run_on_ranks
@@ -80,6 +83,7 @@ __all__ = [
     "plan",
     "plan_for_ranks",
     "plan_of",
+    "planned_step",
     "planner_of",
     "predicted_on_ranks",
     "profile",
@@ -459,7 +463,11 @@ def run(
     *,
     optimizer: str | OptimizerSource = None,
     autocast: str | torch.dtype | None = None,
-    num_steps: int = 5,
+    num_steps: int | None = None,
+    data: Path | str | None = None,
+    epochs: int | None = None,
+    workers: int | None = None,
+    skip_unreadable: bool = False,
     swap: Path | str | None = None,
     swap_size: str | int | None = None,
     logs: Path | str | None = None,
@@ -474,7 +482,12 @@ def run(
         model: the module that a plan for one device was made for; or, for a plan that names a
             function of your own, that target. Reference models are built by name.
         batch, loss_fn, optimizer, autocast: of that module, as when it was planned.
-        num_steps: after one to warm up.
+        num_steps: after one to warm up, 5 by default. With data, the steps of the run.
+        data: to train on: a folder of images, tar shards or tokens, or `synthetic:1281167`. By
+            default every step has the batch that came with the model.
+        epochs: passes over the data; with `num_steps`, what comes first ends the run.
+        workers: processes that read samples; None for as many as seem right.
+        skip_unreadable: gives the place of a sample that cannot be read to another one.
         swap: a directory for what the plan swaps.
         swap_size: the largest swap file.
         logs: the folder for the log of each rank; by default logs of a failed run are kept, in a
@@ -488,6 +501,15 @@ def run(
         PlanBroken: the run was above its limit, far from the prediction, or a rank failed.
     """
     target = model if isinstance(model, str) else None
+    opened = None if data is None else open_data(str(data))
+    options = FeedOptions(
+        epochs=epochs,
+        steps=num_steps,
+        workers=workers,
+        skip_unreadable=skip_unreadable,
+        position=DataPosition(seed=seed),
+    )
+    num_steps = 5 if num_steps is None else num_steps
     if isinstance(plan, RankPlan):
         if isinstance(model, nn.Module):
             raise UsageError(
@@ -496,7 +518,9 @@ def run(
             )
         max_bytes = None if swap_size is None else parse_bytes(swap_size)
         folder = None if swap is None else Path(swap)
-        device = check_rank_run(plan, target, swap=folder, swap_bytes=max_bytes, on=on)
+        device = check_rank_run(
+            plan, target, swap=folder, swap_bytes=max_bytes, on=on, data=opened, feed=options
+        )
         lines: list[str] = []
         done = run_on_ranks(
             plan,
@@ -507,6 +531,8 @@ def run(
             device=device,
             swap=folder,
             swap_bytes=max_bytes,
+            data=opened,
+            options=options,
             on_line=lines.append,
             on_step=lambda step: on_progress(str(step), step.done, step.total),
         )
@@ -524,10 +550,12 @@ def run(
         num_steps=num_steps,
         seed=None if isinstance(model, nn.Module) else seed,
         space=swap_space(swap, swap_size, device=prepared.model_device),
-        on_step=lambda number, loss: on_progress(
-            f"step {number + 1}, loss {loss:.4f}", number, num_steps
-        ),
+        on_step=lambda step: on_progress(str(step), step.done, step.total),
+        data=opened,
+        options=options,
     )
+    if done.stopped_by:
+        raise KeyboardInterrupt(f"the run ended after {len(done.losses)} steps")
     done.check(plan)
     return done.measured
 
@@ -539,15 +567,44 @@ def check_rank_run(
     swap: Path | None,
     swap_bytes: int | None,
     on: str | torch.device | None = None,
+    data: Data | None = None,
+    feed: FeedOptions | None = None,
 ) -> Device:
     """Refuse, before a process is started, what every rank would refuse; returns where they run."""
     check_rank_plan(plan)
     if plan.placement:
         Placement.parse(plan.placement).check_is_local()
-    step_of_plan(plan, target=target)
+    step = step_of_plan(plan, target=target)
+    check_data(data, step, feed or FeedOptions())
     device = device_for_ranks(planned_on(plan, on), len(plan.actions))
     check_room(plan, swap, swap_bytes=swap_bytes, device=device)
     return device
+
+
+def planned_step(
+    target: str,
+    batch: int | None = None,
+    *,
+    memory: str | int | Limit | None = None,
+    data: Data | None = None,
+    feed: FeedOptions | None = None,
+    on_progress: Progress = no_progress,
+    **options: Any,
+) -> tuple[DevicePlan, PreparedStep]:
+    """A plan of a target for one device of this machine, and its step, to be run at once.
+
+    Arguments are those of `plan`; without a limit, it is what the device has free. Data that the
+    step cannot be trained on are refused before anything is planned.
+    """
+    planner = planner_of(target, batch, on_progress=on_progress, **options)
+    step = planner.step
+    assert isinstance(step, PreparedStep), "made above"
+    check_data(data, step, feed or FeedOptions())
+    if memory is None:
+        limit = Limit(size_bytes=device_of(step.model_device).free_bytes)
+    else:
+        limit = Limit.parse(memory)
+    return planner.plan(planner.order(limit), limit=limit), step
 
 
 def planner_of(

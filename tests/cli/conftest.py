@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,6 +86,27 @@ def bayplan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         # Whether other processes disturb the tests is not what is tested.
         said = [line for line in captured.err.splitlines(True) if "machine was busy" not in line]
         return Outcome(int(ended.value.code), captured.out, "".join(said))
+
+    return run
+
+
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture
+def run_alone() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`bayplan run` in a process of its own: a record counts all tensors of its process."""
+
+    def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from bayplan.cli import main; main()", "run"]
+        return subprocess.run(
+            [*command, *map(str, arguments)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+        )
 
     return run
 

@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
             ("--sync-batch-norm has nothing to do", "leave it out"),
         ),
         (("--placement", "0:0.0:1", "--cut-at", "layer"), ("'layer' to cut at has no operator",)),
-        (("--batch", "8"), ("--batch 8 needs --placement",)),
+        (("--memory", "1GiB", "--placement", "0:0.0:1"), ("--memory is about one device",)),
         (("--placement", "0:0.0:1", "--epoch-samples", "0"), ("--epoch-samples is 0",)),
     ],
 )

@@ -1,10 +1,7 @@
 """`bayplan run`: a plan is obeyed and measured, and one that does not belong is refused."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -15,7 +12,6 @@ from bayplan.data.record import RunRecord, Source
 from bayplan.running.runner import PEAK_TOLERANCE
 
 TARGET = ("--target", "train:deep")
-DEADLINE_SECONDS = 120
 UNSEEDED = """
 def unseeded(batch_size=512):
     layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU())]
@@ -24,20 +20,7 @@ def unseeded(batch_size=512):
 """
 
 
-def run_alone(folder, *arguments) -> subprocess.CompletedProcess[str]:
-    """Run in a process of its own: a record counts all tensors of its process."""
-    command = [sys.executable, "-c", "from bayplan.cli import main; main()", "run"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
-
-
-def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file):
+def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file, run_alone):
     ended = run_alone(plan_file.parent, plan_file, *TARGET, "--steps", 2, "-o", "run.json")
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"^losses \d\.\d{4}, \d\.\d{4}$", ended.stdout, re.MULTILINE)
@@ -50,7 +33,7 @@ def test_run_prints_predicted_next_to_measured_and_keeps_its_peak(plan_file):
     assert off_bytes <= PEAK_TOLERANCE * plan.order.peak_bytes
 
 
-def test_record_has_losses_and_a_seed_repeats_them(bayplan, project, add_to_project):
+def test_record_has_losses_and_a_seed_repeats_them(bayplan, project, add_to_project, run_alone):
     """A target that sets no seed trained another model each time, and no two runs were alike."""
     add_to_project(UNSEEDED)
     made = bayplan("plan", "train:unseeded", "--memory", "80%", "--time-limit", 1, "-o", "u.json")
@@ -160,7 +143,9 @@ def test_run_above_its_promise_exits_4_with_both_numbers(bayplan, plan_file, edi
     assert "above the limit of" in limited.err
 
 
-def test_plan_that_swaps_needs_a_directory(bayplan, deep_project, check_refusal, tmp_path):
+def test_plan_that_swaps_needs_a_directory(
+    bayplan, deep_project, check_refusal, tmp_path, run_alone
+):
     # So large that what Python itself allocates, some tens of KiB, is no hundredth of the peak.
     options = ("--batch", 16384, "--strategy", "swap", "-o", "swap.json")
     assert bayplan("plan", "train:deep", *options).code == 0

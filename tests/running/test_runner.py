@@ -71,7 +71,7 @@ def test_losses_are_those_of_plain_training(plan, question):
     assert any(one.choice in (Choice.RECOMPUTE, Choice.PACK) for one in plan.decisions)
     heard = []
     done = run_plan(
-        plan, question, num_steps=NUM_STEPS, on_step=lambda number, loss: heard.append(loss)
+        plan, question, num_steps=NUM_STEPS, on_step=lambda step: heard.append(step.loss)
     )
     assert list(done.losses) == plain_losses() == heard
     assert plan.order is not None

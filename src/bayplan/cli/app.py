@@ -12,7 +12,8 @@ TARGET_HELP = (
     "A TARGET is the name of a reference model (resnet50, vgg16, gpt, llama-7b, …; `bayplan doctor`"
     " lists them all), or module:function of your own, found from the folder you are in. The"
     " function returns (model, batch, loss), where loss may be None if the model returns its own;"
-    " if it has a parameter batch_size, that is what --batch sets."
+    " if it has a parameter batch_size, that is what --batch sets. Other numbers that a model is"
+    " built with follow its name: resnet50,image_size=160 or gpt,sequence=512."
 )
 EXIT_HELP = (
     "Results go to stdout, progress and errors to stderr. Exit codes: 0 done or fits, 1 bug,"
@@ -28,6 +29,7 @@ Start with:
   bayplan check resnet50 --batch 32 --memory 8GiB
   bayplan plan resnet50 --batch 32 --memory 2GiB -o resnet50.plan.json
   bayplan run resnet50.plan.json --steps 5
+  bayplan run resnet50 --data /data/imagenet --memory 6GiB
   bayplan doctor
 
 {TARGET_HELP}
@@ -47,7 +49,7 @@ COMMANDS = {
     "capture": "Write the graph of one training step, without allocating the model.",
     "simulate": "Replay a plan on a cluster, or a captured graph with a profile or on a device.",
     "plan": "Plan a training step within a memory limit, for many ranks or for a cluster.",
-    "run": "Train as a plan says, and show predicted next to measured.",
+    "run": "Train as planned, on your data if you like, and show predicted next to measured.",
     "tune": "Find the fastest way to sum a model's gradients over ranks.",
     "report": "Print a record; with --against another one, predicted next to measured.",
     "compare": "Say where the difference of two records comes from, by part of the step, stage and"

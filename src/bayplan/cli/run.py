@@ -1,36 +1,45 @@
-"""`bayplan run`: train as a plan says, and show predicted next to measured."""
+"""`bayplan run`: train as planned, and show predicted next to measured."""
 
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from bayplan.cli import options
 from bayplan.cli.checkpoint_options import NO_CHECKPOINTS, SaveOptions
+from bayplan.cli.data_options import NO_DATA, DataOptions
 from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
 from bayplan.cli.report_options import NO_REPORT, ReportOptions
 from bayplan.data.errors import UsageError
 
 if TYPE_CHECKING:
-    from bayplan.data.plan import RankPlan
+    from bayplan.data.plan import Plan, RankPlan
+    from bayplan.preparing.step import PreparedStep
     from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
+    from bayplan.running.inputs.feed import FeedOptions
+    from bayplan.running.inputs.sources import Data
 
 __all__ = ["app", "run"]
+
+_STEPS = 5  # without data
 
 app = App(
     name="run",
     help_epilogue=options.unbroken(f"""\
 Examples:
+  bayplan run resnet50 --data /data/imagenet --memory 6GiB --epochs 1
+  bayplan run gpt,sequence=256 -b 8 --data tokens/ --memory 8GiB --steps 1000
   bayplan run plans/0.40.json --steps 20
   bayplan run my.plan.json --target my_project.train:build -o run.record.json
   bayplan run vgg16 --batch 224 --placement 0:0-6.0:7 --shares 11:7 --steps 20
   bayplan run alexnet --batch 64 --placement '' --ranks 4 --report run.html
   bayplan run my.plan.json --steps 1000 --checkpoint saved --every 50 --resume
 
-With --placement a target is planned and run at once, by a process for each rank of this machine. On
-several machines, use torchrun and `bayplan.bind` in a script of your own.
+A target is planned and run at once: on one device within --memory, or with --placement by a process
+for each rank of this machine. Its number of classes is that of the data, unless it says another
+one. On several machines, use torchrun and `bayplan.bind` in a script of your own.
 
 {RANKS_HELP}
 
@@ -52,6 +61,10 @@ def run(
     on: options.On = None,
     many: RankOptions = NO_RANKS,
     logs: Path | None = None,
+    memory: options.Memory = None,
+    limit_counts: options.LimitCounts = None,
+    time_limit: options.TimeLimit = 10.0,
+    data: DataOptions = NO_DATA,
     seed: options.Whole = 0,
     epoch_samples: Annotated[
         options.WholeOrNone,
@@ -60,7 +73,7 @@ def run(
             " median step; ImageNet has 1281167."
         ),
     ] = None,
-    steps: options.Whole = 5,
+    steps: options.WholeOrNone = None,
     target: str | None = None,
     output: options.Output = None,
     swap_dir: options.SwapDir = None,
@@ -71,13 +84,14 @@ def run(
     pictures: ReportOptions = NO_REPORT,
     json: options.Json = False,
 ) -> int:
-    """Read the plan, or make one for ranks; then run it on one device or on ranks.
+    """Read the plan, or make one; then run it on one device or on ranks.
 
     Args:
-        plan: A plan file by `bayplan plan`; with --placement, a target.
+        plan: A plan file by `bayplan plan`, or a target.
+        memory: Of a target on one device, the limit. Default: all that is free.
         logs: Keep the log of each rank in this folder. Default: those of a failed run.
-        seed: Of the model, the batch and dropout.
-        steps: Steps to train and measure.
+        seed: Of the model, the batch, the order of the data and dropout.
+        steps: Steps to train and measure. Default: 5, or those of the data.
         target: What to train, where the plan names code of your own.
         output: Also write the measured record to this file.
         histogram: Show sums of gradients by message size, of each rank.
@@ -85,51 +99,57 @@ def run(
     """
     from bayplan.data import files
     from bayplan.data.plan import Plan, RankPlan
+    from bayplan.models import is_target
+    from bayplan.reporting.inputs import evaluation_text, input_text, losses_text
     from bayplan.reporting.plans import plan_line
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.text import comparison_text
 
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise UsageError(f"--steps is {steps}; at least 1 step must run")
     if epoch_samples is not None and epoch_samples < 1:
         raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
     options.check_output(output)
+    opened = data.opened(seed=seed, steps=steps)
     saves = checkpoints.given()
-    if saves is not None and saves.is_done(steps):
+    if saves is not None and opened is not None:
+        raise UsageError("steps on --data are not saved yet; leave out --checkpoint, or --data")
+    if saves is not None and saves.is_done(steps or _STEPS):
         print(f"nothing left to do: {saves.folder} has a checkpoint of step {steps} or later")
         return 0
     pictures.check()
-    if many.is_given:
-        many.check_limit(swaps=swap_dir is not None or swap_size is not None)
-        placement = many.devices(on)
-        placement.check_is_local()
-        from bayplan import api
-        from bayplan.devices.choosing import device_for_ranks
-
-        device_for_ranks(on, len(placement.places))
-
-        with ProgressBar() as bar:
-            given, _ = api.plan_for_ranks(
-                plan,
-                batch,
-                placement=placement,
-                optimizer=optimizer,
-                autocast=autocast,
-                swap=swap_dir,
-                swap_size=swap_size,
-                on=on,
-                on_progress=bar,
-                **many.plan_fields(),
-            )
-        target = plan if target is None and ":" in plan else target
-    elif batch is not None:
-        raise UsageError(f"a plan has its own batch, so --batch {batch} needs --placement")
+    prepared = None
+    if many.is_given or (is_target(plan) and not Path(plan).is_file()):
+        if target is not None:
+            raise UsageError(f"{plan} is a target already, so --target {target} says it twice")
+        target = plan = _with_classes(plan, opened)
+        given, prepared = _planned(
+            target,
+            batch,
+            many,
+            opened,
+            one_device={
+                "memory": memory,
+                "limit_counts": limit_counts,
+                "time_limit_seconds": time_limit,
+            },
+            optimizer=optimizer,
+            autocast=autocast,
+            swap=swap_dir,
+            swap_size=swap_size,
+            on=on,
+        )
+    elif batch is not None or memory is not None:
+        said = f"--memory {memory}" if batch is None else f"--batch {batch}"
+        raise UsageError(f"a plan has its own batch and limit, so {said} needs a target")
     else:
         given = files.read(Path(plan), Plan)
+    steps = steps or _STEPS
     if isinstance(given, RankPlan):
         return _run_on_ranks(
             given,
             steps=steps,
+            opened=opened,
             target=target,
             output=output,
             logs=logs,
@@ -151,14 +171,19 @@ def run(
     from bayplan import api
     from bayplan.planning.memory.records import planned_record
     from bayplan.preparing.sources import step_of_plan
+    from bayplan.running.inputs.training import check_data
     from bayplan.running.runner import check_run, run_plan
 
-    step = step_of_plan(given, target=target, on=on)
+    step = prepared or step_of_plan(given, target=target, on=on)
+    found, chosen = opened or (None, None)
     if dry_run:
         check_run(given, step)
+        steps = steps if chosen is None else check_data(found, step, chosen)
         print(f"would run {steps} steps: {plan_line(given)}")
         return 0
     with ProgressBar() as bar:
+        if found is not None:
+            bar.say(plan_line(given))  # hours before the figures; and what printing takes is there
         done = run_plan(
             given,
             step,
@@ -167,7 +192,10 @@ def run(
             space=api.swap_space(swap_dir, swap_size, device=step.model_device),
             path=output,
             is_watched=pictures.is_wanted,
-            on_step=lambda number, loss: bar(f"step {number + 1}, loss {loss:.4f}", number, steps),
+            on_step=lambda step: bar(str(step), step.done, step.total),
+            data=found,
+            options=chosen,
+            on_evaluation=lambda evaluation: bar.say(evaluation_text(evaluation)),
             checkpoints=saves,
             tell=bar.say,
         )
@@ -176,19 +204,25 @@ def run(
             bar("replaying the plan", 0, 1)
             predicted = planned_record(step, given.order, limit_bytes=done.measured.limit_bytes)
     measured = pictures.told(done.measured, predicted)
-    losses = ", ".join(f"{loss:.4f}" for loss in done.losses)
-    comparison = comparison_text(done.predicted, done.measured)
-    text = f"{plan_line(given)}\nlosses {losses}\n{comparison}"
-    options.show(measured, text, json=json, output=output)
+    parts = [
+        plan_line(given),
+        losses_text(done.losses),
+        *input_text(done.measured),
+        comparison_text(done.predicted, done.measured),
+    ]
+    options.show(measured, "\n".join(parts), json=json, output=output)
     if done.stopped_by:
-        return _stopped(128 + done.stopped_by, len(done.losses), steps, saves)
+        whole = steps if opened is None else None
+        return _stopped(128 + done.stopped_by, len(done.losses), whole, saves)
     done.check(given)
     return 0
 
 
-def _stopped(exit_code: int, done: int, num_steps: int, saves: "CheckpointOptions | None") -> int:
+def _stopped(
+    exit_code: int, done: int, num_steps: int | None, saves: "CheckpointOptions | None"
+) -> int:
     """Tell that Ctrl-C or SIGTERM ended a run, and where it goes on."""
-    told = f"the figures are those of {done} of {num_steps} steps"
+    told = f"the figures are those of {done}{f' of {num_steps}' if num_steps else ''} steps"
     if saves is not None and saves.newest is not None:
         told += f"; --resume goes on from {saves.newest}"
     if exit_code == 128 + signal.SIGINT:
@@ -197,10 +231,73 @@ def _stopped(exit_code: int, done: int, num_steps: int, saves: "CheckpointOption
     return exit_code
 
 
+def _with_classes(target: str, opened: "tuple[Data, FeedOptions] | None") -> str:
+    """The target with as many classes as the data have, where it can be told that."""
+    num_classes = None if opened is None else opened[0].num_classes
+    if num_classes is None:
+        return target
+    from bayplan.models.targets import with_classes
+
+    return with_classes(target, num_classes)
+
+
+def _planned(
+    target: str,
+    batch: int | None,
+    many: RankOptions,
+    opened: "tuple[Data, FeedOptions] | None",
+    *,
+    one_device: dict[str, Any],
+    on: str | None,
+    **asked: Any,
+) -> "tuple[Plan, PreparedStep | None]":
+    """Plan a target for one device, with its step, or for ranks; `one_device` are its options."""
+    from bayplan import api
+    from bayplan.reporting.progress import ProgressBar
+
+    if not many.is_given:
+        found, chosen = opened or (None, None)
+        with options.rare_collections(), ProgressBar() as bar:
+            return api.planned_step(
+                target,
+                batch,
+                data=found,
+                feed=chosen,
+                on=on,
+                on_progress=bar,
+                **one_device,
+                **asked,
+            )
+    for name in ("memory", "limit_counts"):
+        if one_device[name] is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is about one device; a limit for each rank is"
+                " --memory-per-rank"
+            )
+    many.check_limit(swaps=asked["swap"] is not None or asked["swap_size"] is not None)
+    placement = many.devices(on)
+    placement.check_is_local()
+    from bayplan.devices.choosing import device_for_ranks
+
+    device_for_ranks(on, len(placement.places))
+    with ProgressBar() as bar:
+        given, _ = api.plan_for_ranks(
+            target,
+            batch,
+            placement=placement,
+            on=on,
+            on_progress=bar,
+            **asked,
+            **many.plan_fields(),
+        )
+    return given, None
+
+
 def _run_on_ranks(
     plan: "RankPlan",
     *,
     steps: int,
+    opened: "tuple[Data, FeedOptions] | None",
     target: str | None,
     output: Path | None,
     logs: Path | None,
@@ -218,12 +315,16 @@ def _run_on_ranks(
     """Carry a plan out on ranks of this machine, and show what each did; also after Ctrl-C."""
     from bayplan import api
     from bayplan.data.units import parse_bytes
+    from bayplan.reporting.inputs import input_text, losses_text
     from bayplan.reporting.progress import ProgressBar
     from bayplan.reporting.ranks import exchange_text, pipeline_text, ranks_text
     from bayplan.running.ranks.local_run import INTERRUPTED, TERMINATED, run_on_ranks
 
     swap_bytes = None if swap_size is None else parse_bytes(swap_size)
-    device = api.check_rank_run(plan, target, swap=swap_dir, swap_bytes=swap_bytes, on=on)
+    found, chosen = opened or (None, None)
+    device = api.check_rank_run(
+        plan, target, swap=swap_dir, swap_bytes=swap_bytes, on=on, data=found, feed=chosen
+    )
     if dry_run:
         print(f"would run {steps} steps: {pipeline_text(plan)}")
         return 0
@@ -242,6 +343,8 @@ def _run_on_ranks(
             swap_bytes=swap_bytes,
             epoch_samples=epoch_samples,
             checkpoints=saves,
+            data=found,
+            options=chosen,
             on_line=bar.say,
             on_step=lambda step: bar.tell(str(step), step.done, step.total),
         )
@@ -256,12 +359,14 @@ def _run_on_ranks(
         return done.exit_code
     measured = pictures.told(done.measured, *predicted)
     parts = [
-        f"losses {', '.join(f'{loss:.4f}' for loss in done.measured.losses)}",
+        losses_text(done.measured.losses),
+        *input_text(done.measured),
         ranks_text(done.measured),
         *([exchange_text(done.measured)] if histogram else []),
         *([f"logs of all ranks are in {logs}"] if logs else []),
     ]
     options.show(measured, "\n".join(parts), json=json, output=output)
     if is_interrupted or done.exit_code == TERMINATED:
-        return _stopped(done.exit_code, len(done.measured.step_seconds), steps, saves)
+        whole = None if opened else steps
+        return _stopped(done.exit_code, len(done.measured.step_seconds), whole, saves)
     return done.exit_code

@@ -19,10 +19,13 @@ __all__ = [
     "SWAPPED",
     "AllReduce",
     "AllocatorPeaks",
+    "DataPosition",
     "DeviceDifference",
     "DeviceRecord",
     "Difference",
+    "Evaluation",
     "Event",
+    "InputRecord",
     "Lane",
     "LiveStorage",
     "MemoryCurve",
@@ -282,6 +285,74 @@ class Prediction(CheckedStruct, frozen=True, kw_only=True):
     busy: tuple[float, ...] = ()
 
 
+class DataPosition(CheckedStruct, frozen=True, kw_only=True):
+    """Where training is in its data; the order of samples follows from these numbers.
+
+    Attributes:
+        index: samples of the epoch's order that were used, or left out at its end.
+    """
+
+    seed: int = 0
+    epoch: int = 0
+    index: int = 0
+
+
+class InputRecord(CheckedStruct, frozen=True, kw_only=True):
+    """The samples that a run was given, and how fast they came.
+
+    Attributes:
+        kind: `images`, `tar shards`, `tokens` or `synthetic`.
+        source: the folder or file; empty for synthetic samples.
+        num_workers: processes that read samples; 0 reads them between steps.
+        dropped_samples: of each epoch, which do not fill a batch.
+        wait_seconds: for each measured step, how long it waited for its samples.
+        made_samples, making_seconds: that workers have made for training, and what they took, all
+            workers together.
+        skipped: samples that cannot be read, whose places others took; the first of them by name.
+        position: of the sample that comes next.
+    """
+
+    kind: str
+    source: str = ""
+    num_workers: int = 0
+    dropped_samples: int = 0
+    wait_seconds: tuple[float, ...] = ()
+    made_samples: int = 0
+    making_seconds: float = 0.0
+    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
+    position: DataPosition = DataPosition()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """What all workers can give together; None where samples cost nothing."""
+        seconds = self.making_seconds
+        return max(1, self.num_workers) * self.made_samples / seconds if seconds else None
+
+    @property
+    def typical_wait_seconds(self) -> float:
+        """The mean, as waits come in bursts."""
+        return statistics.fmean(self.wait_seconds) if self.wait_seconds else 0.0
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How good the model was after an epoch, on samples that it was not trained on.
+
+    Attributes:
+        epoch: counted from 0.
+        loss: mean over samples; None where it is no number.
+        accuracy: share of samples whose class was the model's first choice; None for text.
+        perplexity: of text; None for classes, or where it is too large for a number.
+    """
+
+    epoch: int
+    num_samples: int
+    loss: float | None
+    accuracy: float | None = None
+    perplexity: float | None = None
+    seconds: float = 0.0
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything known about some steps.
 
@@ -297,15 +368,18 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         not_counted: in words, what the peak leaves out.
         versions: as in a profile.
         num_samples: of one step; null if unknown.
-        epoch_samples: of an epoch, which is not run: its time is extrapolated from the median step.
-        losses: one for each step; on many ranks also of the step before that warms up. Those that
-            are not finite are left out.
+        epoch_samples: of an epoch; its time is extrapolated from the median step, and from what
+            steps wait for their samples.
+        losses: one for each step; on many ranks and on data also of the first step, which warms up.
+            Those that are not finite are left out.
         predicted: what the plan of the run promised.
         limit_bytes: bytes: of the plan, for each device.
         plain_seconds, data_parallel_seconds: s: of the step without a plan, and of pure data
             parallel on the same devices; predicted.
         tradeoff: other plans of the same step.
         command: that made the record, as it was typed.
+        input: the samples it was trained on; null where every step had the same batch.
+        evaluations: one for each epoch that was evaluated.
     """
 
     schema: str = "bayplan/record"
@@ -329,6 +403,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data_parallel_seconds: float | None = None
     tradeoff: tuple[PlanPoint, ...] = ()
     command: str = ""
+    input: InputRecord | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
     def __post_init__(self) -> None:
         check_figures("step_seconds", self.step_seconds)
@@ -367,8 +443,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def samples_per_second(self) -> float | None:
-        """By the median step; None if unknown."""
+        """By the median step, and what steps wait for their samples; None if unknown."""
         seconds = self.typical_step_seconds
+        seconds += self.input.typical_wait_seconds if self.input is not None else 0.0
         return self.num_samples / seconds if self.num_samples and seconds else None
 
     @property

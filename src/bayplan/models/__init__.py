@@ -3,6 +3,13 @@
 Importing this package does not import torch; `load` does, when a builder is asked for.
 """
 
-from bayplan.models.registry import default_batch_size, load, reference_models
+from bayplan.models.registry import (
+    default_batch_size,
+    is_target,
+    load,
+    load_with,
+    options,
+    reference_models,
+)
 
-__all__ = ["default_batch_size", "load", "reference_models"]
+__all__ = ["default_batch_size", "is_target", "load", "load_with", "options", "reference_models"]

@@ -86,15 +86,23 @@ class AlexNetOneFlow(nn.Module):
         return self.fc3(features)
 
 
-def build_alexnet(batch_size: int, *, image_size: int = 224) -> BuiltModel:
-    return with_images(AlexNet(), batch_size, image_size=image_size)
+def build_alexnet(
+    batch_size: int, *, image_size: int = 224, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
+    return with_images(
+        AlexNet(num_classes), batch_size, image_size=image_size, num_classes=num_classes
+    )
 
 
-def build_alexnet_oneflow(batch_size: int, *, image_size: int = 224) -> BuiltModel:
+def build_alexnet_oneflow(
+    batch_size: int, *, image_size: int = 224, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
     if image_size not in ONEFLOW_IMAGE_SIZES:
         raise ValueError(
             f"alexnet-oneflow needs 6400 features (5x5) before fc1, images of {image_size} pixels "
             f"give another number. Use {ONEFLOW_IMAGE_SIZES[0]} to {ONEFLOW_IMAGE_SIZES[-1]} "
             "pixels, or alexnet."
         )
-    return with_images(AlexNetOneFlow(), batch_size, image_size=image_size)
+    return with_images(
+        AlexNetOneFlow(num_classes), batch_size, image_size=image_size, num_classes=num_classes
+    )

@@ -32,10 +32,12 @@ NUM_CLASSES = 1000
 INITIAL_STD = 0.02  # of a transformer's matrices
 
 
-def with_images(model: nn.Module, batch_size: int, *, image_size: int) -> BuiltModel:
+def with_images(
+    model: nn.Module, batch_size: int, *, image_size: int, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
     """Join a classifier with random square RGB images, random classes and cross entropy."""
     images = torch.randn(batch_size, 3, image_size, image_size)
-    classes = torch.randint(NUM_CLASSES, (batch_size,))
+    classes = torch.randint(num_classes, (batch_size,))
     return model, (images, classes), nn.CrossEntropyLoss()
 
 

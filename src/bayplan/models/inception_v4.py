@@ -169,6 +169,10 @@ class InceptionV4(nn.Module):
         return self.fc(self.dropout(torch.flatten(x, 1)))
 
 
-def build_inception_v4(batch_size: int, *, image_size: int = 299) -> BuiltModel:
+def build_inception_v4(
+    batch_size: int, *, image_size: int = 299, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
     """Build Inception-v4, 42,679,816 parameters."""
-    return with_images(InceptionV4(), batch_size, image_size=image_size)
+    return with_images(
+        InceptionV4(num_classes), batch_size, image_size=image_size, num_classes=num_classes
+    )

@@ -4,17 +4,19 @@ The command line lists and completes these names, and importing torch would cost
 this table holds text only: where each builder lives, and the batch it is usually measured with.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bayplan.data.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from bayplan.models.building import BuiltModel
 
-__all__ = ["default_batch_size", "load", "reference_models"]
+__all__ = ["default_batch_size", "is_target", "load", "load_with", "options", "reference_models"]
 
 # Module and builder, its options, and the batch size that the model is usually measured with.
 _MODELS = {
@@ -41,6 +43,12 @@ def default_batch_size(name: str) -> int:
     return _entry(name)[3]
 
 
+def is_target(text: str) -> bool:
+    """Whether a text is meant to name a target, known or not, and not a file."""
+    name = text.partition(",")[0]
+    return name in _MODELS or ":" in name or not ("/" in name or "." in name)
+
+
 def load(name: str) -> "Callable[..., BuiltModel]":
     """Return the builder of a reference model: of a batch size, and of keywords of its own.
 
@@ -50,6 +58,37 @@ def load(name: str) -> "Callable[..., BuiltModel]":
     """
     module, function, options, _ = _entry(name)
     return partial(getattr(import_module(f"bayplan.models.{module}"), function), **options)
+
+
+def options(name: str) -> dict[str, int | None]:
+    """The whole numbers that a reference model may be built with, by name, as they are by default.
+
+    >>> options("resnet18")
+    {'image_size': 224, 'num_classes': 1000}
+    """
+    known: dict[str, int | None] = {}
+    for parameter in inspect.signature(load(name)).parameters.values():
+        default = parameter.default
+        if is_dataclass(default):
+            sizes = {field.name: getattr(default, field.name) for field in fields(default)}
+            known |= {key: size for key, size in sizes.items() if type(size) is int}
+        elif default is None or (type(default) is int and parameter.name not in _entry(name)[2]):
+            known[parameter.name] = default
+    return known
+
+
+def load_with(name: str, given: Mapping[str, int]) -> "Callable[..., BuiltModel]":
+    """The builder of a reference model with some of its options set."""
+    builder = load(name)
+    keywords: dict[str, Any] = {}
+    for parameter in inspect.signature(builder).parameters.values():
+        if is_dataclass(parameter.default):
+            sizes = {field.name for field in fields(parameter.default)} & {*given}
+            changes: Any = {key: given[key] for key in sizes}
+            keywords[parameter.name] = replace(parameter.default, **changes)
+        elif parameter.name in given:
+            keywords[parameter.name] = given[parameter.name]
+    return partial(builder, **keywords)
 
 
 def _entry(name: str) -> tuple[str, str, dict[str, int], int]:

@@ -129,13 +129,20 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def build_resnet(batch_size: int, *, depth: int, image_size: int = 224) -> BuiltModel:
+def build_resnet(
+    batch_size: int, *, depth: int, image_size: int = 224, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
     if depth not in DEPTHS:
         raise ValueError(
             f"no ResNet of depth {depth}. Known depths: {', '.join(map(str, DEPTHS))}."
         )
     block, num_blocks = DEPTHS[depth]
-    return with_images(ResNet(block, num_blocks), batch_size, image_size=image_size)
+    return with_images(
+        ResNet(block, num_blocks, num_classes),
+        batch_size,
+        image_size=image_size,
+        num_classes=num_classes,
+    )
 
 
 build_resnet50 = partial(build_resnet, depth=50)

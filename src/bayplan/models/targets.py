@@ -1,13 +1,16 @@
 """What a user names on the command line: a reference model, or `module:function` of their own.
 
-Such a function returns model, batch and loss. Its parameter `batch_size` is the batch size; without
+Whole numbers that it is built with may follow: `resnet18,image_size=64,num_classes=10`.
+
+A function returns model, batch and loss. Its parameter `batch_size` is the batch size; without
 one so named its first parameter is, unless a default that is no number says otherwise.
 """
 
 import importlib
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +23,16 @@ from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
 from bayplan.devices.choosing import chosen_device, is_chosen
 from bayplan.devices.device import HOST, device_of
-from bayplan.models import default_batch_size, load
+from bayplan.models import default_batch_size, load_with, options
 
-__all__ = ["Target", "check_one_device", "one_home", "resolve_target", "without_rest"]
+__all__ = [
+    "Target",
+    "check_one_device",
+    "one_home",
+    "resolve_target",
+    "with_classes",
+    "without_rest",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,23 +127,40 @@ def _moved(built: tuple[nn.Module, Any, Any], where: torch.device) -> tuple[nn.M
 
 def resolve_target(text: str) -> Target:
     """Find the builder behind a target's name; nothing is built yet."""
-    if ":" not in text:
-        usual = default_batch_size(text)
-        return Target(
-            name=text,
-            build=lambda size: load(text)(size or usual),
-            takes_batch_size=True,
-            default_batch=usual,
-        )
-    module_name, _, function_name = text.partition(":")
+    name, given = _split(text)
+    if ":" not in name:
+        usual = default_batch_size(name)
+        if unknown := sorted({*given} - {*options(name)}):
+            raise UsageError(
+                f"{name} has no {unknown[0]!r}; {did_you_mean(unknown[0], options(name))}"
+            )
+        builder = load_with(name, given)
+
+        def build_reference(size: int | None) -> tuple[nn.Module, Any, Any]:
+            try:
+                return builder(size or usual)
+            except ValueError as fault:  # of a size that the model cannot have
+                raise UsageError(f"{text!r}: {fault}") from None
+
+        return Target(name=text, build=build_reference, takes_batch_size=True, default_batch=usual)
+    return _own_target(text, name, given)
+
+
+def _own_target(text: str, name: str, given: dict[str, int]) -> Target:
+    """A function of the user's, found but not called."""
+    module_name, _, function_name = name.partition(":")
     words = (*module_name.split("."), function_name)
     if not all(word.isidentifier() for word in words) or module_name.endswith(".py"):
         raise UsageError(
-            f"{text!r} is no target; write module:function, as Python imports it: the function"
+            f"{name!r} is no target; write module:function, as Python imports it: the function"
             " build in my_project/train.py is my_project.train:build"
         )
     function = _find_function(_import_users(module_name), function_name, text)
-    parameter = _batch_parameter(function, text)
+    if unknown := [key for key in given if key not in _parameters(function)]:
+        raise UsageError(f"{name!r} has no parameter {unknown[0]!r}, which {text!r} sets")
+    parameter = _batch_parameter(function, text, given)
+    if parameter is not None and parameter.name in given:
+        raise UsageError(f"{text!r} sets the batch size; say it with --batch")
     default_batch = None
     if parameter is not None and parameter.default is parameter.empty:
         default_batch = 1  # the function must be told
@@ -144,11 +171,11 @@ def resolve_target(text: str) -> Target:
         size = default_batch if batch_size is None else batch_size
         with _no_exit(f"{text!r}"):
             if parameter is None or size is None:
-                built = function()
+                built = function(**given)
             elif parameter.kind is parameter.POSITIONAL_ONLY:
-                built = function(size)
+                built = function(size, **given)
             else:
-                built = function(**{parameter.name: size})
+                built = function(**{parameter.name: size, **given})
         model, batch, loss_fn = _checked(built, text)
         return model, without_rest(batch), loss_fn
 
@@ -192,12 +219,53 @@ def _last_element(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
 
 
-def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Parameter | None:
-    """The parameter that is given the batch size; None if the function takes nothing."""
+_OPTION = re.compile(r"([a-z]\w*)=([1-9]\d{0,8})", re.ASCII)
+
+
+def _split(text: str) -> tuple[str, dict[str, int]]:
+    """The name of a target, and the numbers that follow it."""
+    name, *parts = text.split(",")
+    found = [_OPTION.fullmatch(part) for part in parts]
+    if None in found:
+        raise UsageError(
+            f"{text!r}: write numbers that a model is built with as name=number from 1 on, with"
+            " commas and without spaces, like resnet18,image_size=64,num_classes=10"
+        )
+    return name, {each[1]: int(each[2]) for each in found if each is not None}
+
+
+def with_classes(text: str, num_classes: int) -> str:
+    """A target with a head for so many classes, where it can be told that, and was not yet."""
+    name, given = _split(text)
+    if ":" in name:
+        module_name, _, function_name = name.partition(":")
+        function = _find_function(_import_users(module_name), function_name, text)
+        parameter = _parameters(function).get(_CLASSES)
+        usual = None if parameter is None else parameter.default
+        takes = parameter is not None
+    else:
+        known = options(name)
+        usual, takes = known.get(_CLASSES), _CLASSES in known
+    if not takes or _CLASSES in given or usual == num_classes:
+        return text
+    return f"{text},{_CLASSES}={num_classes}"
+
+
+_CLASSES = "num_classes"
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-ins tell nothing about themselves
-        return None
+        return {}
+
+
+def _batch_parameter(
+    function: Callable[..., Any], text: str, given: Collection[str] = ()
+) -> inspect.Parameter | None:
+    """The parameter that is given the batch size; None if the function takes nothing."""
+    parameters = _parameters(function)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [parameter for parameter in parameters.values() if parameter.kind not in variadic]
     chosen = parameters.get("batch_size")
@@ -208,7 +276,9 @@ def _batch_parameter(function: Callable[..., Any], text: str) -> inspect.Paramet
     missing = [
         parameter.name
         for parameter in named
-        if parameter.default is parameter.empty and parameter is not chosen
+        if parameter.default is parameter.empty
+        and parameter is not chosen
+        and parameter.name not in given
     ]
     if missing:
         raise UsageError(

@@ -49,6 +49,10 @@ class VGG16(nn.Module):
         return self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
 
 
-def build_vgg16(batch_size: int, *, image_size: int = 224) -> BuiltModel:
+def build_vgg16(
+    batch_size: int, *, image_size: int = 224, num_classes: int = NUM_CLASSES
+) -> BuiltModel:
     """Build VGG16, 138,357,544 parameters."""
-    return with_images(VGG16(), batch_size, image_size=image_size)
+    return with_images(
+        VGG16(num_classes), batch_size, image_size=image_size, num_classes=num_classes
+    )

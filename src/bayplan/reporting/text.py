@@ -7,6 +7,7 @@ from bayplan.data.profile import Origin, Profile
 from bayplan.data.record import AllocatorPeaks, LiveStorage, RunRecord, Source
 from bayplan.data.units import LimitCounts, format_bytes, format_count, format_seconds
 from bayplan.data.verdict import Finding, Verdict
+from bayplan.reporting.inputs import input_text
 from bayplan.reporting.plans import count_text, kind_lines, ratio_text, share_text
 from bayplan.reporting.ranks import ranks_text
 
@@ -170,7 +171,8 @@ def record_text(record: RunRecord) -> str:
         f"  step  {typical} ({record.clock} clock)",
     ]
     if any(device.stages for device in record.devices):
-        return "\n".join([lines[0], ranks_text(record)])
+        return "\n".join([lines[0], *input_text(record), ranks_text(record)])
+    lines += (f"  {line}" for line in input_text(record))
     for device in record.devices:
         lines.append(f"  peak  {format_bytes(device.peak_bytes)} on {device.device}")
         lines += (f"  {line}" for line in _allocator_lines(device.allocator, device.total_bytes))

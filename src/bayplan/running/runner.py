@@ -1,5 +1,6 @@
 """`run`: a plan carried out, with what was predicted next to what is measured."""
 
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,11 +12,11 @@ from msgspec import structs
 
 from bayplan.costing.pricing import free_prices
 from bayplan.data import files
-from bayplan.data.errors import ForeignPlan, PlanBroken
+from bayplan.data.errors import ForeignPlan, PlanBroken, UsageError
 from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.plan import DevicePlan
 from bayplan.data.profile import Clock
-from bayplan.data.record import DeviceRecord, Event, Lane, RunRecord, Source
+from bayplan.data.record import DeviceRecord, Evaluation, Event, Lane, RunRecord, Source
 from bayplan.data.units import LimitCounts, format_bytes
 from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.devices.moments import Moment, clock_of
@@ -25,6 +26,9 @@ from bayplan.rewriting.updates import ParameterUpdates
 from bayplan.running.backend import ordered_step
 from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions, DeviceCheckpoints, Stop
 from bayplan.running.fitted import bind
+from bayplan.running.inputs.feed import FeedOptions
+from bayplan.running.inputs.sources import Data
+from bayplan.running.inputs.training import StepDone, check_data, feed_of, form_of, train_on
 from bayplan.running.recorder import Recorder
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import TrainingStep
@@ -41,7 +45,7 @@ class Run:
     """What a plan promised and what came of it; a loss for each step.
 
     Attributes:
-        stopped_by: the signal that ended it, after a checkpoint; 0 if none did.
+        stopped_by: the signal that ended it, after a checkpoint or on data; 0 if none did.
     """
 
     predicted: RunRecord
@@ -141,38 +145,72 @@ def run_plan(
     clock: Clock = Clock.WALL,
     path: Path | None = None,
     is_watched: bool = False,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[StepDone], None] = lambda step: None,
+    data: Data | None = None,
+    options: FeedOptions | None = None,
+    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
     checkpoints: CheckpointOptions | None = None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Run:
     """Train as planned, and measure.
 
     Args:
-        num_steps: after one to warm up.
+        num_steps: after one to warm up; where there are data, their options say how many.
         seed: of what a target builds, and of dropout; None leaves the generators as they are.
         space: where swapped activations go; needed if the plan swaps.
         path: where the measured record is written, also after Ctrl-C.
         is_watched: whether one more step follows whose memory and phases are recorded moment by
             moment, where the device can tell; it takes longer, and its figures are not counted.
+        on_step: hears of each step.
+        data: to train on; without, every step has the batch of the target.
+        options: of the data; Ctrl-C then ends the run, and what was measured is kept.
+        on_evaluation: hears of each.
         checkpoints: where to save, and to go on from. All steps since the beginning then count,
-            and the first of this run warms up.
+            and the first of this run warms up. Not on data.
         tell: hears of checkpoints, in lines.
 
     Raises:
         ForeignPlan: the plan is for another model, batch or torch.
     """
+    if data is not None and checkpoints is not None:
+        raise UsageError("steps on --data are not saved yet; leave out --checkpoint, or --data")
     check_plan(plan, prepared)
+    check_data(data, prepared, options or FeedOptions())
     # Before the model is built: the target's builder runs for this too, and may set the seed.
     context = replace(prepared.context, prices=free_prices, updates=None)
     if seed is not None:
         torch.manual_seed(seed)
     step = prepared.build()
+    feed = None
+    if data is not None:
+        feed = feed_of(data, step, form_of(prepared), options or FeedOptions())
     if prepared.update_in_backward:
         if step.optimizer is None:
             raise ForeignPlan("the plan updates in backward, but names no optimizer")
         context = replace(context, updates=ParameterUpdates.of(step.model, step.optimizer))
     bind(replace(step, optimizer=None), as_planned(plan.order), context, space=space)
     limit = plan.limit_bytes if plan.limit_counts is LimitCounts.LIVE else None
+    if feed is not None:
+        trained = train_on(
+            feed,
+            step,
+            Recorder(
+                path,
+                cache=cache_directory(),
+                device=prepared.model_device,
+                curve=False,
+                clock=clock,
+            ),
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+        )
+        measured = structs.replace(trained.record, model=plan.model, limit_bytes=limit)
+        if is_watched and measured.step_seconds:
+            measured = _with_moments(measured, step, prepared.model_device, clock)
+        if path is not None:
+            files.write(path, measured)
+        stopped_by = signal.SIGINT if trained.is_interrupted else 0
+        return Run(predicted_record(plan), measured, measured.losses, stopped_by)
     losses: list[float] = []
     begin, stop, saver = 0, Stop(), None
     if checkpoints is not None:
@@ -194,7 +232,7 @@ def run_plan(
                 recording.losses.append(losses[-1])
                 if step.optimizer is None:  # whose updates would tell steps apart
                     recording.step()
-                on_step(number, losses[-1])
+                on_step(StepDone(number + 1, num_steps, losses[-1]))
                 if saver is not None:
                     saver.after(number + 1)
         if saver is not None:

@@ -16,6 +16,8 @@ from bayplan.data.record import Prediction, RunRecord
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.devices.device import HOST, Device
 from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
+from bayplan.running.inputs.feed import FeedOptions
+from bayplan.running.inputs.sources import Data
 from bayplan.running.ranks.failures import INTERRUPTED, TERMINATED
 from bayplan.running.ranks.launching import launch
 from bayplan.running.swaps.swap_space import check_swap_room, planned_swap_bytes
@@ -163,6 +165,8 @@ def run_on_ranks(
     swap_bytes: int | None = None,
     epoch_samples: int | None = None,
     checkpoints: CheckpointOptions | None = None,
+    data: Data | None = None,
+    options: FeedOptions | None = None,
     on_line: Callable[[str], None],
     on_step: Callable[[StepLine], None] = lambda step: None,
 ) -> RankRun:
@@ -175,6 +179,7 @@ def run_on_ranks(
         target: needed where the plan names a function of the user's own.
         device: of each rank; accelerators are numbered by rank.
         swap_bytes: the most that each rank may take in `swap`; None for what the plan needs.
+        data: to train on, and what `options` say of it; `num_steps` is not asked for then.
         on_line: hears what rank 0 tells, and why a run ended early.
         on_step: hears of each step instead.
     """
@@ -193,6 +198,8 @@ def run_on_ranks(
         arguments += ["--steps", str(num_steps), "--seed", str(seed)]
         arguments += ["--on", str(device.where)]
         arguments += [] if target is None else ["--target", target]
+        if data is not None:
+            arguments += _data_arguments(data, options or FeedOptions())
         arguments += [] if swap is None else ["--swap-dir", str(swap.resolve())]
         arguments += [] if swap_bytes is None else ["--swap-bytes", str(swap_bytes)]
         if checkpoints is not None:
@@ -219,10 +226,16 @@ def run_on_ranks(
         peak_bytes=plan.predicted_peak_bytes,
         busy=plan.predicted_busy,
     )
-    whole = msgspec.structs.replace(
-        _joined(rank_records), epoch_samples=epoch_samples, predicted=predicted
-    )
+    whole = msgspec.structs.replace(_joined(rank_records), predicted=predicted)
+    if epoch_samples is not None:
+        whole = msgspec.structs.replace(whole, epoch_samples=epoch_samples)
     return RankRun(whole, exit_code)
+
+
+def _data_arguments(data: Data, options: FeedOptions) -> list[str]:
+    """What a rank is told of the data, which it opens for itself."""
+    said = ["--synthetic"] if data.is_synthetic and not data.num_synthetic else []
+    return [f"--data={data.path}", f"--feed-options={msgspec.json.encode(options).decode()}", *said]
 
 
 def _joined(rank_records: list[RunRecord]) -> RunRecord:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -35,10 +35,14 @@ from bayplan.devices.machine import cache_directory
 from bayplan.devices.meters import open_meter
 from bayplan.preparing.sources import step_of_plan
 from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
+from bayplan.running.inputs.feed import Feed, FeedOptions, dead_workers_explained
+from bayplan.running.inputs.sources import open_data
+from bayplan.running.inputs.training import feed_of, form_of
 from bayplan.running.ranks.failures import TERMINATED, end_process, run_to_exit
 from bayplan.running.ranks.journal import PeakBreakdown
 from bayplan.running.ranks.local_run import SharedFigures, step_line
 from bayplan.running.ranks.pipelined import PipelinedStep, bind
+from bayplan.running.ranks.rank_batches import RankBatches
 from bayplan.running.ranks.watching import open_watch
 from bayplan.running.recorder import Recorder
 from bayplan.step import TrainingStep
@@ -64,6 +68,9 @@ def train(
     every: int = 50,
     keep: int = 2,
     resume: bool = False,
+    data: str | None = None,
+    synthetic: bool = False,
+    feed_options: Annotated[str, Parameter(help="`FeedOptions` of the data, as JSON.")] = "{}",
 ) -> None:
     """Train as one rank of a plan."""
     given = files.read(plan, RankPlan)
@@ -75,12 +82,23 @@ def train(
     torch.set_num_threads(1)
     device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group(device.group_backend)
-    torch.manual_seed(seed)
+    feed = None
     with open_watch() as watch, watch.telling():
+        watch.doing = "opening the data"
+        prepared = step_of_plan(given, target=target, on=device.where)
+        # Before the seed is set: the target's builder runs for this, too.
+        found = None if data is None else (open_data(data), form_of(prepared))
         watch.doing = "building the model"
-        step = step_of_plan(given, target=target, on=device.where).build()
+        torch.manual_seed(seed)
+        step = prepared.build()
         if step.optimizer is None:
             raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
+        if found is not None:
+            opened, form = found
+            options = msgspec.json.decode(feed_options, type=FeedOptions)
+            share = (distributed.get_rank(), distributed.get_world_size())
+            opened = opened.synthetic() if synthetic else opened
+            feed = feed_of(opened, step, form, options, share=share)
     bound = bind(
         step.model,
         step.optimizer,
@@ -94,8 +112,10 @@ def train(
         resumed = bound.load(checkpoints.folder) if resume else None
         if resumed is not None and not distributed.get_rank():
             print(f"resumed from {resumed.folder.name}", file=sys.stderr, flush=True)
-    training = _Training(bound, step, given, SharedFigures(records / "figures"), checkpoints)
-    files.write(records / f"rank{distributed.get_rank()}.record.json", training.run(steps))
+    training = _Training(bound, step, given, SharedFigures(records / "figures"), checkpoints, feed)
+    with dead_workers_explained():
+        record = training.run(steps)
+    files.write(records / f"rank{distributed.get_rank()}.record.json", record)
     distributed.barrier()
     bound.close()
     distributed.destroy_process_group()
@@ -111,12 +131,12 @@ class _Training:
         plan: RankPlan,
         figures: SharedFigures,
         checkpoints: CheckpointOptions | None = None,
+        feed: Feed | None = None,
     ) -> None:
-        batch = step.batch
-        self._batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         self._bound, self._plan, self._figures = bound, plan, figures
         self._checkpoints, self._saved_step = checkpoints, bound.number
         self._lag = max(plan.lags, default=0)
+        self._batches = RankBatches(bound, step, feed, is_kept=self._lag > 0)
         self._device = next(step.model.parameters()).device
         self._rank = distributed.get_rank()
         self._number = 0  # of the step that runs
@@ -126,8 +146,14 @@ class _Training:
         """Train for some steps after one that warms up, or until Ctrl-C.
 
         With checkpoints, all steps since the beginning count, and the first of this run warms up.
+        On data, the first of their steps is the one that warms up.
         """
-        losses = [float(self._bound(*self._batch))]
+        batches, feed = self._batches, self._batches.feed
+        if feed is not None:
+            num_steps = feed.num_steps - 1
+        losses = batches.losses
+        losses.append(float(self._bound(*batches.next())))
+        batches.warm()
         self._save()
         begin = 0 if self._checkpoints is None else self._bound.number
         # Of the first steps, which count least: the first that is like all after it.
@@ -141,10 +167,15 @@ class _Training:
                 if self._figures.is_over(number):
                     break
                 self._number = number
+                batch = batches.next()
+                if feed is not None:
+                    recording.begin_step()
                 if number == breakdown_step:
-                    losses.append(self._run_with_breakdown())
+                    losses.append(self._run_with_breakdown(batch))
                 else:
-                    losses.append(float(self._bound(*self._batch)))
+                    losses.append(float(self._bound(*batch)))
+                if feed is not None:
+                    recording.step()
                 self._figures.tell_peak(self._rank, recording.peak_bytes)
                 if self._rank == 0:
                     line = step_line(
@@ -162,10 +193,21 @@ class _Training:
         journal = self._bound.journal  # before the flush, which does but a part
         events, all_reduces = journal.events(), journal.all_reduces(self._bound.sums)
         losses += map(float, self._bound.flush())
+        measured = recording.result
+        if feed is not None:
+            num_measured = len(measured.step_seconds)
+            if num_measured == num_steps:  # else Ctrl-C came
+                batches.end()
+            measured = msgspec.structs.replace(
+                measured,
+                epoch_samples=feed.num_samples,
+                input=feed.record(num_warm=1, num_measured=num_measured),
+                evaluations=tuple(batches.evaluations),
+            )
         return msgspec.structs.replace(
-            recording.result,
+            measured,
             model=self._plan.model,
-            devices=(self._described(recording.result.devices[0], events, all_reduces),),
+            devices=(self._described(measured.devices[0], events, all_reduces),),
             num_samples=self._bound.num_samples,
             losses=tuple(loss for loss in losses if math.isfinite(loss)),
         )
@@ -201,13 +243,13 @@ class _Training:
             peak_by_kind=by_kind,
         )
 
-    def _run_with_breakdown(self) -> float:
+    def _run_with_breakdown(self, batch: tuple[Any, ...]) -> float:
         """A step in which what fills the memory is found out; takes a little longer."""
         with open_meter(self._device, cache_directory()) as meter:
             self._breakdown = PeakBreakdown(self._bound.held, meter)
             self._bound.journal.listener = self._breakdown
             try:
-                return float(self._bound(*self._batch))
+                return float(self._bound(*batch))
             finally:
                 self._bound.journal.listener = None
 

@@ -17,7 +17,7 @@ _COUNTS = ("layers", "num_layers", "gradient_accumulation", "blocks_per_checkpoi
 _MOST = 1000
 
 
-def check_counts(config: object) -> None:
+def check_counts(config: Any) -> None:
     """Refuse a network that would take forever to build: files are untrusted."""
     if not isinstance(config, dict):
         return

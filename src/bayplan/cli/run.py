@@ -176,9 +176,9 @@ def run(
 
     step = prepared or step_of_plan(given, target=target, on=on)
     found, chosen = opened or (None, None)
+    steps = steps if chosen is None else check_data(found, step, chosen)
     if dry_run:
         check_run(given, step)
-        steps = steps if chosen is None else check_data(found, step, chosen)
         print(f"would run {steps} steps: {plan_line(given)}")
         return 0
     with ProgressBar() as bar:

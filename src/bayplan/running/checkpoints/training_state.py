@@ -25,7 +25,7 @@ from bayplan.running.checkpoints.trees import decoded, encoded, named_in
 from bayplan.step import TrainingStep
 from bayplan.tracing.stages.whole_trace import named_tensors, own_tensors
 
-__all__ = ["Saved", "Stateful", "TrainingState", "joined"]
+__all__ = ["Saved", "Stateful", "TrainingState", "joined", "place_of"]
 
 _OPTIMIZER = "optimizer"
 _NAMELESS = (
@@ -132,7 +132,7 @@ class TrainingState:
                     f"the checkpoint is of another model: {name.removeprefix(MODEL)} is"
                     f" {entry.dtype} {entry.shape} there, {tensor.dtype} {tuple(tensor.shape)} here"
                 )
-        state = self._state_of(checkpoint)
+        state = self.state_of(checkpoint)
         own = self._optimizer_groups()
         with _from_file():
             groups = decoded(state.get("groups"), _no_tensor)
@@ -167,7 +167,7 @@ class TrainingState:
         Returns where the training is in its data. The optimizer's state is another call, because
         ranks know only later which parameters they train.
         """
-        reader, state = CheckpointReader(folder, checkpoint), self._state_of(checkpoint)
+        reader, state = CheckpointReader(folder, checkpoint), self.state_of(checkpoint)
         find = reader.tensor
         with _from_file():
             groups, extra = (decoded(state.get(name), find) for name in ("groups", "extra"))
@@ -192,7 +192,7 @@ class TrainingState:
         if self._optimizer is None:
             return
         reader = CheckpointReader(folder, checkpoint)
-        state = self._state_of(checkpoint)
+        state = self.state_of(checkpoint)
         capturable = {
             id(parameter): bool(group.get("capturable") or group.get("fused"))
             for group in self._optimizer.param_groups
@@ -218,7 +218,7 @@ class TrainingState:
             self._optimizer.state[parameter] = decoded(tree, placed)
 
     @staticmethod
-    def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
         if not isinstance(checkpoint.state, dict) or "random" not in checkpoint.state:
             raise FileFault("the checkpoint has no state beside its tensors")
         return checkpoint.state
@@ -285,6 +285,12 @@ def _from_file() -> Iterator[None]:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as fault:
         raise FileFault(f"the checkpoint's state is none of a training: {fault}") from None
+
+
+def place_of(checkpoint: Checkpoint) -> Any:
+    """Where a saved training was in its data."""
+    with _from_file():
+        return decoded(TrainingState.state_of(checkpoint).get("data"), _no_tensor)
 
 
 def _no_tensor(name: str) -> torch.Tensor:

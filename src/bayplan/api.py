@@ -54,12 +54,14 @@ from bayplan.reporting.tables import alternatives_table
 from bayplan.reporting.text import report_text
 from bayplan.reporting.trace import write_trace
 from bayplan.reporting.writing import write_report
+from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
 from bayplan.running.fitted import fit as fit_model
 from bayplan.running.fitted import plans_of
 from bayplan.running.inputs.feed import FeedOptions
 from bayplan.running.inputs.sources import Data, open_data
 from bayplan.running.inputs.training import check_data
 from bayplan.running.pieces import summarise_pieces
+from bayplan.running.ranks.failures import write_line
 from bayplan.running.ranks.link_speeds import local_link_speeds
 from bayplan.running.ranks.local_run import check_room, run_on_ranks
 from bayplan.running.recorder import Recorder
@@ -473,6 +475,10 @@ def run(
     logs: Path | str | None = None,
     seed: int = 0,
     on: str | torch.device | None = None,
+    checkpoint: Path | str | None = None,
+    every: int = 50,
+    keep: int = 2,
+    resume: bool = False,
     on_progress: Progress = no_progress,
 ) -> RunRecord:
     """Train exactly as a plan says, and return what was measured.
@@ -494,6 +500,9 @@ def run(
             temporary one.
         seed: of every rank, and of a target; a module of yours is taken as it is.
         on: a device of this machine to run a target on; by default the one that it was planned for.
+        checkpoint: a folder to save the training into. All steps since its beginning then count.
+        every, keep: steps between two checkpoints, and how many stay.
+        resume: go on from the newest whole one, if there is one, whichever plan saved it.
         on_progress: hears of each step.
 
     Raises:
@@ -510,6 +519,11 @@ def run(
         position=DataPosition(seed=seed),
     )
     num_steps = 5 if num_steps is None else num_steps
+    saves = None
+    if checkpoint is not None:
+        saves = CheckpointOptions(folder=Path(checkpoint), every=every, keep=keep, resume=resume)
+        if saves.is_done(num_steps if opened is None else options.steps, options.epochs):
+            raise UsageError(f"{checkpoint} has a checkpoint of the last step; train for more")
     if isinstance(plan, RankPlan):
         if isinstance(model, nn.Module):
             raise UsageError(
@@ -531,6 +545,7 @@ def run(
             device=device,
             swap=folder,
             swap_bytes=max_bytes,
+            checkpoints=saves,
             data=opened,
             options=options,
             on_line=lines.append,
@@ -553,6 +568,8 @@ def run(
         on_step=lambda step: on_progress(str(step), step.done, step.total),
         data=opened,
         options=options,
+        checkpoints=saves,
+        tell=write_line,
     )
     if done.stopped_by:
         raise KeyboardInterrupt(f"the run ended after {len(done.losses)} steps")

@@ -112,10 +112,9 @@ def run(
     options.check_output(output)
     opened = data.opened(seed=seed, steps=steps)
     saves = checkpoints.given()
-    if saves is not None and opened is not None:
-        raise UsageError("steps on --data are not saved yet; leave out --checkpoint, or --data")
-    if saves is not None and saves.is_done(steps or _STEPS):
-        print(f"nothing left to do: {saves.folder} has a checkpoint of step {steps} or later")
+    ends = (steps or _STEPS, None) if opened is None else (steps, opened[1].epochs)
+    if saves is not None and saves.is_done(*ends):
+        print(f"nothing left to do: {saves.folder} has a checkpoint of the last step")
         return 0
     pictures.check()
     prepared = None

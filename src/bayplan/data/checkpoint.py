@@ -22,6 +22,7 @@ DTYPE_BYTES = {
 _FILE = re.compile(r"[a-z]+-[0-9]{5}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 56  # zeros among the sizes left out: torch computes strides from the others
 _MOST_GAPS = 16  # how much more memory a tensor may take than its elements
 
 
@@ -44,6 +45,8 @@ class SavedTensor(CheckedStruct, frozen=True, kw_only=True):
             raise ValueError(f"dtype is {self.dtype!r}, known are {', '.join(DTYPE_BYTES)}")
         if len(self.shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{len(self.shape)} dimensions, at most {_MOST_DIMENSIONS} may be")
+        if math.prod(max(1, size) for size in self.shape) > _MOST_ELEMENTS:
+            raise ValueError(f"shape is {self.shape}, which no memory holds")
         if self.strides is not None and not is_strided_apart(self.shape, self.strides):
             raise ValueError(f"strides {self.strides} do not keep a {self.shape} apart")
 

@@ -12,11 +12,19 @@ from msgspec import structs
 
 from bayplan.costing.pricing import free_prices
 from bayplan.data import files
-from bayplan.data.errors import ForeignPlan, PlanBroken, UsageError
+from bayplan.data.errors import ForeignPlan, PlanBroken
 from bayplan.data.graph import Phase, StepGraph
 from bayplan.data.plan import DevicePlan
 from bayplan.data.profile import Clock
-from bayplan.data.record import DeviceRecord, Evaluation, Event, Lane, RunRecord, Source
+from bayplan.data.record import (
+    DataPosition,
+    DeviceRecord,
+    Evaluation,
+    Event,
+    Lane,
+    RunRecord,
+    Source,
+)
 from bayplan.data.units import LimitCounts, format_bytes
 from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.devices.moments import Moment, clock_of
@@ -166,14 +174,12 @@ def run_plan(
         options: of the data; Ctrl-C then ends the run, and what was measured is kept.
         on_evaluation: hears of each.
         checkpoints: where to save, and to go on from. All steps since the beginning then count,
-            and the first of this run warms up. Not on data.
+            and the first of this run warms up.
         tell: hears of checkpoints, in lines.
 
     Raises:
         ForeignPlan: the plan is for another model, batch or torch.
     """
-    if data is not None and checkpoints is not None:
-        raise UsageError("steps on --data are not saved yet; leave out --checkpoint, or --data")
     check_plan(plan, prepared)
     check_data(data, prepared, options or FeedOptions())
     # Before the model is built: the target's builder runs for this too, and may set the seed.
@@ -181,41 +187,55 @@ def run_plan(
     if seed is not None:
         torch.manual_seed(seed)
     step = prepared.build()
-    feed = None
-    if data is not None:
-        feed = feed_of(data, step, form_of(prepared), options or FeedOptions())
+    form = None if data is None else form_of(prepared)
     if prepared.update_in_backward:
         if step.optimizer is None:
             raise ForeignPlan("the plan updates in backward, but names no optimizer")
         context = replace(context, updates=ParameterUpdates.of(step.model, step.optimizer))
     bind(replace(step, optimizer=None), as_planned(plan.order), context, space=space)
     limit = plan.limit_bytes if plan.limit_counts is LimitCounts.LIVE else None
-    if feed is not None:
-        trained = train_on(
-            feed,
-            step,
-            Recorder(
-                path,
-                cache=cache_directory(),
-                device=prepared.model_device,
-                curve=False,
-                clock=clock,
-            ),
-            on_step=on_step,
-            on_evaluation=on_evaluation,
-        )
+    saver, done, position, stop = None, 0, None, Stop()
+    if checkpoints is not None:
+        saver = DeviceCheckpoints(checkpoints, step, step.optimizer, tell)
+        done, position = saver.resume()
+    if data is not None and form is not None:
+        feed = feed_of(data, step, form, (options or FeedOptions()).resumed(done, position))
+        place = feed.position
+
+        def save(count: int, following: DataPosition) -> bool:
+            nonlocal done, place
+            done, place = count, following
+            if saver is not None:
+                saver.after(done, structs.asdict(place))
+            return bool(stop.signal_number)
+
+        with stop.listening() if saver is not None else nullcontext():
+            trained = train_on(
+                feed,
+                step,
+                Recorder(
+                    path,
+                    cache=cache_directory(),
+                    device=prepared.model_device,
+                    curve=False,
+                    clock=clock,
+                ),
+                on_step=on_step,
+                on_evaluation=on_evaluation,
+                done=done,
+                save=save,
+            )
+        if saver is not None:
+            saver.after(done, structs.asdict(place), is_last=True)
         measured = structs.replace(trained.record, model=plan.model, limit_bytes=limit)
         if is_watched and measured.step_seconds:
             measured = _with_moments(measured, step, prepared.model_device, clock)
         if path is not None:
             files.write(path, measured)
-        stopped_by = signal.SIGINT if trained.is_interrupted else 0
+        stopped_by = signal.SIGINT if trained.is_interrupted else stop.signal_number
         return Run(predicted_record(plan), measured, measured.losses, stopped_by)
     losses: list[float] = []
-    begin, stop, saver = 0, Stop(), None
-    if checkpoints is not None:
-        saver = DeviceCheckpoints(checkpoints, step, step.optimizer, tell)
-        begin = saver.resume()[0] + 1
+    begin = 0 if saver is None else done + 1
     with explained(), stop.listening() if saver is not None else nullcontext():
         first = float(step())  # optimizer state and kernel caches are made by the first step
         if saver is not None:

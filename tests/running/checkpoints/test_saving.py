@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -17,7 +18,8 @@ from bayplan.running.checkpoints import folders
 from bayplan.running.checkpoints.folders import newest_whole, saved_steps
 from bayplan.running.checkpoints.saving import Saver
 from bayplan.running.checkpoints.storage import CheckpointReader
-from bayplan.running.checkpoints.training_state import Saved
+from bayplan.running.checkpoints.training_state import Saved, TrainingState
+from bayplan.step import TrainingStep
 
 NUMBERS = {"model.weight": torch.arange(1 << 16, dtype=torch.float32)}
 
@@ -163,7 +165,8 @@ def file_of(**changes):
         ({"size_bytes": -1}, "size_bytes is -1"),
         ({"size_bytes": 23}, "ends at byte 24 of a file of 23"),
         ({"sha256": "x"}, "64 hexadecimal"),
-        ({"tensors": {"a": {"dtype": "F32", "shape": [1 << 62], "offset": 0}}}, "ends at byte"),
+        ({"tensors": {"a": {"dtype": "F32", "shape": [1 << 50], "offset": 0}}}, "ends at byte"),
+        ({"tensors": {"a": {"dtype": "F32", "shape": [0, 1 << 62], "offset": 0}}}, "no memory"),
         ({"tensors": {"a": {"dtype": "O8", "shape": [1], "offset": 0}}}, "dtype is 'O8'"),
         ({"tensors": {"a": {"dtype": "F32", "shape": [-1], "offset": 0}}}, r"shape\[0\] is -1"),
         (
@@ -205,3 +208,37 @@ def test_only_regular_files_are_read(tmp_path, what):
 def test_what_could_only_be_pickled_is_refused_by_name():
     with pytest.raises(UsageError, match=r"parts\.scheduler\.lambdas\.0 is a function"):
         Saved().put("parts", {"scheduler": {"lambdas": [lambda: 1]}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {"random": 1},
+        {"random": {"dict": [["torch", 3]]}},
+        {"random": {"dict": [["torch", {"tensor": "model.weight"}], ["python", {"tuple": [3]}]]}},
+        {"random": {"tensor": "nowhere"}},
+        {"random": {"pickle": "gASV"}},
+        {"random": {"dict": [[[], 1]]}},
+        {"random": {"dict": []}, "groups": [1]},
+        {"random": {"float": "one"}},
+    ],
+)
+def test_a_state_that_is_none_is_refused(tmp_path, state):
+    model = torch.nn.Linear(2, 1, bias=False)
+    step = TrainingStep(model=model, batch=torch.ones(2, 2), loss_fn=torch.sum)
+    kept = TrainingState(step, None)
+    saver = Saver(tmp_path)
+    made = kept.saved(lambda name: True, lambda name: True, is_first=True, parts={}, data=None)
+    folder = saver.save(made, step=1, aliases={}).result()
+    checkpoint = msgspec.structs.replace(folders.read_manifest(folder), state=state)
+    before = random.getstate()
+
+    def load():
+        kept.check(checkpoint, ())
+        kept.restore(folder, checkpoint, holds=lambda name: True, parts={})
+
+    with pytest.raises(FileFault, match=r"checkpoint|no tensor 'nowhere'"):
+        load()
+    random.setstate(before)

@@ -43,7 +43,7 @@ _REPLACED = ".replaced"  # what a checkpoint is called while another of its step
 _NAME = re.compile(rf"step-([0-9]{{8,12}})|[.]step-([0-9]{{8,12}}){_REPLACED}")
 _LOCK = ".lock"
 _CHUNK_BYTES = 4 << 20
-_MOST_MANIFEST_BYTES = 256 << 20
+_MOST_MANIFEST_BYTES = 64 << 20  # in memory it takes ten times as much
 _THREADS = 4
 
 

@@ -16,7 +16,7 @@ import torch
 from bayplan.data.errors import UsageError, check_at_least_1
 from bayplan.running.checkpoints.folders import newest_whole, saved_steps
 from bayplan.running.checkpoints.saving import Saver
-from bayplan.running.checkpoints.training_state import TrainingState
+from bayplan.running.checkpoints.training_state import TrainingState, place_of
 from bayplan.step import TrainingStep
 
 __all__ = ["CheckpointOptions", "DeviceCheckpoints", "Stop"]
@@ -43,8 +43,8 @@ class CheckpointOptions:
         except ValueError as fault:
             raise UsageError(f"--{fault}") from None
 
-    def is_done(self, num_steps: int) -> bool:
-        """Whether a run of so many steps has ended already.
+    def is_done(self, num_steps: int | None, epochs: int | None = None) -> bool:
+        """Whether a run of so many steps, or epochs, has ended already.
 
         Raises:
             UsageError: another run has its checkpoints there, and this one does not resume it.
@@ -57,10 +57,15 @@ class CheckpointOptions:
                 f"{self.folder} has a checkpoint of step {newest}; go on from it with --resume, or"
                 " give another folder"
             )
-        if newest < num_steps:
+        if epochs is None and (num_steps is None or newest < num_steps):
             return False
         found = newest_whole(self.folder, lambda line: None)  # the run tells of what it passes over
-        return found is not None and found[1].step >= num_steps
+        if found is None:
+            return False
+        if num_steps is not None and found[1].step >= num_steps:
+            return True
+        data = place_of(found[1])
+        return epochs is not None and isinstance(data, dict) and data.get("epoch", 0) >= epochs
 
     @property
     def newest(self) -> Path | None:

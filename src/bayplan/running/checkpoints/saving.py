@@ -177,14 +177,15 @@ class Saver:
     def _write(self, job: _Job) -> Path:
         if self._meeting.rank:
             return self._follow(job)
-        fault = ""
+        fault = f"no checkpoint of step {job.step} in {self.root}"
         try:
-            return self._lead(job)
-        except (OSError, BayplanError) as caught:
-            fault = caught.strerror or str(caught) if isinstance(caught, OSError) else str(caught)
+            done = self._lead(job)
+            fault = ""
+            return done
+        except Exception as caught:  # whatever it is, training goes on, and all ranks hear of it
             kept = next(iter(folders.saved_steps(self.root).values()), None)
             last = "there is none yet" if kept is None else f"the last one is {kept.name}"
-            fault = f"no checkpoint of step {job.step} in {self.root}: {fault}; {last}"
+            fault += f": {_cause(caught)}; {last}"
             self._tell(fault)
             raise FileFault(fault) from caught
         finally:
@@ -255,7 +256,10 @@ def _cause(fault: BaseException) -> str:
     if isinstance(fault, dcp.CheckpointException):
         causes = [cause for cause, _ in fault.failures.values()]
         return _cause(causes[0]) if causes else str(fault)
-    return fault.strerror or str(fault) if isinstance(fault, OSError) else str(fault)
+    if isinstance(fault, BayplanError):
+        return str(fault)
+    words = fault.strerror if isinstance(fault, OSError) else None
+    return words or f"{type(fault).__name__}: {fault}"
 
 
 def _manifest(job: _Job, parts: list[_Part]) -> Checkpoint:

@@ -5,9 +5,10 @@ buffers, `optimizer.<name>.<key>` for what an optimizer keeps of a parameter. So
 plan is read under any other. A process saves what it owns, and restores what it holds.
 """
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from bayplan.running.checkpoints.trees import decoded, encoded, named_in
 from bayplan.step import TrainingStep
 from bayplan.tracing.stages.whole_trace import named_tensors, own_tensors
 
-__all__ = ["Saved", "Stateful", "TrainingState", "joined"]
+__all__ = ["Saved", "Stateful", "TrainingState", "joined", "place_of"]
 
 _OPTIMIZER = "optimizer"
 _NAMELESS = (
@@ -131,20 +132,23 @@ class TrainingState:
                     f"the checkpoint is of another model: {name.removeprefix(MODEL)} is"
                     f" {entry.dtype} {entry.shape} there, {tensor.dtype} {tuple(tensor.shape)} here"
                 )
-        state = self._state_of(checkpoint)
-        groups = decoded(state.get("groups"), _no_tensor)
+        state = self.state_of(checkpoint)
         own = self._optimizer_groups()
-        kinds = [None if given is None else given.get("kind") for given in (groups, own)]
-        names = [[group["params"] for group in (g or {}).get("groups", [])] for g in (groups, own)]
+        with _from_file():
+            groups = decoded(state.get("groups"), _no_tensor)
+            known = set(decoded(state.get("parts"), _no_tensor) or {})
+            kinds = [None if given is None else given["kind"] for given in (groups, own)]
+            names = [
+                [group["params"] for group in (g or {"groups": []})["groups"]]
+                for g in (groups, own)
+            ]
         if kinds[0] != kinds[1] or names[0] != names[1]:
             raise ForeignPlan(
                 f"the checkpoint is of another optimizer: {kinds[0]} of"
                 f" {[*map(len, names[0])]} parameters there, {kinds[1]} of"
                 f" {[*map(len, names[1])]} here; make the one that was saved"
             )
-        known = decoded(state.get("parts"), _no_tensor) or {}
-        missing = sorted(set(parts) ^ set(known))
-        if missing:
+        if known != set(parts):
             raise UsageError(
                 f"the checkpoint has the state of {sorted(known) or 'nothing beside the model'},"
                 f" asked for is {sorted(parts)}; save and load the same (scheduler=…, scaler=…)"
@@ -163,22 +167,22 @@ class TrainingState:
         Returns where the training is in its data. The optimizer's state is another call, because
         ranks know only later which parameters they train.
         """
-        reader = CheckpointReader(folder, checkpoint)
+        reader, state = CheckpointReader(folder, checkpoint), self.state_of(checkpoint)
+        find = reader.tensor
+        with _from_file():
+            groups, extra = (decoded(state.get(name), find) for name in ("groups", "extra"))
+            self._set_random(decoded(state["random"], find))
         targets = {
             MODEL + name: tensor.detach() for name, tensor in self._tensors.items() if holds(name)
         }
         dcp.load(targets, storage_reader=reader, no_dist=True)
-        state = self._state_of(checkpoint)
-        find = reader.tensor
-        groups = decoded(state.get("groups"), find)
         if self._optimizer is not None and groups is not None:
             for group, saved in zip(self._optimizer.param_groups, groups["groups"], strict=True):
                 _update(group, {key: value for key, value in saved.items() if key != "params"})
         for name, value in (decoded(state.get("parts"), find) or {}).items():
             parts[name].load_state_dict(value)
-        for name, value in (decoded(state.get("extra"), find) or {}).items():
+        for name, value in (extra or {}).items():
             self._with_extra[name].set_extra_state(value)
-        self._set_random(decoded(state["random"], find))
         return decoded(state.get("data"), find)
 
     def restore_optimizer(
@@ -188,7 +192,7 @@ class TrainingState:
         if self._optimizer is None:
             return
         reader = CheckpointReader(folder, checkpoint)
-        state = self._state_of(checkpoint)
+        state = self.state_of(checkpoint)
         capturable = {
             id(parameter): bool(group.get("capturable") or group.get("fused"))
             for group in self._optimizer.param_groups
@@ -214,7 +218,7 @@ class TrainingState:
             self._optimizer.state[parameter] = decoded(tree, placed)
 
     @staticmethod
-    def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    def state_of(checkpoint: Checkpoint) -> dict[str, Any]:
         if not isinstance(checkpoint.state, dict) or "random" not in checkpoint.state:
             raise FileFault("the checkpoint has no state beside its tensors")
         return checkpoint.state
@@ -270,6 +274,23 @@ def _update(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             here.copy_(value)  # graphs may have been made with this very tensor
         else:
             group[key] = value
+
+
+@contextlib.contextmanager
+def _from_file() -> Iterator[None]:
+    """Tell of what a file has and no training would have written, whatever it breaks."""
+    try:
+        yield
+    except FileFault:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as fault:
+        raise FileFault(f"the checkpoint's state is none of a training: {fault}") from None
+
+
+def place_of(checkpoint: Checkpoint) -> Any:
+    """Where a saved training was in its data."""
+    with _from_file():
+        return decoded(TrainingState.state_of(checkpoint).get("data"), _no_tensor)
 
 
 def _no_tensor(name: str) -> torch.Tensor:

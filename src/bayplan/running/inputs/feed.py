@@ -13,9 +13,10 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -60,6 +61,16 @@ class FeedOptions:
                 raise UsageError(f"--{name} is {count}; at least 1 must run")
         if self.workers is not None and self.workers < 0:
             raise UsageError(f"--workers is {self.workers}; 0 reads samples between steps")
+
+    def resumed(self, done: int, position: Any) -> "FeedOptions":
+        """What is left of the same run after so many steps, by where a checkpoint says it was."""
+        if position is None:
+            return self
+        steps = None if self.steps is None else max(0, self.steps - done) or None
+        try:
+            return replace(self, steps=steps, position=msgspec.convert(position, DataPosition))
+        except msgspec.ValidationError as fault:
+            raise FileFault(f"the checkpoint is at no place in data: {fault}") from None
 
 
 @contextmanager
@@ -203,9 +214,10 @@ class Feed:
             del batch  # its memory is no part of the step
             yield fed
             if fed.indices.is_training:
-                self.position = self._after(fed.indices)
+                self.position = self.after(fed.indices)
 
-    def _after(self, indices: BatchIndices) -> DataPosition:
+    def after(self, indices: BatchIndices) -> DataPosition:
+        """Where the next batch begins."""
         seed = self._options.position.seed
         if indices.ends:
             return DataPosition(seed=seed, epoch=indices.epoch + 1)

@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from bayplan.data.errors import UsageError
-from bayplan.data.record import Evaluation, RunRecord
+from bayplan.data.record import DataPosition, Evaluation, RunRecord
 from bayplan.preparing.step import PreparedStep
 from bayplan.running.inputs.evaluating import Evaluating
 from bayplan.running.inputs.feed import Feed, FeedOptions, dead_workers_explained
@@ -92,6 +92,8 @@ def train_on(
     *,
     on_step: Callable[[StepDone], None] = lambda step: None,
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+    done: int = 0,
+    save: Callable[[int, DataPosition], bool] = lambda done, position: False,
 ) -> Trained:
     """Train on all batches of a feed, or until Ctrl-C.
 
@@ -104,6 +106,9 @@ def train_on(
         recorder: has not begun.
         on_step: hears of each step.
         on_evaluation: hears of each.
+        done: steps of the same training before this run.
+        save: is told after each step how many are done and where the next batch begins, and
+            returns whether the run ends there.
     """
     assert step.optimizer is not None, "checked before anything was made"
     losses: list[float] = []
@@ -133,7 +138,10 @@ def train_on(
                     recorder.step()
                 speed = num_samples * len(losses) / (time.perf_counter() - began)
                 epoch = batch.indices.epoch
-                on_step(StepDone(len(losses), feed.num_steps, losses[-1], epoch, speed))
+                count, total = done + len(losses), done + feed.num_steps
+                on_step(StepDone(count, total, losses[-1], epoch, speed))
+                if save(count, feed.after(batch.indices)):
+                    break
         except KeyboardInterrupt:
             is_interrupted = True
         if not losses:

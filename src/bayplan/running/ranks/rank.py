@@ -82,7 +82,7 @@ def train(
     torch.set_num_threads(1)
     device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
     distributed.init_process_group(device.group_backend)
-    feed = None
+    feed = resumed = None
     with open_watch() as watch, watch.telling():
         watch.doing = "opening the data"
         prepared = step_of_plan(given, target=target, on=device.where)
@@ -93,12 +93,6 @@ def train(
         step = prepared.build()
         if step.optimizer is None:
             raise UsageError("a run on many ranks trains, so it needs an optimizer; leave out none")
-        if found is not None:
-            opened, form = found
-            options = msgspec.json.decode(feed_options, type=FeedOptions)
-            share = (distributed.get_rank(), distributed.get_world_size())
-            opened = opened.synthetic() if synthetic else opened
-            feed = feed_of(opened, step, form, options, share=share)
     bound = bind(
         step.model,
         step.optimizer,
@@ -112,6 +106,15 @@ def train(
         resumed = bound.load(checkpoints.folder) if resume else None
         if resumed is not None and not distributed.get_rank():
             print(f"resumed from {resumed.folder.name}", file=sys.stderr, flush=True)
+    if found is not None:
+        opened, form = found
+        options = msgspec.json.decode(feed_options, type=FeedOptions)
+        if resumed is not None:
+            options = options.resumed(resumed.step, resumed.data)
+        share = (distributed.get_rank(), distributed.get_world_size())
+        with watch.telling():
+            opened = opened.synthetic() if synthetic else opened
+            feed = feed_of(opened, step, form, options, share=share)
     training = _Training(bound, step, given, SharedFigures(records / "figures"), checkpoints, feed)
     with dead_workers_explained():
         record = training.run(steps)
@@ -150,7 +153,8 @@ class _Training:
         """
         batches, feed = self._batches, self._batches.feed
         if feed is not None:
-            num_steps = feed.num_steps - 1
+            done = self._bound.number if self._checkpoints is not None else -1
+            num_steps = done + feed.num_steps
         losses = batches.losses
         losses.append(float(self._bound(*batches.next())))
         batches.warm()
@@ -196,7 +200,7 @@ class _Training:
         measured = recording.result
         if feed is not None:
             num_measured = len(measured.step_seconds)
-            if num_measured == num_steps:  # else Ctrl-C came
+            if num_measured == num_steps - begin:  # else Ctrl-C came
                 batches.end()
             measured = msgspec.structs.replace(
                 measured,
@@ -218,7 +222,9 @@ class _Training:
         if options is None or number == self._saved_step:
             return
         if is_last or options.is_due(number):
-            self._bound.save(options.folder, keep=options.keep)
+            position = self._batches.position
+            data = None if position is None else msgspec.structs.asdict(position)
+            self._bound.save(options.folder, data=data, keep=options.keep)
             self._saved_step = number
 
     def _described(

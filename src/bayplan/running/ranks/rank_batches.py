@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bayplan.data.record import Evaluation
+from bayplan.data.record import DataPosition, Evaluation
 from bayplan.running.inputs.evaluating import Evaluating
 from bayplan.running.inputs.feed import Fed, Feed
 from bayplan.running.ranks.pipelined import PipelinedStep
@@ -26,6 +26,7 @@ class RankBatches:
         feed: None where every step has the same batch.
         losses: of the run; those of batches in flight are added when an evaluation ends them.
         evaluations: of the epochs so far.
+        position: where the batch after the last one begins; None without a feed.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RankBatches:
         self.evaluations: list[Evaluation] = []
         self.losses: list[float] = []
         self._evaluating: Evaluating | None = None
+        self.position: DataPosition | None = None if feed is None else feed.position
 
     def next(self) -> tuple[Any, ...]:
         """The next batch to train on; there is one for each step of the feed."""
@@ -46,6 +48,8 @@ class RankBatches:
             return self._batch
         for fed in self._fed:
             if fed.indices.is_training:
+                assert self.feed is not None, "it is what is walked over"
+                self.position = self.feed.after(fed.indices)
                 return tuple(each.clone() for each in self._batch) if self._is_kept else self._batch
             self._evaluate(fed)
         raise AssertionError("a feed has a batch for each of its steps")

@@ -8,12 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "reporting"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "reporting"))
 
-from chromium import Chromium  # noqa: E402 - found by the line above
+from chromium import Chromium
 
-WIDTH = 1000
+WIDTH, IMAGES = 1000, Path(__file__).resolve().parents[1] / "docs" / "images"
 VERDICT = "check resnet50 --batch 64 --device titan-v --memory 3GiB --limit-counts live"
 CLUSTER = "plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json"
 # By picture: the page, whether by night, and the first and last part of it that are shown.
@@ -39,7 +38,7 @@ def main() -> None:
                 for part, side in ((first, "top"), (last, "bottom"))
             )
             box = {"x": 0, "y": max(0, top - 12), "width": WIDTH, "height": end - top + 24}
-            browser.picture(ROOT / "docs" / "images" / f"{picture}.png", clip=box)
+            browser.picture(IMAGES / f"{picture}.png", clip=box)
 
 
 if __name__ == "__main__":

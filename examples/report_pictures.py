@@ -19,7 +19,6 @@ CLUSTER = "plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json"
 PICTURES = {
     "report-memory": ("verdict", False, "header", "#chart-memory"),
     "report-tradeoff": ("verdict", False, "section:nth-of-type(2)", "#chart-tradeoff"),
-    "report-timeline": ("cluster", False, "section:nth-of-type(2)", "#chart-timeline"),
     "report-hidden": ("cluster", False, "section:nth-of-type(4)", "#chart-devices"),
     "report-night": ("cluster", True, "header", "#chart-timeline"),
 }

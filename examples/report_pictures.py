@@ -8,19 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "reporting"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "reporting"))
 
-from chromium import Chromium  # noqa: E402 - found by the line above
+from chromium import Chromium
 
-WIDTH = 1000
+WIDTH, IMAGES = 1000, Path(__file__).resolve().parents[1] / "docs" / "images"
 VERDICT = "check resnet50 --batch 64 --device titan-v --memory 3GiB --limit-counts live"
 CLUSTER = "plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json"
 # By picture: the page, whether by night, and the first and last part of it that are shown.
 PICTURES = {
     "report-memory": ("verdict", False, "header", "#chart-memory"),
     "report-tradeoff": ("verdict", False, "section:nth-of-type(2)", "#chart-tradeoff"),
-    "report-timeline": ("cluster", False, "section:nth-of-type(2)", "#chart-timeline"),
     "report-hidden": ("cluster", False, "section:nth-of-type(4)", "#chart-devices"),
     "report-night": ("cluster", True, "header", "#chart-timeline"),
 }
@@ -39,7 +37,7 @@ def main() -> None:
                 for part, side in ((first, "top"), (last, "bottom"))
             )
             box = {"x": 0, "y": max(0, top - 12), "width": WIDTH, "height": end - top + 24}
-            browser.picture(ROOT / "docs" / "images" / f"{picture}.png", clip=box)
+            browser.picture(IMAGES / f"{picture}.png", clip=box)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,10 @@ def test_a_plan_for_one_device_is_simulated_on_it(bayplan, plan_file):
     assert outcome.code == 0, outcome.err
     record = msgspec.json.decode(outcome.out, type=RunRecord)
     (device,) = record.devices
-    assert [event.name for event in device.events] == ["0F0", "0B0", "0U0"]
+    phases = {event.name.split()[0] for event in device.events}
+    assert {"forward", "backward", "update"} <= phases
+    assert max(device.curve.total_bytes) == device.peak_bytes
+    assert {"parameter", "kept"} <= set(device.curve.by_kind)
     assert sum(event.seconds for event in device.events) == pytest.approx(record.step_seconds[0])
     check_sizes(device)
     plan = files.read(plan_file, Plan)

@@ -317,6 +317,7 @@ class PreparedStages:
         unrounded = replace(there.context, granularity_bytes=1, prices=free_prices)
         return OneDeviceStep(
             num_samples=here.samples,
+            graph=there.graph,
             fingerprints=(there.graph.fingerprint, here.graph.fingerprint),
             traced=there.traced,
             unrounded=trace_step(there.step, unrounded),

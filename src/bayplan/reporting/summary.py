@@ -9,7 +9,7 @@ from bayplan.data.judgement import Why
 from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.data.verdict import Verdict
-from bayplan.reporting.plans import count_text, fullest_device, ratio_text
+from bayplan.reporting.plans import count_text, fullest_device
 from bayplan.reporting.text import verdict_line
 
 __all__ = ["Figure", "Summary", "summarised", "tuning_summary"]
@@ -115,11 +115,15 @@ def _verdict_figures(verdict: Verdict) -> tuple[Figure, ...]:
         spare = verdict.limit_bytes - needed
         word = "to spare" if spare >= 0 else "too much"
         return (first, step, Figure(format_bytes(abs(spare)), word, f"limit {limit}"), *samples)
-    ratio = ratio_text(planned.time_ratio, planned.time_ratio_spread)
+    ratio, spread = planned.time_ratio, planned.time_ratio_spread
     plain = format_bytes(verdict.plain_bytes)
     return (
         first,
-        Figure(f"{ratio} x", "the plain step's time", "with the plan"),
+        Figure(
+            f"{ratio:.2f}x",
+            "the plain step's time",
+            f"± {max(spread, 0.01):.2f}, with the plan" if spread else "with the plan",
+        ),
         Figure(plain, "without a plan", f"limit {limit}"),
         step if not samples else samples[0],
     )

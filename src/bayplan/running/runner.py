@@ -260,7 +260,7 @@ def run_plan(
         measured = structs.replace(
             recording.result, model=plan.model, num_samples=prepared.samples, limit_bytes=limit
         )
-        if is_watched:
+        if is_watched and not stop.signal_number:
             measured = _with_moments(measured, step, prepared.model_device, clock)
     if path is not None:
         files.write(path, measured)

@@ -22,7 +22,6 @@ from bayplan.data.plan import DevicePlan, Plan, RankPlan
 from bayplan.data.record import (
     DeviceRecord,
     Event,
-    Lane,
     MemoryCurve,
     RunRecord,
     Source,
@@ -52,9 +51,10 @@ from bayplan.simulating.network import (
     worst_spread,
 )
 from bayplan.simulating.pipeline import Pipeline, pipeline_of
+from bayplan.simulating.planned_step import planned_step
 from bayplan.simulating.rank_memory import Key, RankMemory
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
-from bayplan.simulating.swaps import Swapped, Tier, apply_order, lane_seconds
+from bayplan.simulating.swaps import Swapped, Tier, apply_order
 
 __all__ = ["Progress", "devices_for", "host_tier", "simulate_plan"]
 
@@ -383,33 +383,31 @@ def _simulate_alone(plan: DevicePlan, source: StepSource, cluster: Cluster) -> _
         apply_order(plan.order, traced.for_order(plan.order, is_here=False).program)
         for traced in (step.traced, step.unrounded)
     )
-    forward, backward = _halves_seconds(swapped, host_tier(cluster, 0))
-    seconds, events = 0.0, list[Event]()
-    for name, part in (("0F0", forward), ("0B0", backward), ("0U0", step.outside_seconds)):
-        events.append(Event(lane=Lane.COMPUTE, name=name, start_seconds=seconds, seconds=part))
-        seconds += part
+    replayed = planned_step(
+        step.traced.for_order(plan.order, is_here=False).program,
+        plan.order,
+        step.graph,
+        plain_ops={op.name for op in step.traced.with_packs().program.ops},
+        outside_seconds=step.outside_seconds,
+        granularity_bytes=kind.allocation_granularity_bytes,
+        tier=host_tier(cluster, 0),
+    )
+    seconds = replayed.curve.seconds[-1]
     record = _device_record(
         kind,
         f"{kind.name} 0",
         allocated_bytes=_peak_bytes(swapped),
         needed_bytes=_peak_bytes(unrounded),
-        events=tuple(events),
+        places=cluster.places_of(0),
+        peak_place=replayed.peak_place,
+        curve=replayed.curve,
+        events=replayed.events,
     )
     return _Simulated(seconds, compute_spread([kind]) * seconds, step.num_samples, [record])
 
 
 def _peak_bytes(swapped: Swapped) -> int:
     return replay_schedule(swapped.program, plain_schedule(swapped.program)).peak_bytes
-
-
-def _halves_seconds(swapped: Swapped, tier: Tier | None) -> tuple[float, float]:
-    """What forward and backward take, waits for copies included."""
-    schedule, first = plain_schedule(swapped.program), swapped.program.first_backward
-    if swapped.swap_ops and tier is not None:
-        lane = lane_seconds(swapped, schedule, tier)
-        return lane.forward_seconds, lane.seconds - lane.forward_seconds
-    seconds = [op.seconds for op in swapped.program.executions(schedule)]
-    return sum(seconds[:first]), sum(seconds[first:])
 
 
 def _check_fits(plan: Plan, record: RunRecord) -> None:

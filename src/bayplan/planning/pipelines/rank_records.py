@@ -114,13 +114,17 @@ def rank_curve(
     if not events:
         return None
     began: dict[str, float] = {}
+    ended: dict[str, float] = {}
     for event in events:
         began.setdefault(event.name, event.start_seconds)
+        ended[event.name] = event.start_seconds + event.seconds
     stages = {key: fits[key].memory for key in keys_of(rank)}
     now, rows = 0.0, list[tuple[float, int, int]]()
     for action, (total, gradients) in zip(rank.actions, rank_totals(rank, stages), strict=True):
-        now = max(now, began.get(str(action), now))
+        name = str(action)
+        now = max(now, began.get(name, now))
         rows.append((now, total, gradients))
+        now = max(now, ended.get(name, now))  # what takes no time of its own comes behind
     end = max(event.start_seconds + event.seconds for event in events)
     rows.append((max(now, end), rows[-1][1], rows[-1][2]))
     seconds, totals, gradients = zip(*rows, strict=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from bayplan.data.chain import Chain
 from bayplan.data.device import DeviceKind
+from bayplan.data.graph import StepGraph
 from bayplan.data.plan import Request, StepOrder
 from bayplan.data.program import Program
 from bayplan.planning.memory.orders import PackedVariants, Variant
@@ -151,13 +152,14 @@ class OneDeviceStep:
 
     Attributes:
         num_samples: None where the target keeps it to itself.
-        fingerprints: of the captured step, as this kind of device updates it, and as this machine
-            does.
+        graph: the captured step, as this kind of device updates it.
+        fingerprints: of that, and as this machine does.
         unrounded: not priced, and without the allocator's rounding.
         outside_seconds: what loss and update take, which are outside the traced graph.
     """
 
     num_samples: int | None
+    graph: StepGraph
     fingerprints: tuple[str, str]
     traced: PackableStep
     unrounded: PackableStep

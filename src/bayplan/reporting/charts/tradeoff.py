@@ -47,9 +47,7 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
         return None
     unit = bytes_unit(max(point.peak_bytes for point in points))
     highest = _highest(points)
-    curve = sorted(
-        (point for point in points if point.name == OURS), key=lambda point: point.peak_bytes
-    )
+    curve = _front([point for point in points if point.name == OURS])
     traces = [_points("bayplan's plans", curve, unit, colour=BLUE, symbol="circle", line=True)]
     others = [point for point in points if point.name != OURS]
     for number, point in enumerate(others):
@@ -97,6 +95,15 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
         },
         height=400,
     )
+
+
+def _front(points: Sequence[PlanPoint]) -> list[PlanPoint]:
+    """Plans that no other with less memory beats; whoever has more may take that other one."""
+    front: list[PlanPoint] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.time_ratio)):
+        if not front or point.time_ratio < front[-1].time_ratio:
+            front.append(point)
+    return front
 
 
 def _highest(points: Sequence[PlanPoint]) -> float:

@@ -469,6 +469,27 @@ def model_that_counts(fit):
     yield model.steps
 
 
+class Following(Net):
+    """A teacher that follows inside the forward: its weights are other tensors from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        self.teacher.weight.data = 0.9 * self.teacher.weight.data + 0.1 * self.middle.weight.data
+        self.mean.data = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.head.bias.data.clamp_(-0.1, 0.1)
+        return self.head(self.middle(hidden) - self.teacher(hidden - self.mean).detach())
+
+
+@loop
+def weights_replaced_in_the_forward(fit):
+    yield from training(fit, Following())
+
+
 @loop
 def parts_replaced(fit):
     model, _, data = made(fit)

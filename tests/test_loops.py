@@ -490,6 +490,33 @@ def weights_replaced_in_the_forward(fit):
     yield from training(fit, Following())
 
 
+class Failing(Net):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        if self.fails:
+            raise ValueError("a bad sample")
+        return self.head(self.middle(hidden))
+
+
+@loop
+def samples_that_fail(fit):
+    model, optimizer, data = made(fit, Failing())
+    for number, (x, y) in enumerate(data):
+        model.fails = number == 1
+        try:
+            loss = F.cross_entropy(model(x), y)
+        except ValueError as fault:  # with the layers before it run, and random numbers drawn
+            yield str(fault)
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+    yield model
+
+
 @loop
 def parts_replaced(fit):
     model, _, data = made(fit)

@@ -469,6 +469,54 @@ def model_that_counts(fit):
     yield model.steps
 
 
+class Following(Net):
+    """A teacher that follows inside the forward: its weights are other tensors from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        self.teacher.weight.data = 0.9 * self.teacher.weight.data + 0.1 * self.middle.weight.data
+        self.mean.data = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.head.bias.data.clamp_(-0.1, 0.1)
+        return self.head(self.middle(hidden) - self.teacher(hidden - self.mean).detach())
+
+
+@loop
+def weights_replaced_in_the_forward(fit):
+    yield from training(fit, Following())
+
+
+class Failing(Net):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        if self.fails:
+            raise ValueError("a bad sample")
+        return self.head(self.middle(hidden))
+
+
+@loop
+def samples_that_fail(fit):
+    model, optimizer, data = made(fit, Failing())
+    for number, (x, y) in enumerate(data):
+        model.fails = number == 1
+        try:
+            loss = F.cross_entropy(model(x), y)
+        except ValueError as fault:  # with the layers before it run, and random numbers drawn
+            yield str(fault)
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+    yield model
+
+
 @loop
 def parts_replaced(fit):
     model, _, data = made(fit)

@@ -22,7 +22,8 @@ from bayplan import torch_compat
 
 __all__ = ["IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels", "gradient_parts"]
 
-_COPY = torch.ops.aten.copy_.default
+# How a traced forward ends: it changes an input's values, or (`parameter.data = …`) its memory.
+_CHANGES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 
 
 def compile_joint(
@@ -78,28 +79,29 @@ def _cut(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph that changes nothing, and let the forward change inputs when it is cut.
 
-    Torch ends a joint graph by copying the new values of buffers into them. Until it is cut these
-    values are outputs, in front of all others.
+    Torch ends a joint graph by copying the new values of buffers into them, or by handing them the
+    new values' memory. Until it is cut these values are outputs, in front of all others.
     """
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     end = joint.graph.output_node()
     places = list(joint.graph.find_nodes(op="placeholder"))
-    changes: dict[int, Any] = {}  # by position of the input, its new value
-    for node in joint.graph.find_nodes(op="call_function", target=_COPY):
-        if node.meta.get("partitioner_tag") == "must_be_in_forward":
-            changes[places.index(node.args[0])] = node.args[1]
-            joint.graph.erase_node(node)
+    changes: dict[int, tuple[Any, Any]] = {}  # by position of the input, its new value and how
+    for change in _CHANGES:
+        for node in joint.graph.find_nodes(op="call_function", target=change):
+            if node.meta.get("partitioner_tag") == "must_be_in_forward":
+                changes[places.index(node.args[0])] = node.args[1], change
+                joint.graph.erase_node(node)
     described = (InputMutationAOTOutput(places[index].meta["desc"]) for index in changes)
-    end.args = ((*changes.values(), *_outputs(joint)),)
+    end.args = ((*(value for value, _ in changes.values()), *_outputs(joint)),)
     end.meta["desc"] = (*described, *end.meta["desc"])
     num_outputs = num_fwd_outputs + len(changes)
     forward, backward = partition(joint, inputs, num_fwd_outputs=num_outputs, **options)
     end, outputs = forward.graph.output_node(), _outputs(forward)
     places = list(forward.graph.find_nodes(op="placeholder"))
     with forward.graph.inserting_before(end):
-        for index, value in zip(changes, outputs, strict=False):
-            forward.graph.call_function(_COPY, (places[index], value))
+        for (index, (_, change)), value in zip(changes.items(), outputs, strict=False):
+            forward.graph.call_function(change, (places[index], value))
     end.args = (tuple(outputs[len(changes) :]),)
     forward.recompile()
     return forward, backward

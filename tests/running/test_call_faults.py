@@ -1,13 +1,17 @@
 """What a planned model raises: `BayplanError`s that loops catch as what plain training raises."""
 
+import random
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import bayplan
 from bayplan.data.errors import CaptureError, DoesNotFit, PlanBroken, UsageError
-from bayplan.running.call_faults import also_ours
+from bayplan.running.call_faults import also_ours, unchanged
 
 pytestmark = pytest.mark.usefixtures("own_planner_cache")
 
@@ -72,13 +76,13 @@ def test_wrong_arguments_are_a_type_error(model):
     assert isinstance(raised.value, bayplan.BayplanError)
 
 
-def test_errors_of_the_models_own_stay_what_they_are_and_nothing_is_counted_twice(model):
+def test_errors_of_the_models_own_stay_what_they_are_and_calls_count_once(model):
     calls, state = float(model.num_calls), torch.get_rng_state()
     with pytest.raises(TooMany, match="3000 of 2000") as raised:
         model(torch.ones(3000, 16))
     assert isinstance(raised.value, bayplan.BayplanError)
     assert raised.value.most == 2000
-    assert float(model.num_calls) == calls
+    assert float(model.num_calls) == calls + 1  # before it failed, as in plain training
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -110,9 +114,11 @@ def test_every_class_can_be_ours_as_well(fault):
 def test_second_derivatives_are_refused_with_a_way_out(model):
     x = torch.ones(64, 16)
     parameters = list(model.layers.parameters())
-    first = torch.autograd.grad(model(x).mean(), parameters, create_graph=True)
     with pytest.raises(UsageError, match=r"second derivative.*force_eager"):
-        sum(gradient.square().sum() for gradient in first).backward()
+        torch.autograd.grad(model(x).mean(), parameters, create_graph=True)
+    with pytest.raises(UsageError, match="second derivative"):  # torch would take it for zero
+        torch.autograd.functional.hessian(lambda x: model.requires_grad_(False)(x).mean(), x)
+    model.requires_grad_(True)
     with torch.compiler.set_stance("force_eager"):
         output = model(x)
     first = torch.autograd.grad(output.mean(), parameters, create_graph=True)
@@ -129,6 +135,11 @@ def test_function_transforms_are_named(model):
         torch.func.grad(lambda x: model(x).mean())(torch.ones(32, 16))
     with pytest.raises(CaptureError, match=r"torch.func .*deepcopy.*force_eager"):
         torch.vmap(model)(torch.ones(32, 16))
+    x = torch.ones(32, 16)
+    with forward_ad.dual_level(), pytest.raises(CaptureError, match=r"forward mode.*deepcopy"):
+        model(forward_ad.make_dual(x, x))
+    with pytest.raises(CaptureError, match=r"jit.trace.*deepcopy"):
+        torch.jit.trace(model, x)
 
 
 def test_wrong_inputs_leave_no_traceback_of_torchs_in_the_log(model, caplog):
@@ -178,3 +189,43 @@ def test_precision_and_optimizer_by_name():
     assert graph.fingerprint == same.fingerprint
     bayplan.fit(model, batch, mean, memory="100%", optimizer="adamw", autocast="bf16")
     bayplan.profile(model, batch, mean, optimizer="sgd", autocast="bf16", repeats=1)
+
+
+class Observing(nn.Module):
+    """Changes everything that a forward can change, and may fail then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced, self.written = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.register_buffer("seen", torch.tensor([]))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced.data = self.replaced.data + torch.rand(3)
+        self.written.data.mul_(random.random())
+        self.seen.resize_(3).copy_(x)
+        if self.fails:
+            raise ValueError("as asked")
+        return self.replaced * self.written
+
+
+def numbers_of(model: nn.Module) -> list[Any]:
+    states = [torch.get_rng_state(), *model.state_dict().values()]
+    return [*(each.tolist() for each in states), random.getstate()]
+
+
+def test_what_a_forward_changes_is_put_back_unless_it_fails_for_real():
+    model, x = Observing(), torch.ones(3)
+    before = numbers_of(model)
+    with unchanged(model) as parameters, parameters:
+        model(x)
+    assert numbers_of(model) == before
+    with unchanged(model, {"written"}):
+        model(x)
+    assert numbers_of(model) == before
+    model.fails = True
+    for stays in (False, True):
+        with pytest.raises(ValueError, match="as asked"):  # noqa: SIM117
+            with unchanged(model, unless_it_fails=stays) as parameters, parameters:
+                model(x)
+        assert (numbers_of(model) != before) == stays

@@ -134,6 +134,14 @@ def test_sparse_tensors_are_refused():
         bayplan.capture(embedding, torch.tensor([1, 2]), total)
 
 
+def test_sparse_buffers_are_named():
+    model = nn.Linear(4, 4)
+    model.register_buffer("neighbours", torch.eye(4).to_sparse())
+    model.forward = lambda input: torch.sparse.mm(model.neighbours, input @ model.weight)
+    with pytest.raises(CaptureError, match=r"sparse tensor, of the model.*index_add"):
+        bayplan.capture(model, torch.ones(4, 4), total)
+
+
 def test_operator_without_a_fake_kernel():
     with torch.library._scoped_library("bayplan_test", "DEF") as library:
         library.define("mystery(Tensor x) -> Tensor")

@@ -8,11 +8,10 @@ What torch raises while it compiles says little of the model. There the plain fo
 it fails as well, its error is the one to see.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBrok
 from bayplan.data.plan import StepOrder
 from bayplan.data.units import format_bytes
 from bayplan.devices.device import HOST, Device, device_of
-from bayplan.tracing.capture import BufferStates
+from bayplan.tracing.capture import BufferStates, GeneratorStates, ParameterStates
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
 from bayplan.tracing.hooks import num_hooks, on_copies, own_generators, refused_hooks
 from bayplan.tracing.joint_trace import untraceable
@@ -35,6 +34,17 @@ __all__ = [
 
 Run = Callable[[list[Any]], Any]
 _IN_EAGER = 'under torch.compiler.set_stance("force_eager")'
+_UNPLANNED = (
+    "Give it copy.deepcopy(model), which is not planned, or call the model"
+    f" {_IN_EAGER}, which runs it as without a plan"
+)
+# What torch says of calls that a compiled model cannot take, and what it means.
+_UNSUPPORTED = {
+    "implement the jvp function": "the planned model is differentiated in forward mode"
+    " (torch.autograd.forward_ad, torch.func.jvp), for which its steps are not planned",
+    "torch.jit.trace a dynamo": "the planned model is given to torch.jit.trace, which does not see"
+    " into what torch has compiled",
+}
 
 
 class Planned(BaseException):
@@ -93,14 +103,14 @@ def _fault_of_call(
     fault: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BayplanError:
     if not torch_compat.is_compile_fault(fault):  # of code that ran
-        return also_ours(fault)
+        told = next((told for text, told in _UNSUPPORTED.items() if text in str(fault)), None)
+        return also_ours(fault) if told is None else CaptureError(f"{told}. {_UNPLANNED}")
     if refused := refused_hooks(model):
         return refused
     if torch_compat.is_in_functorch():
         return CaptureError(
             "the planned model is called under torch.func (grad, vmap, jacrev or the like), which"
-            " torch's compiled calls do not support. Give it copy.deepcopy(model), which is not"
-            f" planned, or call the model {_IN_EAGER}, which runs it as without a plan"
+            f" torch's compiled calls do not support. {_UNPLANNED}"
         )
     plain = _plain_fault(model, args, kwargs)
     if plain is not None:
@@ -119,11 +129,17 @@ def _plain_fault(
 ) -> Exception | None:
     """The error that the forward raises when it is run as it is written; None if it does not.
 
-    Without gradients first, so that it takes little memory.
+    Without gradients first, so that it takes little memory. What a forward did before it failed is
+    left as plain training leaves it.
     """
-    for gradients in (torch.no_grad(), torch.enable_grad()):
+    for gradients, fails_for_real in ((torch.no_grad(), False), (torch.enable_grad(), True)):
         try:
-            with unchanged(model), on_copies(*model.modules()), gradients:
+            with (
+                unchanged(model, unless_it_fails=fails_for_real) as parameters,
+                on_copies(*model.modules()),
+                gradients,
+                parameters,
+            ):
                 torch_compat.call_of_module(model, *args, **kwargs)
             return None
         except Exception as fault:  # of tensors without a gradient, perhaps: `register_hook`
@@ -132,19 +148,30 @@ def _plain_fault(
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put a model's buffers, its generators and the random numbers back as they were."""
-    buffers = BufferStates(model)
+def unchanged(
+    model: nn.Module, changed: Collection[str] = (), *, unless_it_fails: bool = False
+) -> Iterator[ParameterStates]:
+    """Put a model's buffers, parameters, generators and the random numbers back as they were.
+
+    Args:
+        changed: the parameters that a forward changes, unless it runs under the watch that this
+            yields.
+        unless_it_fails: whether to leave everything as it is after an error.
+    """
+    states = (GeneratorStates(), BufferStates(model), ParameterStates(model, changed))
     generators = [(each, each.get_state()) for each in own_generators(model.modules())]
-    with ExitStack() as defaults:
-        for device in {HOST.where, *(parameter.device for parameter in model.parameters())}:
-            defaults.enter_context(device_of(device).forked_generators())
-        try:
-            yield
-        finally:
+    is_left = False
+    try:
+        yield states[-1]
+    except Exception:
+        is_left = unless_it_fails
+        raise
+    finally:
+        if not is_left:
             for generator, state in generators:
                 generator.set_state(state)
-            buffers.put_back()
+            for each in states:
+                each.put_back()
 
 
 def explained_run(run: Run, order: StepOrder | None = None) -> Run:
@@ -174,39 +201,31 @@ def explained_run(run: Run, order: StepOrder | None = None) -> Run:
 
 
 def once_differentiable(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that says so when its gradients are differentiated again."""
+    """A compiled graph that refuses a backward which is to be differentiated again.
+
+    Before it, because a second derivative may not come through the graph at all: where the graph
+    keeps none of its inputs, torch takes it for zero.
+    """
 
     def watched(*args: Any) -> Any:
         outputs = run(*args)
         for output in torch_compat.tensors_in(outputs):
             # Outputs that are views of others have nodes of torch's own before the graph's.
             if isinstance(output.grad_fn, torch.autograd.function.BackwardCFunction):
-                output.grad_fn.register_prehook(partial(_before_backward, ref(output.grad_fn)))
+                output.grad_fn.register_prehook(_refuse_second_derivative)
                 break  # one node of autograd makes them all
         return outputs
 
     return watched
 
 
-def _before_backward(node: "ref[Any]", _: Any) -> None:
-    # Only now: a hook behind the node keeps the gradients of its outputs alive while it runs.
-    running = node()
-    if running is not None and torch.is_grad_enabled():  # `create_graph=True`
-        running.register_hook(_after_backward)
-
-
-def _after_backward(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
-    for gradient in gradients:
-        if gradient is not None and gradient.grad_fn is not None:
-            gradient.grad_fn.register_prehook(_refuse_second_derivative)
-
-
 def _refuse_second_derivative(_: Any) -> None:
-    raise UsageError(
-        "a second derivative through a planned model, as gradient penalties need: its backward was"
-        f" planned to run once, not to be differentiated. Call the model {_IN_EAGER} for that part"
-        " of the loss, which runs it as without a plan"
-    )
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a second derivative through a planned model (create_graph=True), as gradient penalties"
+            " need: its backward was planned to run once, not to be differentiated. Call the model"
+            f" {_IN_EAGER} for that part of the loss, which runs it as without a plan"
+        )
 
 
 def also_ours(fault: Exception, promise: str = "") -> BayplanError:

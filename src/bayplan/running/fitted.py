@@ -2,7 +2,7 @@
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -345,7 +345,7 @@ def bind_pieces(
     try:
         call.add(step)
         torch_compat.set_compiled_call(model, explained_call(model, call))
-        _plan_by_a_call(step)
+        _plan_by_a_call(step, call.changed_parameters)
     except BaseException:
         uncompile(model, before)
         raise
@@ -360,11 +360,11 @@ def bind_pieces(
     return call
 
 
-def _plan_by_a_call(step: TrainingStep) -> None:
+def _plan_by_a_call(step: TrainingStep, changed_parameters: Collection[str] = ()) -> None:
     """Call a model whose backend only plans, and leave no trace of that."""
     with (
         same_generators(),
-        unchanged(step.model),
+        unchanged(step.model, changed_parameters),
         on_copies(step.model),
         step.precision(),
         suppress(Planned),

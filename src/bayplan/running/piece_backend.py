@@ -22,6 +22,7 @@ from bayplan.tracing.piece_gradients import (
     PieceGradients,
     expecting_gradients,
     hand_out_one_by_one,
+    mark_changed,
     operators_of,
     with_repeated_inputs,
 )
@@ -106,6 +107,7 @@ class PieceBackend:
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             try:
                 hand_out_one_by_one(joint, num_fwd_outputs, len(inputs), again)
+                mark_changed(joint, len(inputs), gradients.changed)
                 traced = TracedStep.of(joint, num_fwd_outputs, self.context)
                 order = self.decide(traced)
             except (Inexact, Unplanned) as fault:

@@ -12,6 +12,8 @@ from itertools import accumulate
 from operator import add
 from typing import Any
 
+import torch
+
 from bayplan import torch_answers, torch_compat
 from bayplan.costing.measure import born_bytes
 from bayplan.costing.operators import OperatorCosts
@@ -35,6 +37,7 @@ from bayplan.tracing.joint import MemoryContext
 from bayplan.tracing.joint_trace import compile_whole
 from bayplan.tracing.piece_gradients import GradientWatch, Operators
 from bayplan.tracing.tracer import Locator, StepTracer
+from bayplan.tracing.values import KnownValues
 
 __all__ = ["Simulated", "simulate", "watch_gradients"]
 
@@ -143,8 +146,8 @@ class Simulated:
 @contextmanager
 def _faked(
     step: TrainingStep, optimizer: OptimizerSource, *, as_drawn: bool
-) -> Iterator[tuple[TrainingStep, Callable[[], AbstractContextManager[None]]]]:
-    """A copy of a step on fake tensors that ran once, and where to run it again.
+) -> Iterator[tuple[TrainingStep, Callable[[], AbstractContextManager[None]], KnownValues]]:
+    """A copy of a step on fake tensors that ran once, where to run it again, and their values.
 
     Every run draws the same random numbers and finds the same buffers, so that all go one way: the
     fullest, or the way that the next call goes.
@@ -164,7 +167,7 @@ def _faked(
                 buffers.put_back()
                 yield
 
-        yield fake, again
+        yield fake, again, mode
 
 
 @contextmanager
@@ -183,12 +186,23 @@ def watch_gradients(
     step: TrainingStep, optimizer: OptimizerSource, *, as_drawn: bool = False
 ) -> GradientWatch:
     """See which gradients the pieces of a step's forward get and hand out in plain training."""
-    watch = GradientWatch()
-    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again):
+    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again, mode):
+        watch = GradientWatch(mode.num_writes)
         compile_whole(fake.model, watch, fullgraph=False)
         with again():
-            fake(on_loss=watch.count_uses)
-    return watch
+            parameters = dict(fake.model.named_parameters())
+            before = {name: mode.num_writes(each) for name, each in parameters.items()}
+
+            def at_loss(loss: torch.Tensor) -> None:
+                watch.count_uses(loss)
+                watch.changed_parameters = frozenset(
+                    name
+                    for name, each in parameters.items()
+                    if mode.num_writes(each) != before[name]
+                )
+
+            fake(on_loss=at_loss)
+        return watch
 
 
 def simulate(
@@ -216,7 +230,7 @@ def simulate(
         graph = record_step(fake, name=name, tracer_of=tracer_of, sees_modules=False)
         return graph, tracers[-1]
 
-    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again):
+    with _faked(step, optimizer, as_drawn=as_drawn) as (fake, again, _):
         compile_whole(fake.model, backend, fullgraph=False)
         with again():
             fake()

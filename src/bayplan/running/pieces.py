@@ -19,7 +19,7 @@ piece runs as it is written, as it was planned.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,7 @@ from bayplan.planning.memory.strategies import keep
 from bayplan.running.piece_backend import PieceBackend, Unplanned
 from bayplan.running.piece_simulation import Simulated, simulate, watch_gradients
 from bayplan.step import TrainingStep, split_batch
-from bayplan.tracing.capture import BufferStates, GeneratorStates
+from bayplan.tracing.capture import BufferStates, GeneratorStates, ParameterStates
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.joint import LossMemory, MemoryContext
 from bayplan.tracing.joint_trace import compile_whole, uncompile
@@ -63,6 +63,7 @@ class PiecePlan:
         num_runs: how often pieces run in a step, by fingerprint.
         gradients: that each piece gets and hands out.
         written: pieces that run as they are written, with the bytes of their inputs.
+        changed_parameters: that the forward itself writes to, by name.
         breaks: where and why the forward breaks.
     """
 
@@ -70,6 +71,7 @@ class PiecePlan:
     num_runs: dict[str, int]
     gradients: Mapping[Operators, PieceGradients]
     written: dict[Operators, int]
+    changed_parameters: frozenset[str]
     breaks: tuple[str, ...]
     peak_bytes: int
     plain_peak_bytes: int
@@ -149,7 +151,8 @@ def plan_pieces(
         DoesNotFit: says the smallest limit that is known to work.
     """
     alone = _alone(context)
-    gradients, inexact = watch_gradients(step, optimizer, as_drawn=as_drawn).found()
+    watch = watch_gradients(step, optimizer, as_drawn=as_drawn)
+    gradients, inexact = watch.found()
     written = varying | inexact
 
     def simulated(decide: Decide) -> Simulated:
@@ -169,7 +172,7 @@ def plan_pieces(
                 " what torch cannot trace there out of the forward, or train the model as it is"
             ) from fault
     limit_bytes = decide.limit.of(decide.plain_peak_bytes or plain.peak_bytes)
-    plan_of = partial(_plan_of, gradients, plain)
+    plan_of = partial(_plan_of, watch.changed_parameters, gradients, plain)
     if plain.peak_bytes <= planned_bytes(limit_bytes):
         orders = {index: _in_plain_order(each.traced) for index, each in enumerate(plain.pieces)}
         return plan_of(orders, plain)
@@ -231,6 +234,7 @@ _in_plain_order = by_strategy("keep", keep())
 
 
 def _plan_of(
+    changed_parameters: frozenset[str],
     gradients: Mapping[Operators, PieceGradients],
     plain: Simulated,
     orders: dict[int, StepOrder],
@@ -248,6 +252,7 @@ def _plan_of(
         num_runs=Counter(pieces[span[0]].fingerprint for span in run.spans if span[1]),
         gradients=gradients,
         written=run.largest_bytes,
+        changed_parameters=changed_parameters,
         breaks=_breaks(plain),
         peak_bytes=run.peak_bytes,
         plain_peak_bytes=plain.peak_bytes,
@@ -319,12 +324,14 @@ class PiecewiseCall:
         model = self.step.model
         if not torch.is_grad_enabled():
             return self._variants[0](*args, **kwargs)
-        state, num_plans, as_drawn = _State(model), 0, False
+        state, num_plans, as_drawn = _State(model, self.changed_parameters), 0, False
         while True:
             for index, call in enumerate(self._variants):
                 try:
                     outputs = call(*args, **kwargs)
                 except Exception as fault:
+                    if torch_compat.is_compile_fault(fault):  # whoever asks begins again
+                        state.put_back()
                     unplanned = _unplanned(fault)
                     operators, unseen = unplanned.operators, unplanned.unseen
                     del unplanned
@@ -354,6 +361,11 @@ class PiecewiseCall:
             gc.collect()
             self.plan_for(args, kwargs, as_drawn=as_drawn)
             num_plans += 1
+
+    @property
+    def changed_parameters(self) -> frozenset[str]:
+        """That forwards write to, by name."""
+        return frozenset[str]().union(*(plan.changed_parameters for plan in self.plans))
 
     def plan_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, as_drawn: bool = False
@@ -439,14 +451,16 @@ _MOST_PLANS_OF_A_CALL = 8
 
 
 class _State:
-    """What a forward that is begun twice must find as it was: random numbers and buffers."""
+    """What a forward that is begun twice must find as it was: random numbers and tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, changed_parameters: Collection[str]) -> None:
         self._generators, self._buffers = GeneratorStates(), BufferStates(model)
+        self._parameters = ParameterStates(model, changed_parameters)
 
     def put_back(self) -> None:
         self._generators.put_back()
         self._buffers.put_back()
+        self._parameters.put_back()
 
 
 def _alone(context: MemoryContext) -> MemoryContext:

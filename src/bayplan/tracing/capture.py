@@ -27,6 +27,7 @@ __all__ = [
     "BufferStates",
     "GeneratorStates",
     "NodeWatch",
+    "ParameterStates",
     "as_summed",
     "capture_step",
     "convert",
@@ -296,9 +297,50 @@ class BufferStates:
     def put_back(self) -> None:
         with torch.no_grad():
             for module, name, buffer, before in self._states:
+                if buffer.shape != before.shape:  # an observer's, which its first step sizes
+                    buffer.resize_(before.shape)
                 buffer.copy_(before)
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
+
+
+class ParameterStates(torch_compat.OperatorWatch):
+    """The parameters of a model, to be put back: some forwards move those of a teacher.
+
+    Only what is written to is copied: before the first write to it by an operator under this watch.
+
+    Args:
+        changed: names of those that are copied at once, where operators cannot be watched.
+    """
+
+    def __init__(self, model: nn.Module, changed: Collection[str] = ()) -> None:
+        super().__init__()
+        named = dict(model.named_parameters())
+        dense = (each for each in named.values() if each.layout is torch.strided)
+        self._tensors = [(each, each.data) for each in dense if not nn.parameter.is_lazy(each)]
+        storages = (tensor.untyped_storage() for _, tensor in self._tensors)
+        self._storages = {torch_compat.storage_key(storage): storage for storage in storages}
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        for name in changed:
+            self._keep(named[name])
+
+    def run(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        for tensor in torch_compat.tensors_in(torch_compat.mutated_arguments(func, args, kwargs)):
+            if tensor.layout is torch.strided:
+                self._keep(tensor)
+        return func(*args, **kwargs)
+
+    def put_back(self) -> None:
+        for parameter, tensor in self._tensors:
+            if parameter.data_ptr() != tensor.data_ptr():  # `parameter.data = …`
+                parameter.data = tensor
+        for key, copy in self._copies.items():
+            self._storages[key].copy_(copy)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        key = torch_compat.storage_key(tensor.untyped_storage())
+        if key in self._storages and key not in self._copies:
+            self._copies[key] = self._storages[key].clone()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ __all__ = [
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
 _NUMPY = ".numpy() is not supported"
 _NO_DATA = "its data is not allocated yet"  # where C++ reads a tensor, as lengths of sequences
+_SPARSE = re.compile(r"Cannot access storage of Sparse\w*TensorImpl")
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # raises plain RuntimeErrors
 # As torch's CPU allocator ("4000 bytes"), its CUDA one and numpy ("20.00 MiB") write it.
 _ASKED = re.compile(r"(?:tried|unable) to allocate (?:(\d+) bytes|([\d.]+ \w+))", re.IGNORECASE)
@@ -62,6 +63,11 @@ def _explanation(fault: Exception) -> BayplanError:
     if isinstance(fault, torch_compat.UnsupportedFakeTensorException):
         return CaptureError(
             f"{place} makes a tensor that torch cannot describe without data: {text}"
+        )
+    if _SPARSE.search(text):
+        return CaptureError(
+            f"{place} meets a sparse tensor, of the model or of the batch, whose memory depends on"
+            " values. Use a dense one, or compute with its indices and values (index_add, gather)"
         )
     first_line = text.strip().split("\n", 1)[0]
     frames = traceback.extract_tb(fault.__traceback__)

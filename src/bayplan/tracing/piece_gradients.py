@@ -14,6 +14,7 @@ watched on fake tensors, its pieces as they are written, before they are traced:
    (weights that autocast has cast), or whose gradients have gaps or come in several layouts.
 """
 
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,20 +28,26 @@ from torch.autograd.graph import get_gradient_edge
 
 from bayplan import torch_compat, torch_joint
 from bayplan.data.errors import CaptureError, UsageError
+from bayplan.rewriting.repeats import CHANGED
 from bayplan.tracing.tangents import OutputGradient, order_of
 
 __all__ = [
     *("GradientWatch", "Inexact", "Operators", "PieceGradients"),
-    *("expecting_gradients", "hand_out_one_by_one", "operators_of", "with_repeated_inputs"),
+    *("expecting_gradients", "hand_out_one_by_one", "mark_changed", "operators_of"),
+    "with_repeated_inputs",
 ]
 
 Operators = tuple[str, ...]  # of a graph of Dynamo's, whatever their sizes
+_PLACE = re.compile(r" at 0x[0-9a-f]+")  # in memory
 
 
 def operators_of(module: fx.GraphModule) -> Operators:
     calls = (node for node in module.graph.nodes if node.op in ("call_function", "call_method"))
     # With a size left open, torch asks for it in the graph.
-    return tuple(str(node.target) for node in calls if not torch_compat.is_of_size(node))
+    # Torch makes some functions anew for each graph (of `parameter.data = …`): their places differ.
+    return tuple(
+        _PLACE.sub("", str(node.target)) for node in calls if not torch_compat.is_of_size(node)
+    )
 
 
 class Inexact(CaptureError):
@@ -56,10 +63,12 @@ class PieceGradients:
     Attributes:
         outputs: those that require a gradient, by position.
         uses: how many gradients of an input it hands out, by position, where more than one.
+        changed: inputs that are other ones once backward comes, by position.
     """
 
     outputs: Mapping[int, OutputGradient]
     uses: Mapping[int, int]
+    changed: frozenset[int]
 
     def joined(self, other: "PieceGradients") -> "PieceGradients | None":
         """Of two runs of a piece; None if one graph cannot be both."""
@@ -71,7 +80,7 @@ class PieceGradients:
                 return None
         positions = {*self.uses, *other.uses}
         uses = {each: max(self.uses.get(each, 1), other.uses.get(each, 1)) for each in positions}
-        return PieceGradients(self.outputs, uses)
+        return PieceGradients(self.outputs, uses, self.changed | other.changed)
 
 
 Edge = tuple[Any, int]  # a node of autograd, and which of its outputs
@@ -86,6 +95,8 @@ class _Run:
     inputs: dict[int, Edge]
     outputs: dict[int, Edge]
     is_exact: bool
+    writes: dict[int, tuple[torch.Tensor, int]]  # inputs, and how often they were written to before
+    changed: frozenset[int] = frozenset()
     orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     counts: Counter[Edge] = field(default_factory=Counter)
 
@@ -105,9 +116,12 @@ class _Run:
         }
         used = {position for position, gradient in outputs.items() if gradient.is_used}
         is_told_apart = len({*self.inputs.values()}) == len(self.inputs)
-        if not self.is_exact or not used or not used <= {*self.orders} or not is_told_apart:
+        # A hook that computes gradients in the backward, of what the loss does not lead to.
+        is_asked_otherwise = any(totals[self.outputs[position]] == 0 for position in self.orders)
+        is_known = is_told_apart and not is_asked_otherwise
+        if not self.is_exact or not used or not used <= {*self.orders} or not is_known:
             return None
-        return PieceGradients(outputs, uses)
+        return PieceGradients(outputs, uses, self.changed)
 
 
 class GradientWatch:
@@ -115,7 +129,9 @@ class GradientWatch:
 
     traces_as_eager: ClassVar[bool] = True  # see `torch_answers.answer_as_eager`
 
-    def __init__(self) -> None:
+    def __init__(self, num_writes: Callable[[torch.Tensor], int]) -> None:
+        self.changed_parameters = frozenset[str]()  # by the forward, by name
+        self._num_writes = num_writes
         self._runs: list[_Run] = []
         self._shapes: dict[_Run, dict[int, tuple[int, ...]]] = {}
         self._totals: Counter[Edge] = Counter()
@@ -136,6 +152,11 @@ class GradientWatch:
         tensors = torch_compat.tensors_in(args)
         versions = [torch_compat.num_changes(tensor) for tensor in tensors]
         inputs = {position: _edge(each) for position, each in enumerate(args) if _is_trained(each)}
+        writes = {
+            position: (each, self._num_writes(each))
+            for position, each in enumerate(args)
+            if isinstance(each, torch.Tensor)
+        }
         first = torch_compat.next_forward_sequence()
         outputs = forward(*args)
         numbers = range(first, torch_compat.next_forward_sequence())
@@ -153,6 +174,7 @@ class GradientWatch:
             inputs,
             {position: _edge(each) for position, each in trained.items()},
             is_exact=not is_changed and not is_shared,
+            writes=writes,
         )
         for position, each in trained.items():
             each.register_hook(partial(_note_order, run.orders, position))
@@ -161,7 +183,18 @@ class GradientWatch:
         return outputs
 
     def count_uses(self, loss: torch.Tensor) -> None:
-        """Count who hands a gradient to whom, before the backward of a loss."""
+        """Count who hands a gradient to whom, before the backward of a loss.
+
+        Inputs that were written to since a piece read them are noted, too: it must not read them
+        again.
+        """
+        for run in self._runs:
+            run.changed = frozenset(
+                position
+                for position, (tensor, before) in run.writes.items()
+                if self._num_writes(tensor) != before
+            )
+            run.writes.clear()  # they keep inputs alive
         seen: set[Any] = set()
         waiting: list[Any] = [loss.grad_fn]
         while waiting:
@@ -244,6 +277,14 @@ def with_repeated_inputs(
     repeated = fx.GraphModule(module, graph)
     repeated.meta.update(module.meta)
     return repeated, again
+
+
+def mark_changed(joint: fx.GraphModule, num_inputs: int, changed: Iterable[int]) -> None:
+    """Let what reads some inputs of a piece never be repeated: they have changed by then."""
+    places = joint.graph.find_nodes(op="placeholder")
+    primals = [node for node in places if not torch_compat.is_tangent(node)]
+    for position in changed:  # what torch adds to the inputs itself comes first
+        primals[len(primals) - num_inputs + position].meta[CHANGED] = True
 
 
 def hand_out_one_by_one(

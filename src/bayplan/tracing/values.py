@@ -20,6 +20,7 @@ that reads only such tensors is computed for real beside its fake run, so whoeve
    its parameters decide what they decide in the step that is about to run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +138,7 @@ class KnownValues(torch_compat.FakeTensorMode):
         self._copies = _Copies()
         self._single: float | None = None  # what every single random number is; None as it comes
         self._num_singles = self._made_bytes = 0
+        self._num_writes = Counter[int]()  # by storage, `parameter.data` included
         own = torch.Generator().manual_seed(_SEED).get_state()
         # What depends on random numbers is to go the way of the step that is about to run.
         self._first_state = torch.get_rng_state() if knows_all else own
@@ -145,6 +147,10 @@ class KnownValues(torch_compat.FakeTensorMode):
     def draw_again(self) -> None:
         """Let the next random numbers be those that came first."""
         self._random_state = self._first_state
+
+    def num_writes(self, tensor: torch.Tensor) -> int:
+        """How often a tensor's memory was written to in place, also where torch does not count."""
+        return self._num_writes[torch_compat.storage_key(tensor.untyped_storage())]
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the updates of an optimizer from the rest of its step."""
@@ -218,6 +224,9 @@ class KnownValues(torch_compat.FakeTensorMode):
                 return self._chosen(types, *args)
             raise
         changed = torch_compat.mutated_arguments(func, args, kwargs)
+        for tensor in torch_compat.tensors_in(changed):
+            if tensor.layout is torch.strided:
+                self._num_writes[torch_compat.storage_key(tensor.untyped_storage())] += 1
         if not changed and not func.is_view:
             made_bytes = (
                 each.numel() * each.element_size() for each in torch_compat.tensors_in(output)

@@ -29,7 +29,7 @@ from bayplan.planning.memory.planner import (
 from bayplan.simulating.planned_step import planned_step
 from bayplan.simulating.swaps import Tier, arrangement_of
 
-__all__ = ["ReplayableStep", "planned_record", "points_of", "tradeoff_of"]
+__all__ = ["ReplayableStep", "planned_record", "points_of", "tradeoff_of", "without_beaten"]
 
 _NUM_LARGEST = 5
 
@@ -128,7 +128,22 @@ def tradeoff_of(
         points += points_of(planner, sorted(curve.items()))
     if chosen is not None:
         points.append(_point("auto", chosen, None, is_chosen=True))
-    return tuple(points)
+    return tuple(without_beaten(points))
+
+
+def without_beaten(points: list[PlanPoint]) -> Iterator[PlanPoint]:
+    """All but those of our plans that another of ours makes pointless, with less memory and time.
+
+    The chosen plan was searched for longer than a curve's, and it is one for every larger limit.
+    """
+    own = [point for point in points if point.name == "auto"]
+    for point in points:
+        is_beaten = any(
+            other.peak_bytes <= point.peak_bytes and other.time_ratio < point.time_ratio
+            for other in own
+        )
+        if point.name != "auto" or point.is_chosen or not is_beaten:
+            yield point
 
 
 def points_of(planner: Planner, curve: list[tuple[int, StepOrder]]) -> Iterator[PlanPoint]:

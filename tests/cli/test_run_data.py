@@ -10,6 +10,7 @@ from PIL import Image
 
 from bayplan.data import files
 from bayplan.data.record import RunRecord
+from bayplan.running.checkpoints.folders import saved_steps
 
 PICTURES = """\
 class Block(nn.Module):
@@ -153,3 +154,29 @@ def test_ranks_are_trained_and_evaluated_on_the_same_samples(picture_project, ba
             ours = [each.loss for each in ranks.evaluations]
             assert ours == pytest.approx([each.loss for each in one.evaluations], rel=1e-3)
     assert "epoch 2: loss" in bayplan("run", "train:pictures", *placed, *data[:-1]).out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--staleness", 1)], ids=["synchronous", "stale"])
+def test_ranks_read_on_where_they_were_saved(bayplan, picture_project, more):
+    placed = ("--placement", "0:0.0:1", "--shares-by", "ops", *more)
+    data = ("--data", "pictures", "--epochs", 2, "--workers", 1, "--json")
+
+    def run(folder, *arguments):
+        saved = ("--checkpoint", folder, "--every", 1)
+        answer = bayplan("run", "train:pictures", *placed, *data, *saved, *arguments)
+        assert answer.code == 0, answer.err
+        assert "no checkpoint of" not in answer.err
+        return msgspec.json.decode(answer.out, type=RunRecord)
+
+    whole = run("whole")
+    first, second = run("parts", "--steps", 3), run("parts", "--resume")
+    assert len(whole.losses) == 4
+    # Batches in flight end with a run, so their losses are in both.
+    assert second.losses == whole.losses[-len(second.losses) :]
+    assert first.losses == whole.losses[: len(first.losses)]
+    assert second.input.position == whole.input.position
+    last = next(iter(saved_steps(picture_project / "parts")))
+    assert last == 4
+    done = bayplan("run", "train:pictures", *placed, *data, "--checkpoint", "parts", "--resume")
+    assert "nothing left to do" in done.out, done.err

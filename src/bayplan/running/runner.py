@@ -241,6 +241,7 @@ def run_plan(
         if saver is not None:
             losses.append(first)
             saver.after(begin)
+            saver.wait()  # see there
         with Recorder(
             path, cache=cache_directory(), device=prepared.model_device, curve=False, clock=clock
         ) as recording:

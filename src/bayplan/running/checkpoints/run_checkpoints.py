@@ -122,7 +122,15 @@ class DeviceCheckpoints:
             self._saver.save(saved, step=step, aliases=self._state.aliases)
             self._saved_step = step
         if is_last:
-            self._saver.wait()
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is being written is written.
+
+        Before a recording begins, too: that lists all objects of the process, and while somebody
+        does so CPython fails to make tuples in other threads (`SystemError` in `tupleobject.c`).
+        """
+        self._saver.wait()
 
 
 @dataclass

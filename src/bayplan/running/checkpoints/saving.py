@@ -263,13 +263,13 @@ def _cause(fault: BaseException) -> str:
 
 
 def _manifest(job: _Job, parts: list[_Part]) -> Checkpoint:
-    in_flight = tuple(part.in_flight for part in parts)
+    in_flight = tuple([part.in_flight for part in parts])
     return Checkpoint(
         step=job.step,
         plan=job.plan,
         torch_version=torch.__version__.split("+")[0],
         num_ranks=len(parts),
-        files=tuple(file for part in parts for file in part.files),
+        files=tuple([file for part in parts for file in part.files]),
         aliases=dict(job.aliases),
         state=joined(part.trees for part in parts),
         in_flight=() if job.in_flight is None else in_flight,

@@ -110,11 +110,12 @@ class CheckpointWriter(_Whole, StorageWriter):
         items = {item.index.fqn: item for item in plan.items}
         model = {name: item for name, item in items.items() if name.startswith(MODEL)}
         others = {name: item for name, item in items.items() if name not in model}
-        self.files = tuple(
+        files = [
             self._write(f"{kind}-{self._rank:05d}.safetensors", own, planner)
             for kind, own in (("model", model), ("state", others))
             if own
-        )
+        ]
+        self.files = tuple(files)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [

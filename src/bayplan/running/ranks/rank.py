@@ -158,7 +158,7 @@ class _Training:
         losses = batches.losses
         losses.append(float(self._bound(*batches.next())))
         batches.warm()
-        self._save()
+        self._save(waits=True)
         begin = 0 if self._checkpoints is None else self._bound.number
         # Of the first steps, which count least: the first that is like all after it.
         breakdown_step = min(begin + self._lag, num_steps - 1)
@@ -216,15 +216,20 @@ class _Training:
             losses=tuple(loss for loss in losses if math.isfinite(loss)),
         )
 
-    def _save(self, *, is_last: bool = False) -> None:
-        """Save where it is time for that. What is in flight is saved before it is flushed."""
+    def _save(self, *, is_last: bool = False, waits: bool = False) -> None:
+        """Save where it is time for that. What is in flight is saved before it is flushed.
+
+        Before a recording begins it `waits`, see `DeviceCheckpoints.wait`.
+        """
         options, number = self._checkpoints, self._bound.number
         if options is None or number == self._saved_step:
             return
         if is_last or options.is_due(number):
             position = self._batches.position
             data = None if position is None else msgspec.structs.asdict(position)
-            self._bound.save(options.folder, data=data, keep=options.keep)
+            saved = self._bound.save(options.folder, data=data, keep=options.keep)
+            if waits:
+                saved.exception()
             self._saved_step = number
 
     def _described(

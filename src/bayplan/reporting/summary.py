@@ -10,7 +10,7 @@ from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.data.verdict import Verdict
 from bayplan.reporting.plans import count_text, fullest_device
-from bayplan.reporting.text import verdict_line
+from bayplan.reporting.text import part_text, verdict_line
 
 __all__ = ["Figure", "Summary", "summarised", "tuning_summary"]
 
@@ -161,11 +161,7 @@ def _devices_text(record: RunRecord) -> str:
 
 
 def _of(part: int, whole: int | None) -> str:
-    if whole is None:
-        return format_bytes(part)
-    shown, limit = format_bytes(part), format_bytes(whole)
-    amount, unit = shown.split()
-    return f"{amount if limit.endswith(f' {unit}') else shown} of {limit}"
+    return format_bytes(part) if whole is None else part_text(part, whole)
 
 
 def _speedup(record: RunRecord, predicted: RunRecord | None, why: Why | None) -> str:

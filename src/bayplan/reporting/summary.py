@@ -10,7 +10,7 @@ from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.data.verdict import Verdict
 from bayplan.reporting.plans import count_text, fullest_device
-from bayplan.reporting.text import verdict_line
+from bayplan.reporting.text import part_text, verdict_line
 
 __all__ = ["Figure", "Summary", "summarised", "tuning_summary"]
 
@@ -38,7 +38,8 @@ def summarised(
 ) -> Summary:
     """Say what came of it; a measured record counts before a predicted one."""
     if verdict is not None:
-        return Summary(_verdict_sentence(verdict), _verdict_figures(verdict), verdict.fits)
+        figures = _verdict_figures(verdict, next(iter(records.values()), None))
+        return Summary(_verdict_sentence(verdict), figures, verdict.fits)
     measured = [record for record in records.values() if record.source is Source.MEASURED]
     record = (measured or list(records.values()))[-1]
     predicted = next((r for r in records.values() if r.source is Source.SIMULATED), None)
@@ -98,7 +99,8 @@ def _verdict_sentence(verdict: Verdict) -> str:
     )
 
 
-def _verdict_figures(verdict: Verdict) -> tuple[Figure, ...]:
+def _verdict_figures(verdict: Verdict, record: RunRecord | None) -> tuple[Figure, ...]:
+    """Speeds are those of the record, so that figures and tables agree."""
     needed = verdict.plain_bytes if verdict.planned is None else verdict.planned_bytes
     planned = verdict.planned
     limit = format_bytes(verdict.limit_bytes)
@@ -108,9 +110,7 @@ def _verdict_figures(verdict: Verdict) -> tuple[Figure, ...]:
         f"± {format_seconds(verdict.plain_step_spread_seconds)}, {verdict.time_origin}",
     )
     first = Figure(format_bytes(needed), f"{verdict.limit_counts.words}", f"limit {limit}")
-    samples = _samples(
-        verdict.batch, verdict.plain_step_seconds, planned.time_ratio if planned else None
-    )
+    samples = () if record is None else tuple(_speed_figures(record))
     if planned is None:
         spare = verdict.limit_bytes - needed
         word = "to spare" if spare >= 0 else "too much"
@@ -127,13 +127,6 @@ def _verdict_figures(verdict: Verdict) -> tuple[Figure, ...]:
         Figure(plain, "without a plan", f"limit {limit}"),
         step if not samples else samples[0],
     )
-
-
-def _samples(batch: int | None, seconds: float, ratio: float | None) -> tuple[Figure, ...]:
-    if batch is None or not seconds:
-        return ()
-    speed = batch / (seconds * (ratio or 1.0))
-    return (Figure(_count(speed), "samples/s", f"batch {batch}"),)
 
 
 def _count(figure: float) -> str:
@@ -168,11 +161,7 @@ def _devices_text(record: RunRecord) -> str:
 
 
 def _of(part: int, whole: int | None) -> str:
-    if whole is None:
-        return format_bytes(part)
-    shown, limit = format_bytes(part), format_bytes(whole)
-    amount, unit = shown.split()
-    return f"{amount if limit.endswith(f' {unit}') else shown} of {limit}"
+    return format_bytes(part) if whole is None else part_text(part, whole)
 
 
 def _speedup(record: RunRecord, predicted: RunRecord | None, why: Why | None) -> str:
@@ -192,7 +181,10 @@ def _peak_detail(record: RunRecord, predicted: RunRecord | None, room: int | Non
     if record.source is Source.MEASURED and (promised or predicted):
         figure = max(promised) if promised else predicted.steady_peak_bytes if predicted else 0
         return f"predicted {format_bytes(figure)}"
-    return f"of {format_bytes(room)}" if room else ""
+    if room is None:
+        return ""
+    has_context = any(device.total_bytes for device in record.devices)
+    return f"of {format_bytes(room)}{', with its context' if has_context else ''}"
 
 
 def _step_detail(record: RunRecord, predicted: RunRecord | None) -> str:

@@ -14,6 +14,7 @@ from bayplan.reporting.ranks import ranks_text
 __all__ = [
     "comparison_text",
     "findings_text",
+    "part_text",
     "profile_text",
     "record_text",
     "report_text",
@@ -35,7 +36,7 @@ def verdict_line(verdict: Verdict) -> str:
     peak = verdict.limit_counts.words
     if verdict.plain_fits:
         seconds = format_seconds(verdict.plain_step_seconds)
-        return f"fits: plain {peak} {_of(plain_bytes, limit_bytes)}, {seconds} per plain step"
+        return f"fits: plain {peak} {part_text(plain_bytes, limit_bytes)}, {seconds} per plain step"
     planned = verdict.planned
     if planned is not None:
         ways = (
@@ -46,7 +47,7 @@ def verdict_line(verdict: Verdict) -> str:
         done = ", ".join(f"{number} {verb}" for number, verb in ways if number)
         return (
             f"fits {'with a plan' if verdict.in_pieces is None else 'in pieces, with bayplan.fit'}:"
-            f" planned {peak} {_of(verdict.planned_bytes, limit_bytes)} at"
+            f" planned {peak} {part_text(verdict.planned_bytes, limit_bytes)} at"
             f" {ratio_text(planned.time_ratio, planned.time_ratio_spread)} x the plain step's time"
             f" ({done or 'rewritten at no cost'});"
             f" plain {peak} {plain}"
@@ -227,7 +228,7 @@ def _error(figure: float, reference: float) -> str:
     return f"{100 * (figure / reference - 1):+.2f} %" if reference else "-"
 
 
-def _of(part: int, whole: int) -> str:
+def part_text(part: int, whole: int) -> str:
     """Two sizes, the unit said once if it is the same, as in `5.1 of 8.0 GiB`."""
     shown, limit = format_bytes(part), format_bytes(whole)
     amount, unit = shown.split()

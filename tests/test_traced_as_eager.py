@@ -230,3 +230,23 @@ def test_frozen_attention_is_fitted():
     plain = model(x).item()
     bayplan.fit(model, x, memory="100%", time_limit_seconds=0.5, progress=False)
     assert model(x).item() == plain
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        points = self.layer(x)
+        distances = torch.cdist(points, points)  # of more than 25 points, by matrix products
+        return (distances.mT.sin() * torch.arange(48.0)).sum()
+
+
+def test_a_change_in_place_keeps_its_layout(assert_same, repeat_everything):
+    # The gradient of distances masks a transposed tensor in place. `masked_fill` returns it in rows
+    # instead, and sums went in another order: a Gaussian process had other gradients, unsaid.
+    def build():
+        return Distances(), torch.randn(48, 4), None
+
+    assert_same(build, by_strategy("all", repeat_everything))

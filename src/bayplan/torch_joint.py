@@ -169,11 +169,13 @@ IN_PLACE = "bayplan_in_place"  # in a node's meta: what plain training calls, an
 
 @contextmanager
 def _layouts_of_changes() -> Iterator[None]:
-    """Note where a tensor with gaps between its elements, or a complex one, is changed in place.
+    """Note where a change in place has other bits, or another layout, than what is traced for it.
 
-    A traced graph changes nothing in place: it has the operator that returns its result instead,
-    without gaps. Kernels round differently there: they take whole vectors across what were gaps,
-    and those of complex numbers take none where they read what they write.
+    A traced graph changes nothing in place: it has the operator that returns its result instead.
+    Kernels round differently there where a tensor has gaps between its elements, which a result has
+    not, and they take whole vectors across what were gaps; or where numbers are complex: kernels
+    take no vectors where they read what they write. And some operators (`masked_fill`) lay out
+    their result in another way, in which sums that follow go in another order.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
@@ -187,20 +189,22 @@ def _layouts_of_changes() -> Iterator[None]:
         if (
             mode is None
             or not isinstance(first, FunctionalTensor)
-            or torch.Tag.pointwise not in func.tags
             or not func._schema.is_mutable
-            or (torch_compat.is_dense(first) and not first.is_complex())
+            or torch.Tag.inplace_view in func.tags
         ):
             return dispatch(self, func, types, args, kwargs)
         graph = mode.tracer.graph
         last = next(iter(reversed(graph.nodes)))
+        stride, is_dense = tuple(first.stride()), torch_compat.is_dense(first)
+        rounds = torch.Tag.pointwise in func.tags and (not is_dense or first.is_complex())
         result = dispatch(self, func, types, args, kwargs)
         out_of_place = func.overloadpacket.__name__.removesuffix("_")
         node = last.next
         while node.op != "root":
             packet = getattr(node.target, "overloadpacket", None)
-            if packet is not None and packet.__name__ == out_of_place:
-                node.meta[IN_PLACE] = func, tuple(first.stride())
+            is_same = packet is not None and packet.__name__ == out_of_place
+            if is_same and (rounds or (is_dense and _has_other_layout(node.meta["val"], stride))):
+                node.meta[IN_PLACE] = func, stride
             node = node.next
         return result
 
@@ -209,6 +213,12 @@ def _layouts_of_changes() -> Iterator[None]:
         yield
     finally:
         FunctionalTensorMode.__torch_dispatch__ = dispatch
+
+
+def _has_other_layout(value: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether strides differ where it matters: a dimension of one element may have any."""
+    layouts = zip(value.shape, value.stride(), stride, strict=True)
+    return any(size > 1 and own != other for size, own, other in layouts)
 
 
 # Where torch's own C++ reads values to decide, so that tracing needs the Python rule; and the two

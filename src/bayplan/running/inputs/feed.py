@@ -78,11 +78,15 @@ def dead_workers_explained() -> Iterator[None]:
     """Say what the death of a worker means; torch raises it wherever the process just is."""
     try:
         yield
-    except RuntimeError as fault:
-        if "DataLoader worker" not in str(fault):
+    except Exception as fault:
+        died, cause = None, fault  # in the midst of a step, it is behind what is said of that
+        while cause is not None:
+            died = cause if "DataLoader worker" in str(cause) else died
+            cause = cause.__cause__
+        if died is None:
             raise
         raise PlanBroken(
-            f"a process that reads samples has died: {fault}. If it was killed for lack of memory,"
+            f"a process that reads samples has died: {died}. If it was killed for lack of memory,"
             " use fewer --workers"
         ) from None
 

@@ -47,7 +47,7 @@ __all__ = [
     "unbroken",
 ]
 
-Flag = Annotated[bool, Parameter(negative="")]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Memory = Annotated[
     str | None, Parameter(allow_leading_hyphen=True)
 ]  # to say what is wrong in -1GiB

@@ -145,3 +145,10 @@ def test_rates_are_printed_in_thousands(rate, text):
 
 def test_an_allocator_rounds_up():
     assert [round_up(size_bytes, 512) for size_bytes in (0, 1, 512, 1000)] == [0, 512, 512, 1024]
+
+
+def test_a_number_of_thousands_of_digits_is_refused_and_not_repeated():
+    # Python refuses to read it with a ValueError of its own, which no command expects.
+    with pytest.raises(UsageError, match="as bytes; write a number") as refused:
+        parse_bytes("9" * 6000 + "GiB")
+    assert len(str(refused.value)) < 150

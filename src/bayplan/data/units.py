@@ -32,7 +32,8 @@ def no_progress(what: str, done: int, total: int) -> None:
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _FACTORS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_NUMBER = r"\d{1,24}(?:\.\d{1,24})?"  # beyond any memory, and read in no time
+_BYTES = re.compile(rf"\s*({_NUMBER})\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -42,7 +43,8 @@ def parse_bytes(text: str | int) -> int:
     """
     match = _BYTES.fullmatch(str(text))
     if match is None or match[2].lower() not in _FACTORS:
-        raise UsageError(f"cannot read {text!r} as bytes; write a number and a unit, like 8GiB")
+        shown = repr(text)[:60]
+        raise UsageError(f"cannot read {shown} as bytes; write a number and a unit, like 8GiB")
     size_bytes = round(Fraction(match[1]) * _FACTORS[match[2].lower()])
     if size_bytes <= 0:
         raise UsageError(f"{text!r} is no memory at all; write at least 1 byte, like 8GiB")
@@ -99,7 +101,7 @@ def round_up(size_bytes: int, granularity_bytes: int) -> int:
     return -(-size_bytes // granularity_bytes) * granularity_bytes
 
 
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_SHARE = re.compile(rf"\s*({_NUMBER})\s*%\s*")
 
 
 @dataclass(frozen=True)

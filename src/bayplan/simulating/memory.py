@@ -83,7 +83,7 @@ def simulate_step(
 def place_of(graph: StepGraph, index: int) -> str:
     """A node in words: its phase, operator, module and source line."""
     node = graph.nodes[index]
-    return " ".join(filter(None, (node.phase, node.op.split(".")[1], node.module, node.source)))
+    return " ".join(filter(None, (node.phase, node.operator, node.module, node.source)))
 
 
 def _largest_alive(graph: StepGraph, node: int) -> tuple[LiveStorage, ...]:

@@ -32,7 +32,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _FACTORS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, _letter: 1024**_power}
-_NUMBER = r"\d{1,24}(?:\.\d{1,24})?"  # beyond any memory, and read in no time
+_NUMBER = r"\d{1,1000}(?:\.\d{1,1000})?"  # more digits take long, and Python refuses them
 _BYTES = re.compile(rf"\s*({_NUMBER})\s*([a-z]*)\s*", re.IGNORECASE)
 
 

@@ -22,15 +22,19 @@ from bayplan.running.ranks.watching import Watch, host_of_store
 way, victim = sys.argv[2], int(sys.argv[3])
 
 def fail():
-    if way == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if way in ("kill", "early"): os.kill(os.getpid(), signal.SIGKILL)
     if way == "stop": os.kill(os.getpid(), signal.SIGSTOP)
     if way == "raise": raise ValueError("bad number")
     if way == "refuse": raise DoesNotFit("needs 9 GiB, limit 8 GiB")
 
 store, rank, num_ranks = next(rendezvous("env://"))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+if way == "early" and rank == 0:
+    time.sleep(1)  # its address is not known yet when the others open their watch
 watch = Watch(store, rank=rank, world_size=num_ranks, silence_seconds=float(sys.argv[4]),
               host=host_of_store(os.environ))
+if way == "early" and rank == victim:
+    fail()
 try:
     with watch:
         total = torch.ones(1)
@@ -93,6 +97,14 @@ def test_a_killed_rank_is_named_though_no_silence_would_be_long_enough(job):
     (line,) = lines
     assert "rank 1 (pid " in line
     assert "died, last action [step 3, stage 1, 1F0]" in line
+
+
+def test_a_rank_killed_as_soon_as_it_watches_is_named_at_once(job):
+    code, lines = run_losing(job, "early", victim=1, num_ranks=2, silence_seconds=1000.0)
+    assert code == 1
+    (line,) = lines
+    assert "rank 1 (pid " in line
+    assert "died, last action [start]" in line
 
 
 def test_an_error_of_ours_gives_its_exit_code_to_all(job):

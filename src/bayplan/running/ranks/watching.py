@@ -162,11 +162,14 @@ class Watch:
             message = f"rank {rank} cannot open its watch: {gone}; is the store's host alive?"
             raise RankFailure(message) from gone
         self._lifelines = Lifelines(self._wake.set)
-        self._is_joined = rank == 0
+        self._is_joined = threading.Event()
         if rank == 0:
             self._lifelines.listen(address)
+            self._is_joined.set()
         self._thread = threading.Thread(target=self._run, name="bayplan-watch", daemon=True)
         self._thread.start()
+        # One that dies before its line is open would be missed only by its silence.
+        self._is_joined.wait(2 * self._interval_seconds)
 
     def __enter__(self) -> "Watch":
         if self._thread is not None:
@@ -277,7 +280,8 @@ class Watch:
                 self._end(TERMINATED)
                 return
             last_seconds = now_seconds
-            self._wake.wait(self._interval_seconds)
+            is_joined = self._is_joined.is_set()
+            self._wake.wait(self._interval_seconds if is_joined else self._interval_seconds / 20)
             self._wake.clear()
 
     def _round(self, elapsed_seconds: float) -> Verdict | None:
@@ -295,10 +299,10 @@ class Watch:
         )
         gone = frozenset(self._lifelines.ended)
         entries, agreed = self._board.exchange(own)
-        if not self._is_joined and 0 in entries:
-            self._is_joined = True
+        if not self._is_joined.is_set() and 0 in entries:
             if entries[0].lifeline:
                 self._lifelines.join(entries[0].lifeline, self._rank)
+            self._is_joined.set()
         self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds, gone=gone)
         verdict = agreed or self._judge.verdict()
         if verdict is None:

@@ -1,10 +1,13 @@
 """What is said of a run on data: what it learned, and whether it waited for its samples."""
 
+import re
+
 import pytest
 from msgspec import structs
 
 from bayplan.data import files
 from bayplan.data.record import Evaluation, InputRecord, RunRecord, Source
+from bayplan.reporting.html import Report, page_of
 from bayplan.reporting.inputs import evaluation_text, input_text, losses_text
 from bayplan.reporting.text import record_text
 
@@ -52,6 +55,31 @@ def test_a_run_that_waits_is_called_data_bound():
     assert "try more --workers" in slow
     assert "try more --workers" not in waiting(0.05, making_seconds=0.5)
     assert "data-bound" not in waiting(0.01, making_seconds=0.5)
+
+
+def page_waiting(seconds, making_seconds):
+    given = structs.replace(GIVEN, wait_seconds=(seconds, seconds), making_seconds=making_seconds)
+    page = page_of(Report.of(structs.replace(RECORD, input=given)))
+    return " ".join(re.sub(r"<[^>]+>", " ", page.partition("<script")[0]).split())
+
+
+def test_page_names_a_data_bound_run_with_the_rate_of_its_input():
+    """The page had the step's speed alone, so a run that starved looked like a slow model."""
+    slow = page_waiting(0.05, making_seconds=1.5)
+    assert "It ran, data-bound" in slow
+    assert "33 % of the time waits for data input gives 85.33 samples/s" in slow
+    assert "the input gives 85.33 samples/s with 2 workers" in slow
+    assert "the step alone could take 160 samples/s" in slow
+    assert "The run is data-bound: try more --workers." in slow
+    assert "accuracy samples seconds 1 0.5000 75.00% 20 0.1" in slow
+    quick = page_waiting(0.01, making_seconds=0.5)
+    assert "data-bound" not in quick
+    assert "the input gives 256 samples/s with 2 workers" in quick
+
+
+def test_page_of_a_run_without_data_says_nothing_of_an_input():
+    page = page_of(Report.of(structs.replace(RECORD, input=None, evaluations=())))
+    assert "The input" not in page
 
 
 def test_samples_that_could_not_be_read_are_told():

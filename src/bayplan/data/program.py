@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Cost", "Op", "Program"]
+__all__ = ["ARRIVAL", "Cost", "Op", "Program"]
+
+ARRIVAL = "arrival"  # the op that makes what other stages have sent
 
 
 class Cost(NamedTuple):

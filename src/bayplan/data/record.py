@@ -232,7 +232,7 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
             too.
         peak_node: index of the graph's node at the peak.
         peak_place: what runs at the peak, in words: operator, module and line; on many ranks the
-            action.
+            action first.
         step_peak_bytes: bytes: the peak of each recorded step.
         largest: the largest storages at the peak.
         curve: live bytes over time. In a simulated one each entry is one node, from its start on.

@@ -30,6 +30,7 @@ from bayplan.reporting.charts.messages import hidden_chart, message_rows, messag
 from bayplan.reporting.charts.timeline import timeline_chart
 from bayplan.reporting.charts.tradeoff import tradeoff_chart
 from bayplan.reporting.charts.tuning import tuning_chart
+from bayplan.reporting.inputs import evaluation_table, input_table
 from bayplan.reporting.plans import fullest_device
 from bayplan.reporting.summary import Summary, summarised, tuning_summary
 from bayplan.reporting.tables import Table, device_table, message_table, peak_table, step_table
@@ -109,6 +110,7 @@ class Report:
             yield Section.of(devices_chart(placed))
         if any(record.step_seconds for record in records.values()):
             yield Section.of(None, step_table(records), device_table(records))
+        yield Section.of(None, input_table(main), evaluation_table(main))
 
     def summary(self) -> Summary:
         if self.tuning is not None:

@@ -9,6 +9,7 @@ from bayplan.data.judgement import Why
 from bayplan.data.record import RunRecord, Source
 from bayplan.data.units import format_bytes, format_seconds
 from bayplan.data.verdict import Verdict
+from bayplan.reporting.inputs import waits_of
 from bayplan.reporting.plans import count_text, fullest_device
 from bayplan.reporting.text import part_text, verdict_line
 
@@ -50,6 +51,9 @@ def summarised(
     head = ("It ran" if ran else "It fits") if fits else "It does not fit"
     if room_bytes is None and not ran:
         head = "Predicted"
+    waits = waits_of(record)
+    if waits is not None and waits.is_data_bound:
+        head += ", data-bound"
     faster = _speedup(record, predicted, why)
     parts = [
         *([_devices_text(record)] if len(record.devices) > 1 else []),
@@ -168,7 +172,7 @@ def _speedup(record: RunRecord, predicted: RunRecord | None, why: Why | None) ->
     seconds = record.typical_step_seconds
     parallel = record.data_parallel_seconds or (why.data_parallel_seconds if why else None)
     if parallel and seconds and len({device.stages for device in record.devices}) > 1:
-        return f"{parallel / seconds:.2f}x data parallel"
+        return f"{parallel / seconds:.2f}x data parallel's speed"
     plain = record.plain_seconds or (predicted.plain_seconds if predicted else None)
     expected = predicted.typical_step_seconds if predicted else seconds
     if plain and expected:
@@ -207,8 +211,11 @@ def _speed_figures(record: RunRecord) -> list[Figure]:
 
 
 def _last_figures(record: RunRecord, predicted: RunRecord | None, why: Why | None) -> list[Figure]:
-    faster = _speedup(record, predicted, why)
+    faster, waits = _speedup(record, predicted, why), waits_of(record)
     figures = []
+    if waits is not None and waits.is_data_bound:
+        rate = f"input gives {_count(waits.input_rate)} samples/s"
+        figures.append(Figure(f"{100 * waits.share:.0f} %", "of the time waits for data", rate))
     if faster:
         value, _, name = faster.partition(" ")
         figures.append(Figure(value, name, "predicted" if "plain" in name else ""))

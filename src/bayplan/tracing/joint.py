@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.data.program import Cost, Op, Program
+from bayplan.data.program import ARRIVAL, Cost, Op, Program
+from bayplan.data.source import Owner, owner_of, short_path
 from bayplan.data.units import round_up
 from bayplan.devices.device import ObjectBytes
 from bayplan.rewriting.free import Price, nodes_after_tangents, positions_to_overwrite
@@ -129,6 +131,16 @@ class JointStep:
     forward_outputs: tuple[Any, ...]
     backward_outputs: tuple[Any, ...]
 
+    @cached_property
+    def lines(self) -> dict[str, str]:
+        """By place of an op, the first line of the user's that it runs for, or of a library's."""
+        lines: dict[str, str] = {}
+        for node in filter(None, self.op_nodes):
+            place, line = _place_of(node), _line_of(node)
+            if place and line:
+                lines.setdefault(place, line)
+        return lines
+
 
 def analyse_joint(
     joint: fx.GraphModule,
@@ -164,7 +176,7 @@ def analyse_joint(
         nodes.insert(first_backward, None)
         first_backward += 1
     if survey.arrived:
-        ops.insert(0, survey.callers_op("arrival", (), survey.arrived, 0))
+        ops.insert(0, survey.callers_op(ARRIVAL, (), survey.arrived, 0))
         nodes.insert(0, None)
         first_backward += 1
     if context.update_bytes is not None and context.updates is None:
@@ -207,6 +219,17 @@ def _place_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((path for path, _ in reversed(stack.values())), "")
     return _OF_SELF.sub("", path)
+
+
+def _line_of(node: fx.Node) -> str:
+    """The innermost line of the user's that a node, or its forward, stands in."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    for owner in (Owner.USER, Owner.LIBRARY):
+        own = [frame for frame in frames if owner_of(frame[0]) is owner]
+        if own:
+            path, line = own[-1]
+            return f"{short_path(path)}:{line}"
+    return ""
 
 
 def _is_carried(node: fx.Node) -> bool:

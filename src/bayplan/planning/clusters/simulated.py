@@ -30,10 +30,10 @@ from bayplan.data.record import (
 from bayplan.data.units import format_bytes
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
+from bayplan.planning.pipelines.rank_peaks import RankPeaks
 from bayplan.planning.pipelines.rank_records import (
     all_reduces_of,
     fits_as_planned,
-    peak_action,
     rank_curve,
 )
 from bayplan.planning.pipelines.stage_fits import peak_bytes
@@ -162,6 +162,7 @@ class _OnKind:
 
     memory: Sequence[RankMemory]
     seconds: RankSeconds
+    peaks: RankPeaks
 
 
 @dataclass(frozen=True)
@@ -256,13 +257,15 @@ class _RankReplay:
     def _memory(self, rank: int) -> DeviceRecord:
         stages, kind = self.pipeline.stages_of(rank), self._kind(rank)
         on_kind = self._by_kind[kind.name]
+        peak = on_kind.peaks.of(on_kind.memory[rank])
         return _device_record(
             kind,
             f"{kind.name} {self.devices[rank]}, rank {rank}, stage {'+'.join(map(str, stages))}",
             allocated_bytes=peak_bytes(on_kind.memory[rank], on_kind.seconds.fits),
             needed_bytes=peak_bytes(on_kind.memory[rank], self._unrounded),
             stages=stages,
-            peak_place=peak_action(on_kind.memory[rank], on_kind.seconds.fits),
+            peak_place=peak.place,
+            largest=peak.largest,
             places=self.cluster.places_of(self.devices[rank]),
         )
 
@@ -287,7 +290,7 @@ class _RankReplay:
         memory = [needs.memory(rank, self._actions[rank], proof) for rank in pipeline.ranks]
         alike = [memory[rank] for rank in pipeline.ranks if self._kind(rank).name == kind.name]
         fits = self._fits(cut, alike, host_tier(self.cluster, self.devices[rank]))
-        return _OnKind(memory, RankSeconds(needs=needs, fits=fits))
+        return _OnKind(memory, RankSeconds(needs=needs, fits=fits), RankPeaks(cut, fits))
 
     def _fits(
         self, cut: CutSource, ranks: Sequence[RankMemory], tier: Tier | None

@@ -46,13 +46,17 @@ def _all(program: Program, order: StepOrder) -> Iterator[Decision]:
 _MOST_NAMED = 20
 
 
-def peak_moment(swapped: Swapped) -> PeakMoment:
-    """What is alive at the peak of an arrangement, given as the program that it leads to."""
+def peak_moment(swapped: Swapped, steps: Sequence[int] = ()) -> PeakMoment:
+    """What is alive at the peak of an arrangement, given as the program that it leads to.
+
+    With `steps`, at the highest moment of these.
+    """
     program = swapped.program
     schedule = plain_schedule(program)
-    replay = replay_schedule(program, schedule)
-    op = program.ops[replay.peak_step]
-    alive = set(alive_at(program, schedule, replay.peak_step)) - program.inputs
+    totals = replay_schedule(program, schedule).total_bytes
+    highest = max(steps or range(len(totals)), key=totals.__getitem__)
+    op = program.ops[highest]
+    alive = set(alive_at(program, schedule, highest)) - program.inputs
     passing = sorted(alive - program.outputs, key=lambda buffer: -program.buffers[buffer])
     makers = {buffer: program.ops[program.producers[buffer]] for buffer in passing}
     return PeakMoment(

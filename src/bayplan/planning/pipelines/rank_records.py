@@ -18,6 +18,7 @@ from bayplan.data.record import (
 )
 from bayplan.planning.clusters.split import state_per_parameter
 from bayplan.planning.pipelines.rank_costs import RankNeeds, RankSeconds
+from bayplan.planning.pipelines.rank_peaks import RankPeaks
 from bayplan.planning.pipelines.stage_fits import keys_of, peak_bytes
 from bayplan.planning.pipelines.stage_orders import Fit, StageSearch
 from bayplan.planning.pipelines.step_source import CutSource, StepSource
@@ -27,7 +28,7 @@ from bayplan.simulating.network import Network
 from bayplan.simulating.pipeline import pipeline_of
 from bayplan.simulating.rank_memory import Key, RankMemory, rank_totals
 
-__all__ = ["all_reduces_of", "fits_as_planned", "peak_action", "predicted_on_ranks", "rank_curve"]
+__all__ = ["all_reduces_of", "fits_as_planned", "predicted_on_ranks", "rank_curve"]
 
 _HERE = ("this machine",)
 
@@ -58,9 +59,9 @@ def predicted_on_ranks(plan: RankPlan, source: StepSource, network: Network | No
     if network is not None:
         costs = RankSeconds(needs=needs, fits=fits).costs(network, num_cores=source.num_cores)
         times = step_times(pipeline, actions, costs, lags=plan.lags)
-    devices = []
+    devices, peaks = [], RankPeaks(cut, fits)
     for rank in pipeline.ranks:
-        stages = pipeline.stages_of(rank)
+        stages, peak = pipeline.stages_of(rank), peaks.of(memory[rank])
         events = () if times is None else times.events[rank]
         sums = () if times is None else all_reduces_of(times, rank)
         devices.append(
@@ -70,7 +71,8 @@ def predicted_on_ranks(plan: RankPlan, source: StepSource, network: Network | No
                 places=_HERE,
                 peak_bytes=peak_bytes(memory[rank], fits),
                 curve=rank_curve(memory[rank], fits, needs.staying_by_kind(stages), events),
-                peak_place=peak_action(memory[rank], fits),
+                peak_place=peak.place,
+                largest=peak.largest,
                 events=events,
                 all_reduces=sums,
                 messages=message_classes((own.size_bytes, own.seconds) for own in sums),
@@ -134,13 +136,6 @@ def rank_curve(
     rest = rank.staying_bytes
     by_kind[StorageKind.ACTIVATION] = tuple(total - rest - own for _, total, own in rows)
     return MemoryCurve(seconds=seconds, total_bytes=totals, by_kind=by_kind)
-
-
-def peak_action(rank: RankMemory, fits: Mapping[Key, Fit]) -> str:
-    """The action that a rank needs most memory for."""
-    stages = {key: fits[key].memory for key in keys_of(rank)}
-    totals = [total for total, _ in rank_totals(rank, stages)]
-    return str(rank.actions[totals.index(max(totals))]) if totals else ""
 
 
 def all_reduces_of(times: StepTimes, rank: int) -> tuple[AllReduce, ...]:

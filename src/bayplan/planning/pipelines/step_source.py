@@ -58,6 +58,10 @@ class AnalysedStep(Variant, Protocol):
     def backward_outputs(self) -> Sequence[Any]:
         """The node of each gradient, or None."""
 
+    @property
+    def lines(self) -> Mapping[str, str]:
+        """By place of an op, the first line of the user's that it runs for."""
+
 
 class PackableStep(PackedVariants, Protocol):
     """A traced step (`tracing.TracedStep`) that may be run in an order that was decided."""

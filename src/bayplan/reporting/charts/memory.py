@@ -234,7 +234,10 @@ def _reserve(curve: MemoryCurve, reserved_bytes: int, amount: Unit, time: Unit) 
 
 def _peak_words(device: DeviceRecord, peak_bytes: int) -> str:
     """The peak in a sentence: what runs then, and the largest value that is alive."""
-    place = action_words(device.peak_place)
+    action, _, operator = device.peak_place.partition(" ")
+    known = action_words(action)
+    is_action = known != action
+    place = ", ".join(filter(None, (known, operator))) if is_action else device.peak_place
     words = f"The peak is {format_bytes(peak_bytes)}"
     words += f", at {place}" if place else ""
     if device.largest:

@@ -36,7 +36,7 @@ def main() -> None:
                 browser.tells(f"document.querySelector('{part}').getBoundingClientRect().{side}")
                 for part, side in ((first, "top"), (last, "bottom"))
             )
-            box = {"x": 0, "y": max(0, top - 12), "width": WIDTH, "height": end - top + 24}
+            box = {"x": 0, "y": max(0, top - 12), "width": WIDTH, "height": end - top + 16}
             browser.picture(IMAGES / f"{picture}.png", clip=box)
 
 

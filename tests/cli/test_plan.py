@@ -163,7 +163,10 @@ def test_limit_nobody_can_meet_says_both_numbers_and_the_smallest(
         (["--memory", "140%"], ["'140%' is not between"]),
         (["--memory", "-1GiB"], ["'-1GiB' as bytes"]),
         ([], ["say the limit with --memory", "--pareto"]),
-        (["--pareto", "--memory", "1GiB"], ["--pareto plans for many limits", "leave out --memory"]),
+        (
+            ["--pareto", "--memory", "1GiB"],
+            ["--pareto plans for many limits", "leave out --memory"],
+        ),
         (["--pareto", "--strategy", "keep"], ["--pareto plans for many limits"]),
         (["--strategy", "chekpoint"], ["no strategy 'chekpoint'", "did you mean 'checkpoint'"]),
         (["--strategy", "qqq"], ["no strategy 'qqq'", "known: auto, checkpoint"]),

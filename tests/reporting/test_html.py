@@ -69,6 +69,25 @@ def test_peak_is_told_by_module_and_line(planned):
     assert "The peak is 3.5 GiB, at convolution net model.py:7" in words
 
 
+def test_the_note_of_the_peak_covers_no_curve(planned):
+    """It stood 36 pixels above the peak, on top of the dashed line of the plain step."""
+    (memory,) = (chart for chart in _charts(planned) if chart["name"] == "memory")
+    (own,) = (note for note in memory["layout"]["annotations"] if "peak" in note["text"])
+    lines = [trace for trace in memory["traces"] if "stackgroup" not in trace]
+    highest = max(value for trace in lines for value in trace["y"])
+    _, top = memory["layout"]["yaxis"]["range"]
+    assert own["ayref"] == "y"
+    assert 1.1 * highest < own["ay"] < 0.95 * top
+
+
+def test_few_bars_are_no_slabs():
+    """A single all-reduce was a bar over two thirds of the page."""
+    page = page_of(Report.of(many_devices(16, 3, num_events=20)))
+    hidden = next(chart for chart in _charts(page) if chart["name"] == "hidden")
+    num_bars = len(hidden["traces"][0]["x"])
+    assert (1 - hidden["layout"]["bargap"]) / num_bars <= 0.1
+
+
 def test_foot_has_command_versions_and_method(planned):
     words = _Tags(planned).words
     assert "bayplan check net" in words

@@ -125,7 +125,9 @@ def plan(
         made, text = _plan_for_ranks(target, batch, output, pictures, **asked, **fields)
         return options.show(made, text, json=json, output=output)
     if pareto and (memory is not None or strategy != "auto"):
-        raise UsageError("--pareto plans for many limits by itself; leave out --memory and --strategy")
+        raise UsageError(
+            "--pareto plans for many limits by itself; leave out --memory and --strategy"
+        )
     if pareto and limit_counts not in (None, "live"):
         raise UsageError(f"--pareto plans by live bytes; leave --limit-counts {limit_counts}")
     if not pareto and memory is None and strategy == "auto":

@@ -211,7 +211,8 @@ class _Drawing:
         colour = _colour(note.get("font", {}).get("color", "@ink"))
         texts = note["text"].split("<br>")
         if note.get("showarrow"):
-            x, y = x + note["ax"], y + note["ay"]
+            x += note["ax"]
+            y = self.y.of(note["ay"]) if note.get("ayref") == "y" else y + note["ay"]
             yield _line(of("x"), of("y"), x, y, "@ink")
         y += {"top": 13, "bottom": -4}.get(note.get("yanchor", ""), 4 if len(texts) < 2 else -14)
         for number, text in enumerate(texts):

@@ -106,8 +106,8 @@ def device_table(records: Mapping[str, RunRecord]) -> Table:
         "Each device",
         columns,
         rows,
-        "MiB as nvidia-smi prints them. A peak is of live tensors, as the device's allocator rounds"
-        " them; busy is the share of the step in which a device computes.",
+        "MiB as nvidia-smi prints them. A peak counts live tensors, as the device's allocator"
+        " rounds them. Busy is the share of the step in which a device computes.",
     )
 
 
@@ -158,10 +158,11 @@ def step_table(records: Mapping[str, RunRecord]) -> Table:
             row.append(_error(first, second) if first and second else "")
         names.append("error %")
     epochs = next((r.epoch_samples for r in records.values() if r.epoch_samples), None)
-    notes = "A step is the median of those measured, the first left out where there are others."
+    measured = any(len(record.step_seconds) > 1 for record in records.values())
+    notes = "The step is the median of the recorded steps after the first." if measured else ""
     if epochs:
-        notes += f" An epoch of {epochs:,} samples is extrapolated from it."
-    return Table("step", "Time", ["", *names], rows, notes)
+        notes += f" The time of an epoch of {epochs:,} samples is extrapolated from the step."
+    return Table("step", "Time", ["", *names], rows, notes.strip())
 
 
 def _figures(

@@ -29,6 +29,7 @@ __all__ = [
     "Chart",
     "Trace",
     "Unit",
+    "bar_gap",
     "bytes_unit",
     "dashed_line",
     "label",
@@ -88,6 +89,11 @@ def seconds_unit(most_seconds: float) -> Unit:
         if most_seconds >= factor:
             return Unit(factor, name)
     return Unit(1e-9, "ns")
+
+
+def bar_gap(num_bars: int) -> float:
+    """The share of its place that a bar leaves free: few bars are not blown up to slabs."""
+    return max(0.25, 1 - 0.1 * num_bars)
 
 
 def safe(text: str) -> str:

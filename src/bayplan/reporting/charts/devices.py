@@ -118,11 +118,12 @@ def stage_words(stages: Sequence[int]) -> str:
 
 
 def _caption(has_capacity: bool, has_switches: bool) -> str:
-    what = "filled to what it needs of its memory"
-    if not has_capacity:
-        what = "filled by its peak, next to the fullest"
-    boxes = " Boxes are switches." if has_switches else ""
-    return f"A row for each host. Each device is {what}, in the colour of its stage.{boxes}"
+    what = "to the share of its memory in use" if has_capacity else "by its peak over the largest"
+    boxes = " Dotted boxes are switches." if has_switches else ""
+    return (
+        f"A row for each host; numbers are ranks. Each device is filled {what}, in the colour of"
+        f" its stage.{boxes}"
+    )
 
 
 def _host(device: DeviceRecord) -> str:

@@ -43,6 +43,8 @@ from bayplan.reporting.charts.timeline import action_words
 __all__ = ["memory_chart"]
 
 _MOST_POINTS = 600
+# Above everything that is drawn there is room for what is said of the peak.
+_HEADROOM, _NOTE_AT = 1.32, 1.2  # times the highest
 _LEAST_SHARE = 0.005  # of the highest; a lower band is not worth a line in the legend
 _OVER = {"fillmode": "overlay"}  # a pattern over its colour, and not instead of it
 
@@ -108,7 +110,7 @@ def memory_chart(
     for name, other in drawn.items():
         if name != first:
             traces.append(_line(name, _curve(other), amount, time, dash="solid", width=2))
-    shapes, notes = [], [_peak_note(device, curve, amount, time)]
+    shapes, notes = [], [_peak_note(device, curve, amount, time, highest)]
     if limit_bytes:
         at = amount.of(limit_bytes)
         shapes.append(dashed_line("y", at, colour=VERMILLION))
@@ -129,14 +131,14 @@ def memory_chart(
             "xaxis": {"title": {"text": f"time in the step, {time.name}"}, "rangemode": "tozero"},
             "yaxis": {
                 "title": {"text": f"memory, {amount.name}"},
-                "range": [0, amount.of(1.18 * highest)],
+                "range": [0, amount.of(_HEADROOM * highest)],
             },
             "hovermode": "x unified",
             "hoverdistance": -1,  # also far from a sample: some curves have few
             "shapes": shapes,
             "annotations": notes,
         },
-        height=440,
+        height=460,
     )
 
 
@@ -145,7 +147,7 @@ def _counted(counts: LimitCounts) -> str:
 
 
 def _caption(device: DeviceRecord, curve: MemoryCurve, what: str) -> str:
-    parts = [f"Live bytes of {device.device or 'the device'} ({what}), by what they are for."]
+    parts = [f"Live bytes on {device.device or 'the device'} ({what}), by purpose."]
     if device.stages:
         parts.append("Each action counts with its highest moment.")
     if device.plain_curve is not None:
@@ -247,7 +249,9 @@ def _peak_words(device: DeviceRecord, peak_bytes: int) -> str:
     return f"{words}."
 
 
-def _peak_note(device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Unit) -> Trace:
+def _peak_note(
+    device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Unit, highest: float
+) -> Trace:
     totals: Sequence[int] = curve.total_bytes
     index = max(range(len(totals)), key=totals.__getitem__)
     lines = [f"<b>peak {format_bytes(totals[index])}</b>"]
@@ -258,7 +262,7 @@ def _peak_note(device: DeviceRecord, curve: MemoryCurve, amount: Unit, time: Uni
         "<br>".join(lines),
         time.of(curve.seconds[index]),
         amount.of(totals[index]),
-        **{"ax": -40 if is_late else 40, "ay": -36},
+        **{"ax": -40 if is_late else 40, "ayref": "y", "ay": amount.of(_NOTE_AT * highest)},
         **{"xanchor": "right" if is_late else "left", "align": "left"},
         **{"bgcolor": PAPER, "bordercolor": MUTED, "borderwidth": 1, "borderpad": 4},
     )

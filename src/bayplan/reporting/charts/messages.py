@@ -10,6 +10,7 @@ from bayplan.reporting.charts.chart import (
     GREEN,
     VERMILLION,
     Chart,
+    bar_gap,
     seconds_unit,
 )
 
@@ -36,8 +37,8 @@ def messages_chart(rank: int, rows: Sequence[HistogramRow]) -> Chart:
     return Chart(
         name="messages",
         title="All-reduces by size",
-        caption=f"How long the sums of rank {rank} took together, by the size of a message. Waits"
-        " for other ranks are left out.",
+        caption=f"Total time of the all-reduces of rank {rank}, by message size, without waits for"
+        " other ranks.",
         traces=[
             {
                 "type": "bar",
@@ -58,11 +59,11 @@ def messages_chart(rank: int, rows: Sequence[HistogramRow]) -> Chart:
         ],
         layout={
             "xaxis": {
-                "title": {"text": "size of a message (MB of 2^20 bytes)"},
+                "title": {"text": "message size (1 MB is 2^20 bytes)"},
                 "type": "category",
             },
             "yaxis": {"title": {"text": f"time, {unit.name}"}, "rangemode": "tozero"},
-            "bargap": 0.35,
+            "bargap": bar_gap(len(rows)),
         },
         height=320,
     )
@@ -98,7 +99,7 @@ def hidden_chart(record: RunRecord) -> Chart | None:
     return Chart(
         name="hidden",
         title="How much of each all-reduce was hidden",
-        caption=f"All-reduces of rank {rank} in one step, in the order they began: {share:.0%} of"
+        caption=f"All-reduces of rank {rank} in one step, in order of their start: {share:.0%} of"
         " their time passes while the rank still computes.",
         traces=[
             bars("hidden behind compute", GREEN, [s.seconds - s.exposed_seconds for s in sums], ""),
@@ -108,7 +109,7 @@ def hidden_chart(record: RunRecord) -> Chart | None:
             "barmode": "stack",
             "xaxis": {"title": {"text": "bucket of gradients"}, "type": "category"},
             "yaxis": {"title": {"text": f"time, {unit.name}"}, "rangemode": "tozero"},
-            "bargap": 0.3,
+            "bargap": bar_gap(len(sums)),
         },
         height=320,
     )

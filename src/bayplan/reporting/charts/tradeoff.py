@@ -67,9 +67,9 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
     return Chart(
         name="tradeoff",
         title="Memory against time",
-        caption="Each point is a plan of the same step: how much memory it needs at its peak, and"
-        " how many times as long as the plain step it takes. Left and low is better; predicted."
-        " Swaps go at the measured speed of --swap-dir, else at an assumed 12 GB/s.",
+        caption="Each point is a plan of the same step: its peak memory, and its time as a multiple"
+        " of the plain step's. Left and low is better. All points are predicted; swaps have the"
+        " measured speed of --swap-dir, or an assumed 12 GB/s.",
         traces=[trace for trace in traces if trace["x"]],
         layout={
             "xaxis": {
@@ -77,7 +77,7 @@ def tradeoff_chart(points: Sequence[PlanPoint], limit_bytes: int | None = None) 
                 "range": [0, unit.of(1.08 * max(peaks))],
             },
             "yaxis": {
-                "title": {"text": "time, multiples of the plain step"},
+                "title": {"text": "time over the plain step's"},
                 "ticksuffix": "x",
                 "range": [round(lowest, 3), round(1.0 + 1.12 * (highest - 1.0) + 0.02, 3)],
             },

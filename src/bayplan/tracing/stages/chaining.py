@@ -49,7 +49,7 @@ def chained(
         forward_seconds = sum(program.ops[op].seconds for op in ops)
         layers.append(
             Layer(
-                name=program.ops[first].place or program.ops[first].name,
+                name=program.ops[first].place.removeprefix("model.") or program.ops[first].name,
                 forward_seconds=forward_seconds,
                 backward_seconds=sum(both_seconds[op] for op in ops) - forward_seconds,
                 parameter_bytes=int(sum(weights[op] for op in ops)),

@@ -17,6 +17,7 @@ VERDICT = "check resnet50 --batch 64 --device titan-v --memory 3GiB --limit-coun
 CLUSTER = "plan vgg16 --batch 224 --cluster titanv-8 -o vgg16.plan.json"
 # By picture: the page, whether by night, and the first and last part of it that are shown.
 PICTURES = {
+    "memory-of-a-step": ("verdict", False, "#chart-memory", "#chart-memory"),
     "report-memory": ("verdict", False, "header", "#chart-memory"),
     "report-tradeoff": ("verdict", False, "section:nth-of-type(2)", "#chart-tradeoff"),
     "report-hidden": ("cluster", False, "section:nth-of-type(4)", "#chart-devices"),

@@ -66,7 +66,27 @@ def test_first_sentence_has_peak_limit_and_price(planned):
 
 def test_peak_is_told_by_module_and_line(planned):
     words = " ".join(_Tags(planned).words.split())
-    assert "The peak is 3.5 GiB, at convolution net model.py:7" in words
+    assert "The peak is 3.5 GiB, in convolution of net at model.py:7" in words
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("backward sum", "in backward sum;"),
+        ("backward mm head net.py:7", "in backward mm of head at net.py:7;"),
+        ("mm_1 8", "in mm_1 of 8;"),
+        ("0U0", "in 0U0: stage 0, update of the parameters;"),
+        (
+            "0B1 mm 0.2 net.py:7",
+            "in 0B1: stage 0, backward of micro-batch 1, in mm of 0.2 at net.py:7;",
+        ),
+    ],
+)
+def test_places_of_a_peak_are_words(place, words):
+    record = one_device()
+    device = msgspec.structs.replace(record.devices[0], peak_place=place)
+    page = page_of(Report.of(msgspec.structs.replace(record, devices=(device,))))
+    assert f"The peak is 3.5 GiB, {words}" in " ".join(_Tags(page).words.split())
 
 
 def test_the_note_of_the_peak_covers_no_curve(planned):
@@ -78,6 +98,9 @@ def test_the_note_of_the_peak_covers_no_curve(planned):
     _, top = memory["layout"]["yaxis"]["range"]
     assert own["ayref"] == "y"
     assert 1.1 * highest < own["ay"] < 0.95 * top
+    # On a phone plotly made the time axis twice as long, to have room for the note.
+    ends = {trace["x"][-1] for trace in memory["traces"]}
+    assert memory["layout"]["xaxis"]["range"] == [0, max(ends)]
 
 
 def test_few_bars_are_no_slabs():

@@ -202,7 +202,7 @@ def _section(section: Section) -> str:
     if chart is not None:
         parts += [
             f"<h2>{escape(chart.title)}</h2>",
-            f'<p class="caption">{escape(chart.caption)}</p>',
+            f'<p class="caption">{_unbroken(escape(chart.caption))}</p>',
             f'<div class="chart" id="chart-{chart.name}"'
             f' style="min-height:{chart.height}px"></div>',
         ]

@@ -1,9 +1,10 @@
 """Memory over one step: bands by kind, everything kept beside it, the limit, and the peak."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bayplan.data.graph import StorageKind
+from bayplan.data.graph import Phase, StorageKind
 from bayplan.data.live_memory import OBJECTS, WORKSPACE
 from bayplan.data.record import (
     KEPT,
@@ -46,6 +47,7 @@ _MOST_POINTS = 600
 # Above everything that is drawn there is room for what is said of the peak.
 _HEADROOM, _NOTE_AT = 1.32, 1.2  # times the highest
 _LEAST_SHARE = 0.005  # of the highest; a lower band is not worth a line in the legend
+_LINE = re.compile(r":\d+$")
 _OVER = {"fillmode": "overlay"}  # a pattern over its colour, and not instead of it
 
 
@@ -100,7 +102,8 @@ def memory_chart(
     )
     amount = bytes_unit(highest)
     spans = [_curve(other).seconds[-1] for other in drawn.values()]
-    time = seconds_unit(max([*spans, device.plain_curve.seconds[-1] if device.plain_curve else 0]))
+    longest = max([*spans, device.plain_curve.seconds[-1] if device.plain_curve else 0])
+    time = seconds_unit(longest)
 
     traces = _bands(curve, amount, time)
     if reserved_bytes:
@@ -128,7 +131,11 @@ def memory_chart(
         caption=_caption(device, curve, what),
         traces=traces,
         layout={
-            "xaxis": {"title": {"text": f"time in the step, {time.name}"}, "rangemode": "tozero"},
+            # Not left to plotly, which would make room beside the curve for the note of the peak.
+            "xaxis": {
+                "title": {"text": f"time in the step, {time.name}"},
+                "range": [0, time.of(longest) or 1.0],
+            },
             "yaxis": {
                 "title": {"text": f"memory, {amount.name}"},
                 "range": [0, amount.of(_HEADROOM * highest)],
@@ -236,17 +243,28 @@ def _reserve(curve: MemoryCurve, reserved_bytes: int, amount: Unit, time: Unit) 
 
 def _peak_words(device: DeviceRecord, peak_bytes: int) -> str:
     """The peak in a sentence: what runs then, and the largest value that is alive."""
-    action, _, operator = device.peak_place.partition(" ")
-    known = action_words(action)
-    is_action = known != action
-    place = ", ".join(filter(None, (known, operator))) if is_action else device.peak_place
     words = f"The peak is {format_bytes(peak_bytes)}"
-    words += f", at {place}" if place else ""
+    if device.peak_place:
+        words += f", in {_place_words(device.peak_place)}"
     if device.largest:
         value = device.largest[0]
-        named = " ".join(filter(None, (value.name, value.source)))
+        named = f"{value.name} at {value.source}" if value.source else value.name
         words += f"; the largest value then is {named}, {format_bytes(value.size_bytes)}"
     return f"{words}."
+
+
+def _place_words(place: str) -> str:
+    """Action or phase, operator, module and line, with words between them."""
+    first, _, rest = place.partition(" ")
+    known = action_words(first)
+    if known != first:
+        return f"{known}, in {_place_words(rest)}" if rest else known
+    if first in {*Phase}:
+        return f"{first} {_place_words(rest)}".rstrip()
+    *module, last = rest.split(" ")
+    line = last if _LINE.search(last) else ""
+    named = " ".join(module if line else [*module, last])
+    return f"{first}{f' of {named}' if named else ''}{f' at {line}' if line else ''}"
 
 
 def _peak_note(

@@ -22,9 +22,9 @@ def tuning_chart(tuning: TuningRecord) -> Chart | None:
     return Chart(
         name="tuning",
         title="Settings that were compared",
-        caption=f"The time of a step with each setting, over that of the best,"
-        f" {format_seconds(tuning.step_seconds)}. Longer bars are slower; ± is how far a ratio may"
-        " be off.",
+        caption=f"Step time of each setting over that of the best,"
+        f" {format_seconds(tuning.step_seconds)}. Longer bars are slower; ± is the uncertainty of a"
+        " ratio.",
         traces=[
             {
                 "type": "bar",
@@ -46,14 +46,14 @@ def tuning_chart(tuning: TuningRecord) -> Chart | None:
         layout={
             "barmode": "overlay",
             "xaxis": {
-                "title": {"text": "time of a step, multiples of the best"},
+                "title": {"text": "step time over the best"},
                 "range": [0, round(1.1 * max(ratios), 3)],
                 "ticksuffix": "x",
             },
             "yaxis": {
                 "tickvals": places,
                 "ticktext": [
-                    f"{safe(name)}  {ratio:.2f} ± {spread:.2f}"
+                    f"{safe(name)}<br>{ratio:.2f} ± {spread:.2f}"
                     for name, ratio, spread in zip(names, ratios, spreads, strict=True)
                 ],
                 "range": [places[-1] - 0.6, 0.6],
@@ -62,7 +62,7 @@ def tuning_chart(tuning: TuningRecord) -> Chart | None:
                 "fixedrange": True,
             },
         },
-        height=110 + 26 * len(names),
+        height=110 + 42 * len(names),
     )
 
 

@@ -10,10 +10,10 @@ __all__ = ["TARGET_HELP", "app", "main"]
 # One line per paragraph: the terminal's width decides where to break it.
 TARGET_HELP = (
     "A TARGET is the name of a reference model (resnet50, vgg16, gpt, llama-7b, …; `bayplan doctor`"
-    " lists them all), or module:function of your own, found from the folder you are in. The"
+    " lists them all), or module:function of your own, found from the current folder. The"
     " function returns (model, batch, loss), where loss may be None if the model returns its own;"
-    " if it has a parameter batch_size, that is what --batch sets. Other numbers that a model is"
-    " built with follow its name: resnet50,image_size=160 or gpt,sequence=512."
+    " if it has a parameter batch_size, --batch sets it. Other sizes of a model follow its name: "
+    "resnet50,image_size=160 or gpt,sequence=512."
 )
 EXIT_HELP = (
     "Results go to stdout, progress and errors to stderr. Exit codes: 0 done or fits, 1 bug,"
@@ -55,10 +55,10 @@ COMMANDS = {
     "compare": "Say where the difference of two records comes from, by part of the step, stage and"
     " device.",
     "explain": "Say what sets a plan's peak, what each of its choices costs, and what would help."
-    "\n\nOf a plan for many ranks: where each is, what it needs, and all it does.",
-    "cluster": "List the clusters that are known, show one, or make one from this machine or a"
-    " topology.",
-    "doctor": "Check this machine: versions, devices, exact memory counting, cache, what is known.",
+    "\n\nFor a plan for many ranks: where each rank is, what it needs, and all its actions.",
+    "cluster": "List known clusters, show one, or make one from this machine or a topology.",
+    "doctor": "Check this machine: versions, devices, exact memory counting, cache, known models"
+    " and devices.",
 }
 for place, (name, text) in enumerate(COMMANDS.items()):
     app.command(f"bayplan.cli.{name}:app", name=name, help=text, sort_key=place)

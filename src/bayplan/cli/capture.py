@@ -37,7 +37,7 @@ def capture(
 
     Args:
         output: Write the graph here.
-        device: As this device would run it, like h100. Default: this machine.
+        device: Capture the step as this device would run it, like h100. Default: this machine.
     """
     kind = options.device_kind(device, on=on)
     options.check_output(output)

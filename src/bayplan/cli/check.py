@@ -61,11 +61,12 @@ def check(
     """Ask for a verdict, or for the largest batch of each strategy.
 
     Args:
-        memory: The limit, like 8GiB or 40% (of the plain peak). Default: what the device can give.
+        memory: The limit, like 8GiB or 40% (of the plain peak). Default: the memory that the
+            device has free.
         max_batch: Print the largest batch that fits, for each strategy.
-        plan: Where the plain step does not fit, look for a plan that does.
-        cluster: A cluster, like titanv-8, or a file; its device with the least memory is asked.
-        profile: A profile of this very step by `bayplan profile`. Default: make one.
+        plan: If the plain step does not fit, search for a plan that does.
+        cluster: A cluster, like titanv-8, or a file; the device with the least memory decides.
+        profile: A profile of this step, made by `bayplan profile`. Default: measure one.
     """
     from bayplan.data import files
     from bayplan.data.profile import Profile

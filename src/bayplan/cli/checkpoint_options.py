@@ -24,8 +24,9 @@ class SaveOptions:
         checkpoint: Save the training into this folder, at the end too, and on Ctrl-C and SIGTERM.
             --steps then counts from the beginning, and the first of a run warms up.
         every: Steps between two checkpoints. Default: 50.
-        keep: How many checkpoints stay. Default: 2.
-        resume: Go on from the newest whole checkpoint, if there is one, whichever plan saved it.
+        keep: How many checkpoints to keep. Default: 2.
+        resume: Continue from the newest complete checkpoint, if there is one, whichever plan saved
+            it.
     """
 
     checkpoint: Path | None = None

@@ -27,9 +27,9 @@ Examples:
   bayplan cluster --probe -o here.yaml
 
 """
-    "A topology says which links there are and not how fast; the figures of --from-topo are guesses"
-    " by kind, and say so. Edit the file where you know better. --probe measures; what it found is"
-    " kept and is a cluster of its own, this-machine.",
+    "A topology says which links exist, but not how fast they are; the figures of --from-topo are "
+    "guesses by kind, and say so. Edit the file if you know better. --probe measures, and keeps "
+    "the result as the cluster this-machine.",
 )
 
 

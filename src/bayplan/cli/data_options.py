@@ -29,8 +29,8 @@ class DataOptions:
         str | None,
         Parameter(
             help="A folder of images (train/CLASS/*.jpg, val/CLASS/*.jpg), of tar shards or of"
-            " tokens (train.bin, val.bin); or synthetic:1281167, samples of an epoch that are not"
-            " read. Default: every step has the target's own batch."
+            " tokens (train.bin, val.bin); or synthetic:1281167, for an epoch of that many "
+            "samples, without reading. Default: every step has the target's own batch."
         ),
     ] = None
     epochs: options.WholeOrNone = None
@@ -40,7 +40,7 @@ class DataOptions:
     ] = None
     skip_unreadable: Annotated[
         options.Flag,
-        Parameter(help="Give the place of an image that cannot be read to the next; say how many."),
+        Parameter(help="Use the next image in place of one that cannot be read; say how many."),
     ] = False
     synthetic: options.Flag = False
 

@@ -6,7 +6,7 @@ from bayplan.cli import options
 
 __all__ = ["app", "doctor"]
 
-app = App(name="doctor", help_epilogue="Exit code 0 if all is well, 2 if something is BAD.")
+app = App(name="doctor", help_epilogue="Exit code 0 if all checks pass, 2 if something is BAD.")
 
 
 @app.default

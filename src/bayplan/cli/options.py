@@ -54,8 +54,8 @@ Memory = Annotated[
 LimitCounts = Annotated[
     str | None,
     Parameter(
-        help="Which bytes the limit is for: live ones of tensors, those that torch's caching"
-        " allocator has reserved, or the total with the context, which nvidia-smi shows. Default:"
+        help="Which bytes the limit counts: live bytes of tensors, bytes reserved by torch's "
+        "caching allocator, or the total with the context, which nvidia-smi shows. Default:"
         " reserved on CUDA devices, else live."
     ),
 ]
@@ -87,8 +87,9 @@ Autocast = Annotated[str, Parameter(help="Mixed precision of the forward: bf16, 
 Device = Annotated[
     str | None,
     Parameter(
-        help="A device that need not be here: h100, titan-v, …, or a device file (YAML); times are"
-        " then derived from its figures. Default: this machine, on which the step is measured."
+        help="A device that you need not have: h100, titan-v, …, or a device file (YAML); times "
+        "are then derived from its figures. Default: this machine, where the step is "
+        "measured."
     ),
 ]
 On = Annotated[
@@ -102,10 +103,10 @@ Again = Annotated[
     Flag,
     Parameter(
         show_default=False,
-        help="Measure and plan anew, and replace what the cache has of this step.",
+        help="Measure and plan anew, and replace the cached results of this step.",
     ),
 ]
-Json = Annotated[Flag, Parameter(show_default=False, help="Print JSON for machines.")]
+Json = Annotated[Flag, Parameter(show_default=False, help="Print JSON.")]
 Pack = Annotated[bool, Parameter(help="Whether plans may pack activations, without loss.")]
 UpdateInBackward = Annotated[
     Flag,
@@ -116,7 +117,7 @@ UpdateInBackward = Annotated[
 ]
 SwapDir = Annotated[
     Path | None,
-    Parameter(help="A directory on a disk for activations that pay to be swapped. Default: none."),
+    Parameter(help="A directory on a disk for swapped activations. Default: no swaps."),
 ]
 SwapSize = Annotated[
     str | None, Parameter(help="The largest swap file, like 4GiB. Default: what the plan needs.")

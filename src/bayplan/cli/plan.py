@@ -30,10 +30,10 @@ Examples:
 
 {RANKS_HELP}
 
-For a cluster, which need not be here: stages, cuts, replicas, places, micro-batches and schedule
+For a cluster, which you need not have: stages, cuts, replicas, places, micro-batches and schedule
 are planned together, from the figures of its devices and links; stale weights only with
---staleness. The plan says what binds it, what the alternatives would cost, and where its gain comes
-from. `bayplan cluster` lists the clusters that are known.
+--staleness. The plan says what limits it, what the alternatives would cost, and where its gain
+comes from. `bayplan cluster` lists the known clusters.
 
 Partitioners: auto (ours, the fastest split that fits), pipedream, pipedream-no-transfer,
 oneflow-count, oneflow-load, even-time, even-parameters, even-memory, straight (one device a stage),
@@ -75,7 +75,7 @@ def plan(
         Parameter(
             group="Many ranks",
             help="Devices to plan for: a cluster of the catalogue (titanv-8, …), or its file"
-            " (YAML). Without --placement, the fastest split that fits is looked for.",
+            " (YAML). Without --placement, bayplan searches for the fastest split that fits.",
         ),
     ] = None,
     partitioner: Annotated[str, Parameter(group="Many ranks")] = "auto",
@@ -89,8 +89,8 @@ def plan(
         output: The plan file; with --pareto, a folder of them.
         memory: The limit: 8GiB, or 40% of the plain peak.
         pareto: Plans for many limits, from the plain peak to the smallest.
-        strategy: Who plans; see below.
-        partitioner: With --cluster: who splits the model; see below.
+        strategy: The planning strategy; see below.
+        partitioner: With --cluster: how to split the model; see below.
     """
     pictures.check()
     if partitioner != "auto" and cluster is None:

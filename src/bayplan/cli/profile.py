@@ -39,7 +39,7 @@ def profile(
     Args:
         output: Also write the result to this file.
         repeats: Steps timed as a whole, and as many timed operator by operator.
-        clock: wall, or cpu: processor time of one thread, which ignores neighbours.
+        clock: wall, or cpu: processor time of one thread, which other processes do not disturb.
     """
     from bayplan.data.errors import UsageError
     from bayplan.data.profile import Clock, Origin

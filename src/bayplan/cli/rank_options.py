@@ -31,17 +31,17 @@ class RankOptions:
         placement: Devices of each stage, like 0:0-6.0:7; '' for data parallel. See below.
         ranks: How many devices '' means. Default: one for each core here.
         shares: How much each stage gets, like 11:7. Default: equal.
-        shares_by: Shares of what: time, ops or parameters.
+        shares_by: What the shares count: time, ops or parameters.
         cut_at: Instead of shares: modules that later stages begin with.
-        micro_batches: Parts of the batch that follow each other.
+        micro_batches: The number of parts that the batch is split into.
         schedule: The order of work: 1f1b, gpipe, interleaved, zero-bubble, one-by-one.
         route: Replicas split each micro-batch, or take turns: split, round-robin.
         depth: More than 1 lets more micro-batches be in flight, for uneven times.
         staleness: Overlap batches on weights this many updates old; results differ from one device.
         versions: The same by stage, as versions of its weights in use at once, like 2:1.
-        vertical_sync: A batch sees weights of one age in all stages.
+        vertical_sync: A batch uses weights of the same age in all stages.
         sync_batch_norm: BatchNorm uses the statistics of all replicas, for each micro-batch.
-        buckets: Gradients that travel together, by a file of `bayplan tune`. Default: planned.
+        buckets: Which gradients share a message: a file of `bayplan tune`. Default: planned.
     """
 
     placement: str | None = None
@@ -59,8 +59,8 @@ class RankOptions:
     static_order: Annotated[
         bool,
         Parameter(
-            help="Ranks keep the order that is planned; --no-static-order lets each do whatever is"
-            " ready, within what is planned to be in flight."
+            help="Ranks keep the planned order; with --no-static-order, each runs any action that "
+            "is ready, with no more micro-batches in flight than planned."
         ),
     ] = True
     sync_batch_norm: options.Flag = False
@@ -68,8 +68,8 @@ class RankOptions:
     memory_per_rank: Annotated[
         str | None,
         Parameter(
-            help="A limit for each rank, like 2GiB. What does not fit is recomputed or packed, or"
-            " swapped to --swap-dir."
+            help="A limit for each rank, like 2GiB. Values that do not fit are recomputed or "
+            "packed, or swapped to --swap-dir."
         ),
     ] = None
 

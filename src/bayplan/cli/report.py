@@ -42,10 +42,10 @@ def report(
 
     Args:
         record: A record, simulated or measured.
-        other: Another record, to show both and how far they differ.
+        other: Another record, to show both and their differences.
         against: The same, by name.
-        output: Write a page with pictures to this file (HTML).
-        trace: A file for the timeline, to be drawn by a browser.
+        output: Write a page with charts to this file (HTML).
+        trace: Write the timeline to this file, for a browser.
     """
     from dataclasses import replace
 

@@ -24,10 +24,10 @@ class ReportOptions:
     """Where the result is written beside what is printed.
 
     Attributes:
-        report: A page with pictures: one HTML file that opens offline.
-        svg: A folder for each picture as SVG.
-        csv: A folder for each table as CSV.
-        tensorboard: A folder for figures of each step, where TensorBoard is installed.
+        report: Write a page with charts: one HTML file that opens offline.
+        svg: Write every chart as SVG into this folder.
+        csv: Write every table as CSV into this folder.
+        tensorboard: Write the figures of each step into this folder, if TensorBoard is installed.
     """
 
     report: Path | None = None

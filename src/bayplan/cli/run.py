@@ -38,12 +38,12 @@ Examples:
   bayplan run my.plan.json --steps 1000 --checkpoint saved --every 50 --resume
 
 A target is planned and run at once: on one device within --memory, or with --placement by a process
-for each rank of this machine. Its number of classes is that of the data, unless it says another
-one. On several machines, use torchrun and `bayplan.bind` in a script of your own.
+for each rank of this machine. Its number of classes is that of the data, unless you set one. On
+several machines, use torchrun and `bayplan.bind` in a script of your own.
 
 {RANKS_HELP}
 
-A plan for a function of your own names code, and a file is not trusted to do that: say --target.
+A plan for your own function names code, and a file is not trusted to do that: give --target.
 
 Exit code 0 if the run kept to its plan, 4 if it broke it, 5 if the plan is for another step, 130
 after Ctrl-C, 143 after SIGTERM."""),
@@ -69,8 +69,8 @@ def run(
     epoch_samples: Annotated[
         options.WholeOrNone,
         Parameter(
-            help="On many ranks, samples of an epoch, whose time is then extrapolated from the"
-            " median step; ImageNet has 1281167."
+            help="On many ranks: the samples of an epoch (ImageNet has 1281167), to extrapolate "
+            "its time from the median step."
         ),
     ] = None,
     steps: options.WholeOrNone = None,
@@ -88,13 +88,13 @@ def run(
 
     Args:
         plan: A plan file by `bayplan plan`, or a target.
-        memory: Of a target on one device, the limit. Default: all that is free.
-        logs: Keep the log of each rank in this folder. Default: those of a failed run.
-        seed: Of the model, the batch, the order of the data and dropout.
+        memory: The limit of a target on one device. Default: all free memory.
+        logs: Keep the logs of all ranks in this folder. Default: keep only those of a failed run.
+        seed: Seed of the model, the batch, the order of the data and dropout.
         steps: Steps to train and measure. Default: 5, or those of the data.
-        target: What to train, where the plan names code of your own.
+        target: What to train, if the plan names your own code.
         output: Also write the measured record to this file.
-        histogram: Show sums of gradients by message size, of each rank.
+        histogram: Show the all-reduces of each rank by message size.
         dry_run: Check that the plan belongs to the step; run nothing.
     """
     from bayplan.data import files

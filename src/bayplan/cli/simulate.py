@@ -19,9 +19,9 @@ Examples:
   bayplan simulate resnet50.graph.json --device h100 -o resnet50.record.json
   bayplan simulate resnet50.graph.json --profile resnet50.profile.json
 
-A plan is replayed action by action on the devices and links of a cluster, which need not be here:
-its times are derived from their figures, and come with how far they may be off. `bayplan cluster`
-lists the clusters that are known.
+A plan is replayed action by action on the devices and links of a cluster, which you need not have.
+Its times are derived from their figures, and come with their uncertainty. `bayplan cluster` lists
+the known clusters.
 
 Exit code 0 if it fits, 3 if a device has too little memory, 5 if the cluster has too few devices or
 the plan is for another step."""),
@@ -46,7 +46,7 @@ def simulate(
     Args:
         file: A plan by `bayplan plan`, or a graph by `bayplan capture`.
         cluster: For a plan: a cluster of the catalogue (dgx-a100, …), or its file (YAML).
-        target: What a plan trains, where it names code of your own.
+        target: What a plan trains, if it names your own code.
         profile: For a graph: what its operators cost, by `bayplan profile`.
         device: For a graph without a profile: a device (h100, titan-v, …), or its file (YAML).
         output: Also write the result to this file.

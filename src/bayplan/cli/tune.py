@@ -14,8 +14,8 @@ __all__ = ["app", "tune"]
 
 # One line per paragraph: the terminal's width decides where to break it.
 _ABOUT = (
-    "Trains for real, until no setting can be faster by more than the noise, and says so. What was"
-    " found is kept, so that a second call ends soon; --fresh begins anew. In a script of your own"
+    "Trains for real, until no setting can be faster by more than the noise, and says so. The "
+    "result is kept, so a second call ends soon; --fresh starts anew. In a script of your own"
     " that torchrun starts, `bayplan.tune(model)` does the same while it trains."
 )
 _SETTINGS_HELP = "\n".join(
@@ -63,11 +63,11 @@ def tune(
         target: What to train.
         ranks: Processes of this machine that share the batch.
         optimizer: sgd, adam or adamw.
-        most_steps: Stop after so many steps at the latest. Default: by itself.
+        most_steps: Stop after this many steps at the latest. Default: stop by itself.
         log: A CSV file with a line for each trial, written at once.
         output: Write the buckets that were found to this file.
-        logs: Keep the log of each rank in this folder. Default: those of a failed run.
-        fresh: Forget what earlier calls have found.
+        logs: Keep the logs of all ranks in this folder. Default: keep only those of a failed run.
+        fresh: Ignore the results of earlier calls.
     """
     import tempfile
 

@@ -94,9 +94,9 @@ class Checkpoint(CheckedStruct, frozen=True, kw_only=True):
     """One training between two steps.
 
     Attributes:
-        step: how many steps are done; their batches were given, in full or in part (`in_flight`).
-        plan: a digest of what the plan decides, empty for one device; only under the same plan do
-            batches in flight go on.
+        step: how many steps are done; some of their batches may be in flight (`in_flight`).
+        plan: a digest of the plan's decisions, empty for one device; batches in flight continue
+            only under the same plan.
         num_ranks: processes that saved it.
         files: tensors under the names `model.…`, `optimizer.…` and so on, each once.
         aliases: other names of tied weights, with the names that they are saved under.

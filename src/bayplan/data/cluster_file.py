@@ -129,7 +129,7 @@ class NetworkEntry(_Entry, frozen=True, kw_only=True):
 
 
 class ClusterFile(_Entry, frozen=True, kw_only=True):
-    """All of a cluster, as short as it may be said.
+    """A whole cluster, in its short form.
 
     Attributes:
         name, title: short name, and the full one.

@@ -45,8 +45,8 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         size_bytes: bytes asked of the allocator, before its rounding.
         kind: what it holds.
-        born: the node that makes it; null if it is there before the step.
-        released: the node after which it is gone; null if it outlives the step.
+        born: the node that makes it; null if it exists before the step.
+        released: the node after which it is released; null if it outlives the step.
         name: of a parameter or buffer; `batch` for the batch; an optimizer state has its
             parameter's.
     """
@@ -86,7 +86,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         reads, writes: indices of values; an in-place operator writes a new value on a storage it
             reads.
         module: path of the module it runs for; in the update, the parameter's name.
-        source: your line behind it, `net.py:7`; a backward node carries its forward's.
+        source: the line of your code, `net.py:7`; a backward node has the line of its forward.
         arguments: other arguments written out: `%` is a tensor, `#` a float.
         flops: floating-point operations; 0 where only bytes are moved.
         is_random: whether it draws random numbers.
@@ -112,7 +112,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A whole step. `dict=True` only makes room for the cached properties.
+    """A whole step.
 
     Attributes:
         model: what the model is called.
@@ -120,9 +120,9 @@ class StepGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         values: tensors.
         storages: blocks of memory.
         num_recorded: operators of the forward that autograd records.
-        num_formulas: of gradients, that autograd has recorded when the forward ends; 0 where nobody
-            counted.
-        num_edges: from each formula to those that its gradients go to; 0 where nobody counted.
+        num_formulas: gradient formulas that autograd has recorded at the end of the forward; 0 if
+            not counted.
+        num_edges: edges between these formulas; 0 if not counted.
     """
 
     schema: str = "bayplan/graph"

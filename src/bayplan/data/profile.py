@@ -49,8 +49,8 @@ class Profile(CheckedStruct, frozen=True, kw_only=True):
         seconds: s, per node.
         spread_seconds: s, per node: median less fastest repeat; derived: 30 %.
         workspace_bytes: bytes, per node: scratch memory while it runs.
-        method: how that was measured: `malloc`, `cuda-allocator`, or `storages`, which misses it;
-            empty if nothing ran.
+        method: how workspace was measured: `malloc`, `cuda-allocator`, or `storages`, which misses
+            it; empty if nothing ran.
         overhead_seconds: s per step that belongs to no node.
         step_spread_seconds: s: uncertainty of the whole step.
     """

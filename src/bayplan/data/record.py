@@ -171,7 +171,7 @@ class AllReduce(CheckedStruct, frozen=True, kw_only=True):
 
     Attributes:
         start_seconds, seconds: of the step, and how long it was on its way.
-        exposed_seconds: of these, in which the device did nothing but wait for sums.
+        exposed_seconds: the part of `seconds` in which the device only waited for all-reduces.
     """
 
     bucket: int
@@ -182,10 +182,10 @@ class AllReduce(CheckedStruct, frozen=True, kw_only=True):
 
 
 class PlanPoint(CheckedStruct, frozen=True, kw_only=True):
-    """A plan of the same step, as what it needs and what it costs; predicted.
+    """Another plan of the same step: its predicted memory and time.
 
     Attributes:
-        name: of the strategy, or of who published it.
+        name: of the strategy, or of its publication.
         time_ratio: over the plain step.
         limit_bytes: that it was made for; None for a strategy that knows no limit.
         is_chosen: whether this is the plan of the record.
@@ -202,8 +202,8 @@ class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
     """What torch's caching allocator takes for a loop of steps on a CUDA device.
 
     Attributes:
-        allocated_bytes: most in blocks in use, as `max_memory_allocated` of torch tells.
-        reserved_bytes: most in segments, as `max_memory_reserved` of torch tells.
+        allocated_bytes: the most bytes in used blocks, `torch.cuda.max_memory_allocated`.
+        reserved_bytes: the most bytes in segments, `torch.cuda.max_memory_reserved`.
     """
 
     allocated_bytes: int
@@ -221,28 +221,29 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
     Attributes:
         device: as in a profile.
         stages: of the plan, those that this rank computes.
-        places: what the device is inside of, the outermost first: its host, then switches.
-        peak_bytes: bytes: most alive at once, as the allocator rounds them.
+        places: what contains the device, the outermost first: its host, then switches.
+        peak_bytes: bytes: the most live bytes at one time, as the allocator rounds them.
         needed_bytes: bytes: the same, not rounded.
-        total_bytes: bytes: so much is taken of the device: its context, and what its allocator
-            reserves; where that is not known, at least its context and `peak_bytes`.
+        total_bytes: bytes in use on the device: its context and what its allocator reserves; if
+            that is unknown, a lower bound: its context and `peak_bytes`.
         capacity_bytes: bytes: of the device.
-        allocator: what torch's caching allocator takes on a CUDA device, most at once.
-        peak_by_kind: bytes at the peak by storage kind, and `workspace`; on many ranks `message`,
-            too.
+        allocator: the most bytes of torch's caching allocator on a CUDA device.
+        peak_by_kind: bytes at the peak by storage kind, and `workspace`; on many ranks also
+            `message`.
         peak_node: index of the graph's node at the peak.
         peak_place: what runs at the peak, in words: operator, module and line; on many ranks the
             action first.
         step_peak_bytes: bytes: the peak of each recorded step.
         largest: the largest storages at the peak.
-        curve: live bytes over time. In a simulated one each entry is one node, from its start on.
+        curve: live bytes over time. In a simulated curve, each entry is one node, from its start.
         plain_curve: the same of the step with everything kept.
-        events: what the device did, in the last step, or in the one more that
-            `bayplan run --report` trains. On one device a name is phase and module, on many ranks
+        events: what the device did in the last step, or in the extra step of
+            `bayplan run --report`. On one device a name is phase and module, on many ranks
             an action.
-        messages: messages by size; on many ranks, sums of gradients without waits for other ranks.
+        messages: messages by size; on many ranks, all-reduces without waits for other ranks.
         all_reduces: those of the last step that the device took part in.
-        staleness: for each update, how many updates old the weights were that its gradients are of.
+        staleness: for each update, the age of the weights that its gradients were computed with,
+            in updates.
     """
 
     device: str
@@ -272,7 +273,7 @@ class DeviceRecord(CheckedStruct, frozen=True, kw_only=True):
 
 
 class Prediction(CheckedStruct, frozen=True, kw_only=True):
-    """What the plan of a run promised, to be shown next to what came.
+    """What the plan of a run predicted.
 
     Attributes:
         step_seconds: 0 if it was not predicted.
@@ -304,11 +305,11 @@ class InputRecord(CheckedStruct, frozen=True, kw_only=True):
         kind: `images`, `tar shards`, `tokens` or `synthetic`.
         source: the folder or file; empty for synthetic samples.
         num_workers: processes that read samples; 0 reads them between steps.
-        dropped_samples: of each epoch, which do not fill a batch.
+        dropped_samples: samples of each epoch that do not fill a batch.
         wait_seconds: for each measured step, how long it waited for its samples.
         made_samples, making_seconds: that workers have made for training, and what they took, all
             workers together.
-        skipped: samples that cannot be read, whose places others took; the first of them by name.
+        skipped: the first samples that could not be read, by name; other samples took their places.
         position: of the sample that comes next.
     """
 
@@ -354,7 +355,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything known about some steps.
+    """What some steps did, or would do.
 
     Attributes:
         source: whether the steps were replayed or really ran.
@@ -368,17 +369,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         not_counted: in words, what the peak leaves out.
         versions: as in a profile.
         num_samples: of one step; null if unknown.
-        epoch_samples: of an epoch; its time is extrapolated from the median step, and from what
-            steps wait for their samples.
-        losses: one for each step; on many ranks and on data also of the first step, which warms up.
-            Those that are not finite are left out.
-        predicted: what the plan of the run promised.
+        epoch_samples: of an epoch; its time is extrapolated from the median step and its wait for
+            samples.
+        losses: one for each step; on many ranks and on data, also of the first step, which is a
+            warm-up. Losses that are not finite are left out.
+        predicted: what the plan of the run predicted.
         limit_bytes: bytes: of the plan, for each device.
         plain_seconds, data_parallel_seconds: s: of the step without a plan, and of pure data
             parallel on the same devices; predicted.
         tradeoff: other plans of the same step.
         command: that made the record, as it was typed.
-        input: the samples it was trained on; null where every step had the same batch.
+        input: the samples of the training; null if every step had the same batch.
         evaluations: one for each epoch that was evaluated.
     """
 

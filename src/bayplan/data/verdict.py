@@ -32,13 +32,13 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class InPieces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of a forward that is not one graph, which `bayplan.fit` plans as its pieces.
+    """A forward that is not one graph, as `bayplan.fit` plans it: in pieces.
 
     Attributes:
         breaks: the lines that torch cannot trace, with its reason.
         num_pieces: that run in a step.
         planned: within the limit; None if there is no such plan.
-        smallest_bytes: the smallest limit that a plan was found for, where it is not this one.
+        smallest_bytes: the smallest limit with a plan, if this limit has none.
     """
 
     breaks: tuple[str, ...]
@@ -52,19 +52,19 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         model, device: as in a profile.
-        batch: samples; null where the target keeps it to itself.
+        batch: samples; null if the target does not take a batch size.
         batch_shapes: its tensors, as `int64[1, 4096]`.
         parameter_dtypes: types that parameters have, the one with the most bytes first.
         optimizer: `sgd`, `adam`, `adamw` or `none`.
         fits: whether it fits, plainly or with the plan in `planned`.
         plain_fits: whether it fits without a plan.
-        limit_bytes: bytes that there are.
+        limit_bytes: bytes: the limit.
         limit_counts: which bytes `limit_bytes` is for: `live` (`plain_peak_bytes`), `reserved`
             (those of `allocator`) or `total`.
-        context_bytes: bytes of the device's context, where `total` ones are asked for.
+        context_bytes: bytes of the device's context, if the limit counts the `total`.
         plain_peak_bytes: bytes: the peak of the step without a plan.
-        plain_step_seconds, plain_step_spread_seconds: s: time of a step without a plan, and how far
-            it may be off.
+        plain_step_seconds, plain_step_spread_seconds: s: time of a step without a plan, and its
+            uncertainty.
         time_origin: `measured`, `scaled` or `derived`.
         num_parameters: scalars, tied ones once.
         peak_by_kind: bytes at the plain peak by kind, and `workspace`.
@@ -73,17 +73,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         not_counted: in words, what the peak leaves out.
         would_fit: changes that would make it fit, the smallest first; each alone is enough.
         planned: a plan with which it fits, where it does not without.
-        in_pieces: of a forward that is not one graph, where a plan was looked for; `planned` is
+        in_pieces: of a forward that is not one graph, if bayplan searched for a plan; `planned` is
             then its plan.
-        price_spread: how far measured times may be off, as a share of them; above 0.1 the machine
-            was busy.
+        price_spread: uncertainty of measured times, as a share; above 0.1 the machine was busy.
         allocator: of plain steps on a CUDA device, as in a record.
-        total_bytes: bytes that `nvidia-smi` shows of plain steps: what is reserved, and the
-            device's context; null where the context is not known.
-        runs_out: why the allocator cannot serve plain steps within `limit_bytes`, where it cannot
-            though `plain_peak_bytes` is within them.
-        operators_note: what to know of the operators captured for a device elsewhere, as that CPU
-            operators stand in.
+        total_bytes: bytes that `nvidia-smi` shows for plain steps: reserved bytes and the device's
+            context; null if the context is not known.
+        runs_out: why the allocator cannot serve plain steps within `limit_bytes`, although
+            `plain_peak_bytes` is within it.
+        operators_note: a note on the operators captured for another device, such as CPU operators
+            used instead.
     """
 
     schema: str = "bayplan/verdict"

@@ -250,7 +250,7 @@ def test_the_doctor_says_what_was_never_run_on_a_real_one(tmp_path):
     assert told.code == 0
     assert f"bay:1        {NAME}" in told.out
     assert "bay:0 memory counted by its allocator; saw 8.0 MiB of a block of 8.0 MiB" in told.out
-    assert "nobody has run bayplan on a real accelerator yet" in told.out
+    assert "bayplan has not been run on a real accelerator yet" in told.out
     assert "make test-gpu" in told.out
     alone = command("doctor", "--on", "cpu")
     assert "bay:" not in alone.out

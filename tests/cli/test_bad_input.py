@@ -100,7 +100,7 @@ def tensor_for_pair(batch_size=2):
         ("number", (), ["must return (model, batch, loss)", "it returns int"]),
         ("pair", (), ["must return (model, batch, loss)", "tuple of 2 items"]),
         ("swapped", (), ["must return (model, batch, loss)", "a module first"]),
-        ("word_for_loss", (), ["returns a loss that is no function but str"]),
+        ("word_for_loss", (), ["returns a loss that is not a function but str"]),
         ("no_batch", ("--batch", 2), ["takes no batch size", "--batch 2", "batch_size"]),
         ("two_needed", (), ["needs width", "give those a default"]),
         ("no_scalar", (), ["loss of one number", "(2,)"]),

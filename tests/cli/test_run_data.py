@@ -120,7 +120,7 @@ def test_target_without_data_runs_on_its_own_batch(picture_project, run_alone):
         (("train:pictures", "--data", "pictures", "--optimizer", "none"), ("needs an optimizer",)),
         (("train:pictures", "--target", "train:pictures"), ("--target", "says it twice")),
         (("train:pictures,depth=3",), ("no parameter 'depth'",)),
-        (("train:pictures,batch_size=3",), ("say it with --batch",)),
+        (("train:pictures,batch_size=3",), ("use --batch",)),
         (("resnet18,image_side=64",), ("resnet18 has no 'image_side'", "'image_size'")),
         (("resnet18,64",), ("name=number", "resnet18,image_size=64,num_classes=10")),
         (("alexnet-oneflow,image_size=64",), ("6400 features",)),

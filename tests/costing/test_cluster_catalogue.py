@@ -106,7 +106,7 @@ def test_capitals_do_not_matter():
     [
         ("titanv8", r"no cluster 'titanv8' in the catalogue: did you mean 'titanv-8'"),
         ("zzz", r"known: dgx-1-v100, .*, this-machine, .*path of a YAML file"),
-        ("0xdgx-a100", "0xdgx-a100 is no cluster at all; write 1xdgx-a100 or more"),
+        ("0xdgx-a100", "0xdgx-a100 has no hosts; write 1xdgx-a100 or more"),
         ("3xnowhere", "no cluster 'nowhere' in the catalogue"),
         ("99999xdgx-a100", "must be from 1 to 65536|at most 65536"),
     ],

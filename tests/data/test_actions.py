@@ -45,13 +45,13 @@ def test_what_reads_as_an_action_prints_the_same(text):
     ["", "F0", "2F", "2f0", "2Z0", "-1F0", "2F0 ", "2F0\n", "2 F 0", "²F0", "٢F0", "02F0", "2F00"],
 )
 def test_what_is_no_action_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="is no action; write stage, kind, index, like 2F0"):
+    with pytest.raises(ValueError, match="is not an action; write stage, kind, index, like 2F0"):
         Action.parse(text)
 
 
 @pytest.mark.parametrize("text", ["2SEND0", "2RECV_0", "2SEND_I0", "2S0", "2A0", "2RED0", "2OU0"])
 def test_a_kind_is_written_whole(text):
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         Action.parse(text)
 
 

@@ -133,7 +133,7 @@ def test_a_file_without_header_is_refused(content, message):
         (
             "actions.1.2",
             "1Z0",
-            "given: actions[1][2]: '1Z0' is no action; write stage, kind, index, like 2F0",
+            "given: actions[1][2]: '1Z0' is not an action; write stage, kind, index, like 2F0",
         ),
         ("buckets.0.parameters", None, "given: Expected `array`, got `null` - at"),
     ],

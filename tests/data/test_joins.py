@@ -26,7 +26,7 @@ def test_ranges_are_short():
     ("text", "message"),
     [
         ("0|", "of which '' is no device"),
-        ("0|x", "of which 'x' is no device; write sides of devices like '0|1'"),
+        ("0|x", "of which 'x' is not a device; write sides of devices like '0|1'"),
         ("0|1|-2", "'-2' is no device"),
         ("3-1|0", "the range 3-1 goes down"),
         ("0|4", "there is no device 4: they are 0 to 3"),

@@ -98,7 +98,10 @@ def test_an_order_of_a_stage_that_is_not_there_is_refused(plan):
             {"stages": (Stage(first=0, last=1, devices=(0, 5), shares=(1, 1)),)},
             r"stages\[0\]\.devices\[1\] is 5, but only 2 devices have actions",
         ),
-        ({"actions": (("0F0", "F1"), ())}, r"actions\[0\]\[1\]: 'F1' is no action; write stage"),
+        (
+            {"actions": (("0F0", "F1"), ())},
+            r"actions\[0\]\[1\]: 'F1' is not an action; write stage",
+        ),
         ({"actions": ((), ("2F0",))}, r"actions\[1\]\[0\] is '2F0', but there are only 2 stages"),
         (
             {"actions": (("0F2",), ())},

@@ -47,7 +47,9 @@ def test_nonsense_is_refused_with_an_example(text):
 
 @pytest.mark.parametrize("text", ["0", "0GiB", "0.0001kB", 0])
 def test_nothing_is_refused(text):
-    with pytest.raises(UsageError, match=r"is no memory at all; write at least 1 byte, like 8GiB"):
+    with pytest.raises(
+        UsageError, match=r"is not a usable limit; write at least 1 byte, like 8GiB"
+    ):
         parse_bytes(text)
 
 

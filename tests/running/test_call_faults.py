@@ -164,7 +164,7 @@ def test_wrong_inputs_leave_no_traceback_of_torchs_in_the_log(model, caplog):
         ({"optimizer": torch.optim.LBFGS}, "LBFGS runs the step several times"),
         ({"autocast": "bf"}, "no autocast 'bf'"),
         ({"autocast": torch.float32}, "autocast torch.float32"),
-        ({"memory": 0.7}, "0.7 is no limit; .* like '70%'"),
+        ({"memory": 0.7}, "0.7 is not a limit; .* like '70%'"),
     ],
 )
 def test_wrong_arguments_are_named_and_not_blamed_on_the_model(options, words):

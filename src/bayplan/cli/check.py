@@ -78,7 +78,7 @@ def check(
     limit = None if memory is None else Limit.parse(memory)
     limit_bytes = limit.size_bytes if limit is not None and max_batch else None
     if max_batch and limit_bytes is None:
-        raise UsageError("--max-batch needs the limit in bytes; say it with --memory, like 8GiB")
+        raise UsageError("--max-batch needs the limit in bytes; give it with --memory, like 8GiB")
     if max_batch and pictures.is_wanted:
         raise UsageError("--max-batch prints a table and has no pictures; leave one of them out")
     pictures.check()

@@ -191,8 +191,8 @@ def _placed_on_cluster(many: RankOptions, cluster: str, partitioner: str) -> dic
     if many.placement is None:
         if many != RankOptions(staleness=many.staleness, micro_batches=many.micro_batches):
             raise UsageError(
-                "without --placement the split is looked for, and only --staleness and"
-                " --micro-batches can be said beside --cluster; say where ranks are, with"
+                "without --placement bayplan searches for the split, and only --staleness and"
+                " --micro-batches go with --cluster; say where the ranks are, with"
                 " --placement"
             )
     elif partitioner != "auto":

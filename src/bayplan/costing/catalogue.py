@@ -85,7 +85,7 @@ def read_cluster_file(name_or_path: str | Path) -> ClusterFile:
     if (several := _SEVERAL.fullmatch(text)) and not Path(text).is_file():
         number = int(several[1])
         if number < 1:
-            raise UsageError(f"{text} is no cluster at all; write 1x{several[2]} or more")
+            raise UsageError(f"{text} has no hosts; write 1x{several[2]} or more")
         try:
             return read_cluster_file(several[2]).times(number)
         except FileFault:

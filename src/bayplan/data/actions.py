@@ -54,7 +54,7 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parse(cls, text: str) -> "Action":
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no action; write stage, kind, index, like 2F0")
+            raise ValueError(f"{text!r} is not an action; write stage, kind, index, like 2F0")
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
     def __str__(self) -> str:

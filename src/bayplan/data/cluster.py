@@ -186,7 +186,8 @@ def _devices(side: str, text: str, num_devices: int) -> Iterator[int]:
         match = _RUN.fullmatch(run)
         if match is None:
             raise ValueError(
-                f"is {text!r}, of which {run.strip()!r} is no device; write sides of devices like"
+                f"is {text!r}, of which {run.strip()!r} is not a device; write sides of devices "
+                "like"
                 " '0|1' or '0-3|4-7'"
             )
         first = int(match[1])

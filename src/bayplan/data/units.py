@@ -47,7 +47,7 @@ def parse_bytes(text: str | int) -> int:
         raise UsageError(f"cannot read {shown} as bytes; write a number and a unit, like 8GiB")
     size_bytes = round(Fraction(match[1]) * _FACTORS[match[2].lower()])
     if size_bytes <= 0:
-        raise UsageError(f"{text!r} is no memory at all; write at least 1 byte, like 8GiB")
+        raise UsageError(f"{text!r} is not a usable limit; write at least 1 byte, like 8GiB")
     return size_bytes
 
 
@@ -121,7 +121,8 @@ class Limit:
             return text
         if not isinstance(text, str | int) or isinstance(text, bool):
             raise UsageError(
-                f"{text!r} is no limit; write bytes as a whole number or like '8GiB', and a share"
+                f"{text!r} is not a limit; write bytes as a whole number or like '8GiB', and a "
+                "share"
                 " of the plain peak like '70%'"
             )
         match = _SHARE.fullmatch(str(text))

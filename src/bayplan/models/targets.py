@@ -152,7 +152,7 @@ def _own_target(text: str, name: str, given: dict[str, int]) -> Target:
     words = (*module_name.split("."), function_name)
     if not all(word.isidentifier() for word in words) or module_name.endswith(".py"):
         raise UsageError(
-            f"{name!r} is no target; write module:function, as Python imports it: the function"
+            f"{name!r} is not a target; write module:function, as Python imports it: the function"
             " build in my_project/train.py is my_project.train:build"
         )
     function = _find_function(_import_users(module_name), function_name, text)
@@ -160,7 +160,7 @@ def _own_target(text: str, name: str, given: dict[str, int]) -> Target:
         raise UsageError(f"{name!r} has no parameter {unknown[0]!r}, which {text!r} sets")
     parameter = _batch_parameter(function, text, given)
     if parameter is not None and parameter.name in given:
-        raise UsageError(f"{text!r} sets the batch size; say it with --batch")
+        raise UsageError(f"{text!r} sets the batch size; use --batch")
     default_batch = None
     if parameter is not None and parameter.default is parameter.empty:
         default_batch = 1  # the function must be told
@@ -342,7 +342,7 @@ def _checked(built: Any, text: str) -> tuple[nn.Module, Any, Any]:
         )
     if built[2] is not None and not callable(built[2]):
         raise UsageError(
-            f"{text!r} returns a loss that is no function but {type(built[2]).__name__};"
+            f"{text!r} returns a loss that is not a function but {type(built[2]).__name__};"
             " return a function of output and targets, or None if the output holds its loss"
         )
     return built

@@ -378,7 +378,7 @@ class PreparedStep:
         here = device_named(profile.device)
         if here is None:
             raise UsageError(
-                f"no {profile.device} is here to ask for its memory; say it with --memory"
+                f"no {profile.device} is here to ask for its memory; give it with --memory"
             )
         return here.free_bytes
 

@@ -42,7 +42,7 @@ def examine(on: str | None = None) -> list[Finding]:
         findings.append(
             Finding(
                 "not tested",
-                f"nobody has run bayplan on a real accelerator yet: {_NEVER_ON_A_REAL_ONE}",
+                f"bayplan has not been run on a real accelerator yet: {_NEVER_ON_A_REAL_ONE}",
                 change="run `make test-gpu` first, see docs/first-gpu-run.md",
             )
         )

@@ -84,7 +84,7 @@ def test_link_in_a_shard_is_refused(tmp_path):
         link = tarfile.TarInfo("1.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         shard.addfile(link)
-    with pytest.raises(FileFault, match=r"1.jpg in .* is no file but a link or a device"):
+    with pytest.raises(FileFault, match=r"1.jpg in .* is not a file but a link or a device"):
         open_data(str(tmp_path))
 
 
@@ -207,7 +207,7 @@ def test_token_file_that_is_none_is_refused(tmp_path, content, words):
 
 def test_array_of_objects_is_not_loaded(tmp_path):
     numpy.save(tmp_path / "train.npy", numpy.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(FileFault, match="is no array of numpy"):
+    with pytest.raises(FileFault, match="is not a NumPy array"):
         first_batches(tmp_path, TEXT)
 
 

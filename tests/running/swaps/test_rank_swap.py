@@ -78,7 +78,7 @@ def test_room_is_looked_for_before_ranks_are_started(tmp_path):
         check_swap_room((4096, 8192), None)
     with pytest.raises(UsageError, match=r"8.0 KiB on rank 1, --swap-size allows 4.0 KiB"):
         check_swap_room((4096, 8192), tmp_path, max_bytes=4096)
-    with pytest.raises(UsageError, match="nowhere is no directory that can be written"):
+    with pytest.raises(UsageError, match="nowhere is not a directory that can be written"):
         check_swap_room((4096, 8192), tmp_path / "nowhere")
     with pytest.raises(
         UsageError, match=r"512.0 TiB on rank 0 and 1024.0 TiB on all 2, but .* free"

@@ -148,7 +148,7 @@ def open_plain(path: Path) -> Iterator[int]:
         raise FileFault(f"cannot read {path}: {fault.strerror}") from fault
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise FileFault(f"{path} is no regular file")
+            raise FileFault(f"{path} is not a regular file")
         yield descriptor
     except OSError as fault:
         raise FileFault(f"cannot read {path}: {fault.strerror}") from fault

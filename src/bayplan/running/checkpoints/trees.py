@@ -123,4 +123,4 @@ def decoded(tree: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) ->
         raise FileFault(
             f"a checkpoint's state has {str(tree)[:80]}, which is none: {fault}"
         ) from None
-    raise FileFault(f"a checkpoint's state has {str(tree)[:80]}, which is no form of it")
+    raise FileFault(f"a checkpoint's state has {str(tree)[:80]}, which is not a form of it")

@@ -174,7 +174,7 @@ def open_data(text: str) -> Data:
 
 def _tokens(path: Path, training: Path) -> Data:
     if training.suffix not in (".bin", ".npy"):
-        raise FileFault(f"{training} is no data; {_EXPECTED}")
+        raise FileFault(f"{training} is not a data set; {_EXPECTED}")
     evaluation = [training.with_name(f"{word}{training.suffix}") for word in _EVALUATION]
     found = [each for each in evaluation if each.is_file() and each != training]
     return Data("tokens", path, training=training, evaluation=found[0] if found else None)

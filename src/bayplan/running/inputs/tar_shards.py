@@ -101,7 +101,7 @@ def _rows(path: Path, file_bytes: int) -> Iterator[tuple[int, int, int]]:
                 if member.isdir():
                     continue
                 if not member.isfile() or member.issparse():
-                    raise FileFault(f"{member.name} in {path} is no file but a link or a device")
+                    raise FileFault(f"{member.name} in {path} is not a file but a link or a device")
                 if member.offset_data + member.size > file_bytes:
                     raise FileFault(
                         f"{member.name} in {path} has {member.size} bytes, and the file ends before"
@@ -120,7 +120,8 @@ def _rows(path: Path, file_bytes: int) -> Iterator[tuple[int, int, int]]:
                 yield _row(path, key, image, label)
     except tarfile.TarError as fault:
         raise FileFault(
-            f"{path} is no tar file that can be read at any place: {fault}; a compressed one has to"
+            f"{path} is not a tar file that can be read at any position: {fault}; a compressed one"
+            " has to"
             " be decompressed first"
         ) from None
     except OSError as fault:

@@ -63,7 +63,7 @@ def _mapped(path: Path, vocabulary: int) -> numpy.ndarray:
         try:
             tokens = numpy.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as fault:
-            raise FileFault(f"{path} is no array of numpy: {fault}") from None
+            raise FileFault(f"{path} is not a NumPy array: {fault}") from None
         if tokens.ndim != 1 or tokens.dtype.name not in _DTYPES:
             raise FileFault(
                 f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are one row of"

@@ -303,7 +303,7 @@ def check_swap_room(
     swaps = f"the plan swaps {format_bytes(needed[most])} on rank {most}"
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(
-            f"{swaps}, but {directory} is no directory that can be written; name another with"
+            f"{swaps}, but {directory} is not a directory that can be written; name another with"
             " --swap-dir"
         )
     free_bytes = shutil.disk_usage(directory).free

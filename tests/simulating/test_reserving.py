@@ -67,6 +67,25 @@ def test_a_thread_that_multiplies_keeps_a_workspace():
     assert (forward * MIB, both * MIB) == (8_519_680, 2 * 8_519_680)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "size_bytes"),
+    [
+        ("sm_75", 8_519_680),
+        ("sm_89", 8_519_680),
+        ("sm_90", 32 << 20),
+        ("sm_100", 32 << 20),
+        ("sm_120", 32 << 20),
+        ("gfx90a", 32 << 20),
+        ("gfx942", 128 << 20),
+    ],
+)
+def test_a_workspace_is_as_large_as_torch_makes_it_on_that_gpu(architecture, size_bytes):
+    """Every GPU had that of the A100: on a Hopper `check` reserved 48 MiB too few."""
+    graph = step_of("ffbbu", op="aten.addmm.default")
+    allocated, _ = reserved(graph, architecture=architecture)
+    assert allocated * MIB == 2 * size_bytes
+
+
 def test_empty_storages_take_nothing():
     graph = step_of("f", (0, StorageKind.TEMPORARY, 0, 0), (0, StorageKind.PARAMETER, None, None))
     assert reserved(graph) == (0, 0)
@@ -90,7 +109,7 @@ def test_settings_are_those_of_the_allocator():
 UPDATE = step_of("fbu", (12, StorageKind.OPTIMIZER_STATE, None, None))
 
 
-def planned(*ops, sizes=(30, 40, 30), outputs=(2,), **fields):
+def planned(*ops, sizes=(30, 40, 30), outputs=(2,), architecture="", **fields):
     program = Program(
         buffers=tuple(size * MIB for size in sizes),
         ops=tuple(Op(seconds=0.0, **op) for op in ops),
@@ -100,7 +119,7 @@ def planned(*ops, sizes=(30, 40, 30), outputs=(2,), **fields):
         resident_bytes=12 * MIB,
         **fields,
     )
-    peaks = reserve_program(program, UPDATE)
+    peaks = reserve_program(program, UPDATE, architecture=architecture)
     return peaks.allocated_bytes / MIB, peaks.reserved_bytes / MIB
 
 
@@ -153,3 +172,8 @@ def test_memory_that_is_taken_over_is_not_taken_again():
 def test_products_of_a_planned_step_have_their_workspace():
     product = {**FORWARD, "name": "mm_3"}
     assert planned(product, BACKWARD)[1] == 100 + 20
+
+
+def test_a_planned_step_has_the_workspace_of_its_gpu():
+    product = {**FORWARD, "name": "mm_3"}
+    assert planned(product, BACKWARD, architecture="sm_90")[1] == 100 + 32

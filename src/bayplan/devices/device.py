@@ -107,6 +107,11 @@ class Device(Protocol):
         """What profiles and records of it are kept under."""
 
     @property
+    def architecture(self) -> str:
+        """Of a GPU that is here, as compilers name it: `sm_90`, `gfx942`; else empty."""
+        return ""
+
+    @property
     def has_pinned_copies(self) -> bool: ...
 
     @property
@@ -454,6 +459,15 @@ class Cuda(Accelerator):
         if torch.version.cuda is None and torch.version.hip is None:
             return f"torch {torch.__version__} is built without CUDA; install a wheel that has it"
         return "torch finds no GPU; look at `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+
+    @property
+    def architecture(self) -> str:
+        if not torch.cuda.is_available():  # asked for its figures alone
+            return ""
+        own = torch.cuda.get_device_properties(self.where)
+        if torch.version.hip is not None:
+            return own.gcnArchName.partition(":")[0]
+        return f"sm_{own.major}{own.minor}"
 
     @property
     def has_bf16(self) -> bool:

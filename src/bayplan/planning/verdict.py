@@ -79,7 +79,7 @@ def check(
     costs = step.profile if profile is None else profile
     record = step.simulated(costs)
     limit_bytes = memory_bytes or step.device_memory_bytes(costs) + counting.beside_bytes
-    runs_out = _runs_out(record, step.graph, costs, limit_bytes - counting.beside_bytes)
+    runs_out = _runs_out(record, step.graph, costs, limit_bytes, counting)
     counted_bytes = counted(record, counting)
     # With all of the device, the allocator gives back what it keeps before it fails.
     is_capped = memory_bytes is None and counting.counts is not LimitCounts.LIVE
@@ -134,13 +134,21 @@ def counted(record: RunRecord, counting: Counting) -> int:
     return counting.of(record.peak_bytes, reserved_bytes)
 
 
-def _runs_out(record: RunRecord, graph: StepGraph, costs: Profile, limit_bytes: int) -> str:
+def _runs_out(
+    record: RunRecord, graph: StepGraph, costs: Profile, limit_bytes: int, counting: Counting
+) -> str:
     """Why the allocator cannot serve a step within a limit that its peak is within; or nothing."""
     allocator = record.devices[0].allocator
+    limit_bytes -= counting.beside_bytes
     is_near = allocator is not None and record.peak_bytes <= limit_bytes < allocator.reserved_bytes
     if is_near:
         try:
-            reserve_step(graph, costs.workspace_bytes, capacity_bytes=limit_bytes)
+            reserve_step(
+                graph,
+                costs.workspace_bytes,
+                architecture=counting.architecture,
+                capacity_bytes=limit_bytes,
+            )
         except DoesNotFit as fault:
             return str(fault)
     return ""

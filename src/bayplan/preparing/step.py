@@ -335,6 +335,12 @@ class PreparedStep:
             return self.device.allocation_granularity_bytes
         return device_of(self.model_device).granularity_bytes
 
+    @property
+    def _own_architecture(self) -> str:
+        """Of the GPU that the step would run on."""
+        asked = device_of(self.model_device) if self.device is None else self.device
+        return asked.architecture
+
     def counting(self, counts: str | None) -> Counting:
         """Which bytes a limit is for: live, reserved or total; by default what would run out."""
         if self.device is None:
@@ -344,19 +350,22 @@ class PreparedStep:
             can_reserve = self.granularity_bytes == GPU.granularity_bytes
             context_bytes = int(self.device.context_bytes.value)
         if counts is None:
-            return Counting(LimitCounts.RESERVED if can_reserve else LimitCounts.LIVE)
+            usual = LimitCounts.RESERVED if can_reserve else LimitCounts.LIVE
+            return Counting(usual, architecture=self._own_architecture)
         asked = LimitCounts.parse(counts)
         if asked is not LimitCounts.LIVE and not can_reserve:
             raise UsageError(
                 f"--limit-counts {asked}: what the allocator of {self.device_name} reserves is not"
                 " predicted; a limit counts live bytes there"
             )
-        return Counting(asked, context_bytes)
+        return Counting(asked, context_bytes, self._own_architecture)
 
     @cached_property
     def plain_reserved_bytes(self) -> int:
         """What torch's caching allocator takes for plain steps, scratch memory left out."""
-        return reserve_step(self.graph, [0] * len(self.graph.nodes)).reserved_bytes
+        no_workspace = [0] * len(self.graph.nodes)
+        architecture = self._own_architecture
+        return reserve_step(self.graph, no_workspace, architecture=architecture).reserved_bytes
 
     @cached_property
     def graph(self) -> StepGraph:
@@ -586,5 +595,6 @@ def replay(graph: StepGraph, profile: Profile, kind: DeviceKind | None) -> RunRe
         record_bytes=device.object_bytes.record,
         not_counted=missed + device.not_counted,
         reserves=granularity_bytes == GPU.granularity_bytes,
+        architecture=(kind or device).architecture,
         context_bytes=None if kind is None else int(kind.context_bytes.value),
     )

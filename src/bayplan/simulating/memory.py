@@ -24,6 +24,7 @@ def simulate_step(
     record_bytes: RecordBytes | None = None,
     not_counted: tuple[str, ...] = (),
     reserves: bool = False,
+    architecture: str = "",
     context_bytes: int | None = None,
 ) -> RunRecord:
     """Replay a step with the costs of its profile.
@@ -32,6 +33,7 @@ def simulate_step(
         granularity_bytes, record_bytes: as for `replay_memory`.
         not_counted: in words, what the peak leaves out.
         reserves: the device has torch's caching allocator.
+        architecture: of a GPU; empty if it is not known.
         context_bytes: what is taken of the device before the first tensor; None if unknown.
     """
     profile.check_belongs_to(graph)
@@ -41,8 +43,9 @@ def simulate_step(
         granularity_bytes=granularity_bytes,
         record_bytes=record_bytes,
     )
-    allocator = reserve_step(graph, profile.workspace_bytes) if reserves else None
-    total_bytes = None
+    allocator = total_bytes = None
+    if reserves:
+        allocator = reserve_step(graph, profile.workspace_bytes, architecture=architecture)
     if allocator is not None and context_bytes is not None:
         total_bytes = allocator.reserved_bytes + context_bytes
     starts = tuple(accumulate(profile.seconds, initial=0.0))[:-1]

@@ -11,6 +11,7 @@ ends up with:
 Steps are repeated until one takes no new segment.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,20 +23,38 @@ from bayplan.simulating.allocator import Block, CachingAllocator
 from bayplan.simulating.allocator_settings import AllocatorSettings
 from bayplan.simulating.schedule import plain_schedule, replay_schedule
 
-__all__ = ["reserve_program", "reserve_step"]
+__all__ = ["blas_workspace_bytes", "reserve_program", "reserve_step"]
 
 _MAX_STEPS = 8
-# torch keeps a workspace for cuBLAS for each thread that multiplies, from its first product on: 2 x
-# 4 MiB + 8 x 16 KiB (ATen/cuda/CublasHandlePool.cpp; so in traces of A10, RTX 5090, PRO 6000 and
-# B200). Hopper has 32 MiB, which is not told apart here. Backward runs in a thread of its own.
-_BLAS_WORKSPACE_BYTES = 8_519_680
+# torch keeps a workspace for cuBLAS for each thread that multiplies, from its first product on, and
+# cuBLASLt's products use it, too; backward runs in a thread of its own. Its size is that of
+# parseChosenWorkspaceSize in torch 2.13's aten/src/ATen/cuda/CublasHandlePool.cpp: 2 x 4 MiB + 8 x
+# 16 KiB, or 32 MiB by compute capability; Blackwell, 10 and 12, since pytorch/pytorch#175344, where
+# traces of older versions show 8 MiB. AMD's GPUs have 32 MiB, and 128 those that are named here.
+_BLAS_WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8_519_680, 32 << 20
+_LARGE_ON = re.compile(r"sm_(9|10|12)[0-9]|gfx")
+_LARGEST_ON, _LARGEST_WORKSPACE_BYTES = re.compile("gfx9[45]"), 128 << 20
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm"))
+
+
+def blas_workspace_bytes(architecture: str) -> int:
+    """What torch keeps for the products of a thread, on a GPU of an architecture.
+
+    Example:
+        >>> [blas_workspace_bytes(name) >> 20 for name in ("sm_80", "sm_90", "sm_120", "gfx942")]
+        [8, 32, 32, 128]
+    """
+    if _LARGEST_ON.match(architecture):
+        return _LARGEST_WORKSPACE_BYTES
+    is_large = _LARGE_ON.match(architecture) is not None
+    return _LARGE_WORKSPACE_BYTES if is_large else _BLAS_WORKSPACE_BYTES
 
 
 def reserve_step(
     graph: StepGraph,
     workspace_bytes: Sequence[int],
     *,
+    architecture: str = "",
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
 ) -> AllocatorPeaks:
@@ -43,6 +62,7 @@ def reserve_step(
 
     Args:
         workspace_bytes: the scratch memory of each node.
+        architecture: of the GPU; empty if it is not known.
         settings: of the allocator; torch's own by default.
         capacity_bytes: what the driver has; None for enough.
 
@@ -58,19 +78,24 @@ def reserve_step(
     there.sort(key=lambda index: storages[index].kind is StorageKind.INPUT)
     return _repeated(
         [storages[index].size_bytes for index in there],
-        list(_graph_events(graph, workspace_bytes)),
+        list(_graph_events(graph, workspace_bytes, blas_workspace_bytes(architecture))),
         CachingAllocator(settings, capacity_bytes=capacity_bytes),
     )
 
 
 def reserve_program(
-    program: Program, graph: StepGraph, *, settings: AllocatorSettings | None = None
+    program: Program,
+    graph: StepGraph,
+    *,
+    architecture: str = "",
+    settings: AllocatorSettings | None = None,
 ) -> AllocatorPeaks:
     """Repeat a planned step until the allocator needs no more.
 
     Args:
         program: whose plain order is the plan, with repeats and swaps unrolled.
         graph: of the same step as captured, whose update is that of the plan, too.
+        architecture: of the GPU; empty if it is not known.
         settings: of the allocator; torch's own by default.
     """
     states_bytes = sum(
@@ -81,7 +106,7 @@ def reserve_program(
     targets_bytes = max(0, program.resident_bytes - states_bytes)
     return _repeated(
         [*(program.buffers[buffer] for buffer in sorted(program.inputs)), targets_bytes],
-        list(_program_events(program, graph)),
+        list(_program_events(program, graph, blas_workspace_bytes(architecture))),
         CachingAllocator(settings),
     )
 
@@ -124,7 +149,11 @@ def _repeated(
 
 
 def _graph_events(
-    graph: StepGraph, workspace_bytes: Sequence[int], *, is_update_only: bool = False
+    graph: StepGraph,
+    workspace_bytes: Sequence[int],
+    product_bytes: int,
+    *,
+    is_update_only: bool = False,
 ) -> Iterator[_Event]:
     """What each node of a graph allocates and frees."""
     born: dict[int, list[int]] = defaultdict(list)
@@ -146,8 +175,8 @@ def _graph_events(
             states = []
         elif is_update_only:
             continue
-        operator = node.operator
-        yield from _multiplied(operator, is_backward=node.phase is Phase.BACKWARD)
+        is_backward = node.phase is Phase.BACKWARD
+        yield from _multiplied(node.operator, product_bytes, is_backward=is_backward)
         for storage in born[index]:
             yield _Event(("storage", storage), graph.storages[storage].size_bytes)
         yield from _scratch(workspace_bytes[index])
@@ -155,15 +184,14 @@ def _graph_events(
             yield _Event(("storage", storage))
 
 
-def _program_events(program: Program, graph: StepGraph) -> Iterator[_Event]:
+def _program_events(program: Program, graph: StepGraph, product_bytes: int) -> Iterator[_Event]:
     """What each op of a plan allocates and frees; the update as the graph has it."""
     replay = replay_schedule(program, plain_schedule(program))
     holder = list(range(len(program.buffers)))  # of a buffer's memory, which another may take over
     no_workspace = [0] * len(graph.nodes)
     for index, op in enumerate(program.ops):
-        yield from _multiplied(
-            op.name.rstrip("_0123456789"), is_backward=index >= program.first_backward
-        )
+        operator, is_backward = op.name.rstrip("_0123456789"), index >= program.first_backward
+        yield from _multiplied(operator, product_bytes, is_backward=is_backward)
         taken = replay.taken_over[index]
         if taken is not None:
             holder[op.writes[0]] = holder[taken]
@@ -172,16 +200,16 @@ def _program_events(program: Program, graph: StepGraph) -> Iterator[_Event]:
                 if program.buffers[buffer]:
                     yield _Event(buffer, program.buffers[buffer])
         if op.is_callers and op.name == "update":
-            yield from _graph_events(graph, no_workspace, is_update_only=True)
+            yield from _graph_events(graph, no_workspace, product_bytes, is_update_only=True)
         else:
             yield from _scratch(op.workspace_bytes)
         for buffer in replay.releases[index]:
             yield _Event(holder[buffer])
 
 
-def _multiplied(operator: str, *, is_backward: bool) -> Iterator[_Event]:
+def _multiplied(operator: str, size_bytes: int, *, is_backward: bool) -> Iterator[_Event]:
     if operator in _PRODUCTS:
-        yield _Event(("products", is_backward), _BLAS_WORKSPACE_BYTES, is_lasting=True)
+        yield _Event(("products", is_backward), size_bytes, is_lasting=True)
 
 
 def _scratch(size_bytes: int) -> Iterator[_Event]:

@@ -140,7 +140,8 @@ class Planner:
         live_bytes = replay_schedule(program, plain_schedule(program)).peak_bytes
         if self.counting.counts is LimitCounts.LIVE:
             return live_bytes
-        peaks = reserve_program(program, self.step.graph)
+        architecture = self.counting.architecture
+        peaks = reserve_program(program, self.step.graph, architecture=architecture)
         return self.counting.of(live_bytes, peaks.reserved_bytes)
 
     def within(self, limit: Limit, *, plain_peak_bytes: int | None = None) -> FastestWithin:

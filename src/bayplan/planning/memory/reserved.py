@@ -31,10 +31,12 @@ class Counting:
 
     Attributes:
         context_bytes: taken of the device before the first tensor; None if unknown.
+        architecture: of a GPU; empty if it is not known.
     """
 
     counts: LimitCounts
     context_bytes: int | None = None
+    architecture: str = ""
 
     def __post_init__(self) -> None:
         if self.counts is LimitCounts.TOTAL and self.context_bytes is None:
@@ -153,7 +155,8 @@ class WithinReserved:
         order = search(traced)
         self.within.took_kept = search.took_kept
         arranged = arrangement_of(order).apply(traced.with_packs(order.packs).program)
-        peaks = reserve_program(arranged.program, self.graph)
+        architecture = self.counting.architecture
+        peaks = reserve_program(arranged.program, self.graph, architecture=architecture)
         return structs.replace(order, reserved_bytes=peaks.reserved_bytes)
 
     def _counted(self, order: StepOrder) -> int:

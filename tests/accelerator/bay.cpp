@@ -17,7 +17,8 @@
 //    copies that are waited for, results whose values or sizes the host asks for, memory that is
 //    given back to the driver. What this device waits for on its own account (2) is not.
 // 6. Random numbers follow from a seed and an offset (16 bytes of state), which every operator that
-//    draws moves on. They are not those of the CPU's generator.
+//    draws moves on, and from how many elements it has: as with CUDA, a part of a tensor does not
+//    draw the whole one's numbers. They are not those of the CPU's generator.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -521,8 +522,9 @@ struct Generator final : c10::GeneratorImpl {
     memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &offset_, 8);
     return state.getIntrusivePtr();
   }
-  at::mt19937 next() {  // the numbers of one operator
+  at::mt19937 next(uint64_t num_elements) {  // the numbers of one operator
     uint64_t mixed = seed_ * 0x9E3779B97F4A7C15u + offset_ * 0xBF58476D1CE4E5B9u;
+    mixed += num_elements * 0x94D049BB133111EBu;
     offset_ += 4;
     return at::mt19937(mixed ^ (mixed >> 31));
   }
@@ -699,7 +701,9 @@ struct Call {
     at::Generator used = place ? at::detail::createCPUGenerator() : at::detail::getDefaultCPUGenerator();
     auto* engine = at::check_generator<at::CPUGeneratorImpl>(used);
     const Tensor before = used.get_state();
-    engine->set_engine(source.get<Generator>()->next());
+    uint64_t num_elements = 0;
+    for (const auto& [tensor, view] : seen) num_elements = std::max<uint64_t>(num_elements, tensor.numel());
+    engine->set_engine(source.get<Generator>()->next(num_elements));
     engine->set_next_float_normal_sample(std::nullopt);
     engine->set_next_double_normal_sample(std::nullopt);
     if (place) stack[*place] = used;

@@ -120,6 +120,12 @@ def test_one_forward_and_backward_take_their_highest_moment():
     assert peak("0F0 0B0 0U0", micro_batches=1) == 1000 + 70
 
 
+def test_random_numbers_are_drawn_beside_what_stays_before_anything_else():
+    """A rank whose stage has few values could be above its peak: others drop out of large ones."""
+    assert peak("0F0 0B0", micro_batches=1, drawing_bytes=100) == 1000 + 100
+    assert peak("0F0 0B0", micro_batches=1, drawing_bytes=60) == 1000 + 70
+
+
 def test_what_is_in_flight_is_held_beside_it():
     # The second backward of GPipe has the gradients of the first, and nothing else in flight.
     assert peak("0F0 0F1 0B0 0B1") == 1000 + 20 + 70

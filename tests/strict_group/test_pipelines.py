@@ -80,6 +80,7 @@ def check(result, tolerance=TOLERANCE):
     assert result["loss"] <= tolerance
     assert result["state"] <= tolerance
     assert result["names"]
+    assert result["random_state"]  # as plain training left it: dropout drew the whole batch's
     assert result["moved"]  # or the comparison would be of nothing
 
 

@@ -34,7 +34,7 @@ from bayplan.step import TrainingStep
 from bayplan.tracing.capture import convert, follow_step
 from bayplan.tracing.fake import OptimizerSource
 from bayplan.tracing.joint import name_of_repeat
-from bayplan.tracing.stages.drawing import whole_mask_bytes
+from bayplan.tracing.stages.drawing import whole_draw_bytes
 from bayplan.tracing.stages.staged import StagedStep
 from bayplan.tracing.traced_step import MemoryContext, Price
 from bayplan.tracing.tracer import Locator, StepTracer, count_flops
@@ -258,8 +258,8 @@ def with_whole_masks(
 
         def with_mask(node: fx.Node) -> Cost:
             cost = Cost.of(price(node))
-            mask_bytes = whole_mask_bytes(node, num_pieces)
-            return cost._replace(workspace_bytes=max(cost.workspace_bytes, mask_bytes))
+            drawn_bytes = whole_draw_bytes(node, num_pieces)
+            return cost._replace(workspace_bytes=max(cost.workspace_bytes, drawn_bytes))
 
         yield with_mask
 

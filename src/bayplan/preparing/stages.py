@@ -53,6 +53,7 @@ from bayplan.tracing.stages.assigning import (
     sent_bytes,
 )
 from bayplan.tracing.stages.chaining import chained, with_fixed_parts
+from bayplan.tracing.stages.drawing import drawing_bytes
 from bayplan.tracing.stages.staged import StagedStep
 from bayplan.tracing.stages.synchronising import norms_to_synchronise
 from bayplan.tracing.stages.whole import InputKind, Samples, WholeStep, batch_dimensions
@@ -405,4 +406,5 @@ def _values_of(staged: StagedStep, tensors: dict[str, torch.Tensor]) -> StageVal
         tensor_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
         gradient_bytes={name: value.nbytes for name, value in gradients.items()},
         gradient_kinds={name: f"{value.dtype} {value.device}" for name, value in gradients.items()},
+        drawing_bytes=drawing_bytes(staged.whole),
     )

@@ -215,6 +215,7 @@ class RankMemory:
         update_bytes: what the update takes over parameters, gradients and state.
         lags: by stage, how many batches its backward is behind its forward.
         in_flight: by stage, the most micro-batches past their forward, of any batch.
+        drawing_bytes: what the step's random numbers take, which are drawn before the first action.
     """
 
     actions: Sequence[Action]
@@ -228,6 +229,7 @@ class RankMemory:
     update_bytes: int
     lags: Sequence[int]
     in_flight: Mapping[int, int]
+    drawing_bytes: int = 0
 
 
 def rank_peak_bytes(rank: RankMemory, stages: Mapping[Key, StageMemory]) -> int:
@@ -284,9 +286,10 @@ class _Walk:
 
     def totals(self) -> Iterator[int]:
         """The highest moment of each action."""
+        drawing = self.live + self.rank.drawing_bytes
         self._post(self.rank.num_ahead)
         for position, action in enumerate(self.rank.actions):
-            yield self._do(position, action)
+            yield max(self._do(position, action), 0 if position else drawing)
             self.live -= sum(self.sent.pop(sent, 0) for sent in self.rank.retire[position])
 
     def _post(self, number: int = 1) -> None:

@@ -32,7 +32,7 @@ def test_pieces_draw_what_the_whole_batch_does(draw, bounds):
         torch.manual_seed(0)
         shape = list(draw.shape)
         shape[draw.dimension] = shape[draw.dimension] * (end - begin) // NUM_SAMPLES
-        mask = draw.mask(begin, shape)
+        mask = draw.dropped(torch.ones(shape), begin)[1]
         assert list(mask.shape) == shape
         assert torch.equal(by_sample(draw, mask, end - begin), whole[begin:end])
 
@@ -48,7 +48,7 @@ def test_the_whole_mask_is_the_one_that_plain_dropout_draws():
 def test_a_mask_that_is_the_same_for_all_samples_is_drawn_whole():
     torch.manual_seed(0)
     draw = Draw(0.5, (3, 4), (0, 1), None)
-    assert draw.mask(1, (3, 4)).shape == (3, 4)
+    assert draw.dropped(torch.ones(3, 4), 1)[1].shape == (3, 4)
 
 
 def test_a_step_moves_the_generator_past_all_draws_at_once():

@@ -87,6 +87,9 @@ class RankNeeds:
             update_bytes=self.update(rank).size_bytes,
             lags=self.lags,
             in_flight=proof.most_in_flight(self.pipeline, rank, self.lags),
+            drawing_bytes=self.values.drawing_bytes
+            * self.pipeline.routing.num_samples
+            // self.values.num_samples,
         )
 
     def update(self, rank: int) -> UpdateCost:

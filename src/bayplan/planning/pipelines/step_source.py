@@ -86,6 +86,7 @@ class StageValues:
         gradient_bytes: by parameter.
         gradient_kinds: by parameter, dtype and device of its gradient; only equal ones are summed
             together.
+        drawing_bytes: the most that drawing the step's random numbers takes.
     """
 
     num_samples: int
@@ -97,6 +98,7 @@ class StageValues:
     tensor_bytes: Mapping[str, int]
     gradient_bytes: Mapping[str, int]
     gradient_kinds: Mapping[str, str]
+    drawing_bytes: int
 
     @property
     def links(self) -> tuple[Pair, ...]:

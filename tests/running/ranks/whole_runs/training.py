@@ -23,6 +23,7 @@ from torch.nn import functional
 from bayplan.data import files
 from bayplan.data.errors import BayplanError
 from bayplan.data.plan import RankPlan
+from bayplan.devices.device import device_of
 from bayplan.running.ranks.failures import ToldFailure
 from bayplan.running.ranks.pipelined import bind
 from bayplan.step import TrainingStep, call_model, loss_of, split_batch
@@ -79,14 +80,10 @@ def real_models():
 
 
 def build(model, num_samples, dtype="float64", *, seed=0, device="cpu"):
-    """A step, the same in every process with this seed; only on a CPU with dropout."""
+    """A step, the same in every process with this seed."""
     step = build_on_cpu(model, num_samples, dtype, seed=seed)
     if device == "cpu":
         return step
-    for module in step.model.modules():
-        for name in ("p", "dropout"):  # of a layer, and of attention
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
     batch = step.batch if isinstance(step.batch, tuple) else (step.batch,)
     batch = tuple(tensor.to(device) for tensor in batch)
     return replace(step, model=step.model.to(device), batch=batch)
@@ -165,7 +162,8 @@ def apart(wanted, found):
 def compare(case, plan):
     """Train both ways, and return how far they are apart."""
     alone, alone_losses = train_alone(case, plan)
-    random_state = torch.get_rng_state()
+    device = device_of(case.get("device", "cpu"))
+    random_state = device.generator_state()
 
     own = build(case["model"], case["batch"], case["dtype"], device=case.get("device", "cpu"))
     batch = own.batch if isinstance(own.batch, tuple) else (own.batch,)
@@ -175,7 +173,7 @@ def compare(case, plan):
     torch.manual_seed(1)
     losses = [step(*batch).item() for _ in range(case["steps"])]
     losses = losses[max(plan.lags, default=0) :] + [loss.item() for loss in step.flush()]
-    is_same_state = torch.equal(random_state, torch.get_rng_state())
+    is_same_state = torch.equal(random_state, device.generator_state())
     wanted, found = alone.model.state_dict(), own.model.state_dict()
     step.close()
     return {

@@ -72,7 +72,7 @@ def rows_of(
         reported=reported,
         predicted=predicted,
         explained=_explained(row, table, sum(added), predicted, reported),
-        seen=_seen(row, table, distance) if distance > _FAR * reported else "",
+        seen=f"{distance / 2**20:.1f} MiB more or less" if distance > _FAR * reported else "",
         # Which attention and gate a family has was read off these figures; states were not.
         fitted=not is_state,
     )
@@ -97,17 +97,6 @@ def _explained(
             least, most = min(others) / 2**20, max(others) / 2**20
             return f"by the same file, the same states take {least:.1f} to {most:.1f} MiB"
     return ""
-
-
-def _seen(row: dict[str, Any], table: list[dict[str, Any]], distance: float) -> str:
-    told = f"{distance / 2**20:.1f} MiB more or less"
-    strategy, layers = str(row["config"].get("strategy")), row["config"]["layers"]
-    plain = row | {"config": row["config"] | {"strategy": strategy.removesuffix("_sp")}}
-    for other in table if strategy.endswith("_sp") else ():
-        if _job(other) == _job(plain) and other["config"]["layers"] == layers:
-            took = _added_bytes(other, table) / 2**20
-            told += f"; by the same file {took:.1f} MiB without sequence parallelism"
-    return told
 
 
 def _added_bytes(row: dict[str, Any], table: list[dict[str, Any]]) -> float:
@@ -149,16 +138,27 @@ def layer_kind(row: dict[str, Any]) -> list[LayerKind]:
             is_fused = year is not None and int(year[1]) >= _FUSED_GATE_SINCE
             # Llama's rule: two thirds of four times the width, up to a multiple of 256.
             inner = int(config.get("ffn") or -(-8 * hidden // 3 // 256) * 256)
+            is_spelled = not is_fused and _is_megatrons(row)
             return [
                 replace(
                     kind,
                     intermediate=inner,
                     gate="fused" if is_fused else "apart",
-                    is_rms=True,
+                    norm="spelled" if is_spelled else "fused",
+                    has_mask=is_spelled,
                     has_bias=False,
                     has_rotary=True,
                 )
             ]
+
+
+def _is_megatrons(row: dict[str, Any]) -> bool:
+    """Whether a Llama layer is one of models/llama_hf/LlamaModel_tensor_parallel.py.
+
+    That has Megatron's own norm, and a mask for each layer that its checkpoints keep. The rows
+    without sequence parallelism in the same file are of models/llama_fa, to the last digit.
+    """
+    return "llama_hf" in row["path"] and str(row["config"].get("strategy")).endswith("_sp")
 
 
 def _counts(row: dict[str, Any]) -> tuple[int, ...]:

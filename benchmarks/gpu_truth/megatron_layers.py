@@ -25,7 +25,8 @@ class LayerKind:
         projection: features of all heads together.
         gate: "none" for GELU, "apart" for SiLU and product as two kernels, "fused" for one.
         is_flash: flash attention, else probabilities are kept.
-        has_mask: a padding mask of its own for each layer.
+        norm: "layer", or a root of mean squares: "fused" in one kernel, "spelled" in float32.
+        has_mask: a mask of its own for each layer, which flash attention does not read.
         is_cross: a decoder's layer, which attends to an encoder's output as well.
     """
 
@@ -35,7 +36,7 @@ class LayerKind:
     intermediate: int
     gate: str = "none"
     is_flash: bool = True
-    is_rms: bool = False
+    norm: str = "layer"
     norm_after: bool = False
     has_mask: bool = False
     has_bias: bool = True
@@ -66,6 +67,22 @@ class _FusedNorming(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return grads[0] * weight, (grads[0] * x).sum((0, 1))
+
+
+class _SpelledNorm(nn.Module):
+    """Operator by operator: float32 for the statistics, the layer's dtype for the weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.pow(2).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(squares + 1e-6)).type_as(x) * self.weight
+
+
+_NORMS = {"layer": nn.LayerNorm, "fused": _FusedNorm, "spelled": _SpelledNorm}
 
 
 class _Attention(nn.Module):
@@ -175,8 +192,7 @@ class _Layer(nn.Module):
         self._kind = kind
         parts = [_Attention(kind), *([_Attention(kind, is_cross=True)] if kind.is_cross else [])]
         self.parts = nn.ModuleList([*parts, _FeedForward(kind)])
-        norm = _FusedNorm if kind.is_rms else nn.LayerNorm
-        self.norms = nn.ModuleList(norm(kind.hidden) for _ in self.parts)
+        self.norms = nn.ModuleList(_NORMS[kind.norm](kind.hidden) for _ in self.parts)
 
     def forward(self, x: Tensor, mask: Tensor | None, other: Tensor | None) -> Tensor:
         for part, norm in zip(self.parts, self.norms, strict=True):

@@ -144,15 +144,19 @@ def test_states_that_the_same_file_has_more_and_less_of_are_explained(tmp_path):
     assert "6.0 MiB" in alone.seen
 
 
-def test_what_a_strategy_alone_changes_is_told(tmp_path):
+def test_layers_are_those_of_the_code_that_was_profiled(tmp_path):
+    """Rows of one file are of two programs: Megatron's norm is spelled out in float32."""
+    path, unit = "galvatron/models/llama_hf/configs/x.json", 2 * 512 * 256 * 2
     rows = [
-        layers_row(layers, value, config={"strategy": strategy})
-        for strategy, values in (("1_1_8", (10.0, 19.0)), ("1_1_8_sp", (10.0, 40.0)))
-        for layers, value in zip("12", values, strict=True)
+        layers_row(layers, float(layers), model="llama-tiny", path=path, config=config)
+        for strategy in ("1_1_8", "1_1_8_sp")
+        for is_kept in (True, False)
+        for config in [{"strategy": strategy, "activation_checkpointing": not is_kept}]
+        for layers in "12"
     ]
-    plain, shared = found_in(tmp_path, "galvatron.json", rows).rows
-    assert plain.predicted == shared.predicted
-    assert "9.0 MiB without sequence parallelism" in shared.seen
+    fused, given, spelled, masked = found_in(tmp_path, "galvatron.json", rows).rows
+    assert spelled.predicted == fused.predicted + 4 * unit
+    assert masked.predicted == given.predicted + 2 * 512 * 512
 
 
 @pytest.mark.parametrize(

@@ -448,7 +448,8 @@ class Cuda(Accelerator):
     not_counted = (
         "the CUDA context",
         "fragmentation and blocks the caching allocator keeps",
-        "cuDNN and cuBLAS workspaces",
+        "workspaces of cuDNN",
+        "workspaces of cuBLAS",
     )
     has_known_allocator = True
     generator_state_bytes = 16  # of a device that need not be here

@@ -67,7 +67,6 @@ __all__ = [
     "foreach_devices",
     "forward_sequence",
     "global_hooks",
-    "guard_global_hooks",
     "has_backward_hooks",
     "has_global_backward_hooks",
     "has_gradient_hooks",
@@ -103,7 +102,6 @@ __all__ = [
     "tree_map_only",
     "uncompiled",
     "uncompiled_name",
-    "watch_hooks",
 ]
 
 VALUE_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
@@ -233,34 +231,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def has_global_backward_hooks() -> bool:
     return any(global_hooks()[2:])
-
-
-def watch_hooks() -> None:
-    """Let a compiled module be compiled anew when one of its modules gets or loses a hook.
-
-    For the process: torch has no setting for one model. Elsewhere it only adds to what is checked.
-    """
-    from torch._dynamo import config
-
-    config.skip_nnmodule_hook_guards = False
-
-
-def guard_global_hooks() -> None:
-    """Let the graph that is compiled now be compiled anew when a hook of all modules comes or goes.
-
-    Torch guards what is in the tables, but not that they are empty.
-    """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
-    except AttributeError:  # nothing is being compiled: the graph is somebody's own
-        return
-    for name in ("forward_pre", "forward", "backward_pre", "backward"):
-        table = AttrSource(home, f"_global_{name}_hooks")
-        install_guard(table.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def changed_inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -2,17 +2,18 @@
 
 Left to itself torch traces something else here and there: rules of its own for some operators,
 functions without changes in place, gradients laid out as it guesses. Each context manager undoes
-one of these while `compile_joint` traces. Private names of torch, as in `torch_compat.py`.
+one of these while `compile_joint` traces. What is traced holds for modules without hooks, or with
+these: `watch_hooks`. Private names of torch, as in `torch_compat.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from itertools import cycle
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,7 +21,10 @@ from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 from bayplan import torch_compat
 
-__all__ = ["IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels", "gradient_parts"]
+__all__ = [
+    *("IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels", "gradient_parts"),
+    *("guard_global_hooks", "watch_hooks"),
+]
 
 # How a traced forward ends: it changes an input's values, or (`parameter.data = …`) its memory.
 _CHANGES = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
@@ -332,3 +336,53 @@ def call_without_rules(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     # By the alias that it is registered under: by a device's own key, torch finds a kernel that has
     # no gradient.
     return operator._op_dk(_key_of_rules(operator), *args, **kwargs)
+
+
+def watch_hooks() -> None:
+    """Let a compiled module be compiled anew when one of its modules gets or loses a hook.
+
+    For the process: torch has no setting for one model. Elsewhere it only adds to what is checked.
+    Torch has one guard for each empty table, of which a module has six: most of all that it checks
+    before a step. One guard asks for all tables of a module here.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.guards import GuardBuilder
+
+    config.skip_nnmodule_hook_guards = False
+    install: Any = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+    if install is not _no_hooks:
+        update_wrapper(_no_hooks, install)
+        GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT = _no_hooks
+
+
+def _no_hooks(builder: Any, guard: Any) -> None:
+    """In place of torch's guard of one empty table: the first of a module is that of all."""
+    source = guard.originating_source
+    asked: dict[str, list[str]] = vars(builder).setdefault("bayplan_tables_without_hooks", {})
+    if source.base.name in asked:
+        asked[source.base.name].append(source.member)
+        return
+    asked[source.base.name] = tables = [source.member]
+    builder.get_guard_manager_from_source(source.base).add_lambda_guard(
+        lambda module: not any(map(module.__dict__.get, tables)),
+        [f"{source.base.name} has no hooks"],
+        None,
+    )
+
+
+def guard_global_hooks() -> None:
+    """Let the graph that is compiled now be compiled anew when a hook of all modules comes or goes.
+
+    Torch guards what is in the tables, but not that they are empty.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        home = InstructionTranslator.current_tx().import_source(nn.modules.module.__name__)
+    except AttributeError:  # nothing is being compiled: the graph is somebody's own
+        return
+    for name in ("forward_pre", "forward", "backward_pre", "backward"):
+        table = AttrSource(home, f"_global_{name}_hooks")
+        install_guard(table.make_guard(GuardBuilder.SEQUENCE_LENGTH))

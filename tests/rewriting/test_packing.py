@@ -226,8 +226,8 @@ def test_as_much_less_is_kept_as_was_said(name, tmp_path):
 
 
 def test_a_late_pack_frees_the_value_before_the_gradient_reaches_it(monkeypatch):
-    in_place = operators._into_gradient(packed.threshold_backward_from_bits)
-    monkeypatch.setitem(operators._FORMS, packed.threshold_backward_from_bits, {0: in_place})
+    from_bits = packed.threshold_backward_from_bits
+    monkeypatch.setitem(operators._FORMS, from_bits, {0: from_bits})
     module = vgg_like()
     totals = []
     for kinds in (frozenset({PackKind.SIGN}), frozenset({PackKind.SIGN, PackKind.LATE_SIGN})):

@@ -266,3 +266,59 @@ def test_running_statistics_are_changed_in_place_where_nobody_reads_their_new_va
     assert torch.equal(run([images, *statistics])[0], module(images))
     assert torch.equal(statistics[0], module.running_mean)
     assert torch.equal(statistics[1], module.running_var)
+
+
+def test_views_of_what_is_there_are_not_made():
+    # Each took as long as a small kernel, and a traced backward has some for every weight.
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.neg.default, (x,))
+    turned = graph.call_function(aten.t.default, (graph.call_function(aten.t.default, (y,)),))
+    same = graph.call_function(aten.detach.default, (y,))
+    moved = graph.call_function(aten.transpose.int, (y, 0, 1))
+    back = graph.call_function(aten.transpose.int, (moved, 0, 1))
+    total = graph.call_function(aten.add.Tensor, (same, back))
+    graph.output((total, turned, moved))
+    run = compile_graph(module_of(graph))
+    views = [node for node in graph.nodes if node.target in (aten.detach.default, aten.t.default)]
+    assert views == []
+    assert len(graph.find_nodes(op="call_function", target=aten.transpose.int)) == 1
+    value = torch.arange(6.0).reshape(2, 3)
+    total, turned, moved = run([value])
+    assert torch.equal(total, -2 * value)
+    assert torch.equal(turned, -value)
+    assert torch.equal(moved, -value.t())
+
+
+def test_what_is_returned_is_neither_an_input_nor_returned_twice():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.neg.default, (x,))
+    seen = [graph.call_function(aten.detach.default, (source,)) for source in (x, y, y)]
+    graph.output((*seen, y))
+    value = torch.ones(2)
+    outputs = compile_graph(module_of(graph))([value])
+    assert len({id(tensor) for tensor in (value, *outputs)}) == 5
+
+
+def test_an_input_that_gets_other_memory_shows_its_old_values_through_a_view():
+    graph = fx.Graph()
+    x, new = graph.placeholder("x"), graph.placeholder("new")
+    seen = graph.call_function(aten.detach.default, (x,))
+    graph.call_function(aten.set_.source_Tensor, (x, new))
+    graph.output((graph.call_function(aten.neg.default, (seen,)),))
+    (old,) = compile_graph(module_of(graph))([torch.ones(2), torch.zeros(2)])
+    assert old.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_either_operand_of_a_sum_can_take_the_result(place):
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in "xy"]
+    total = graph.call_function(aten.add.Tensor, tuple(operands))
+    total.meta[OVERWRITES] = place
+    graph.output((total,))
+    values = [torch.ones(2), torch.full((2,), 2.0)]
+    (made,) = compile_graph(module_of(graph))([*values])
+    assert made.data_ptr() == values[place].data_ptr()
+    assert made.tolist() == [3.0, 3.0]

@@ -39,7 +39,7 @@ __all__ = [
     "gradient_by_sample",
     "gradient_by_shape",
     "has_known_geometry",
-    "in_place_form",
+    "in_place_call",
     "is_view",
     "nodes_after_tangents",
     "positions_to_overwrite",
@@ -49,18 +49,6 @@ __all__ = [
 aten = torch.ops.aten
 
 Price = Callable[[fx.Node], Cost | tuple[float, int]]
-
-
-def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The in-place form that writes into the second operand of a commutative operator."""
-    return lambda first, second: function(second, first)
-
-
-def _into_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward formula that overwrites the gradient it is given, element by element."""
-    return lambda gradient, *rest, **options: function(
-        gradient, *rest, **options, grad_input=gradient
-    )
 
 
 def changed_copy(
@@ -99,24 +87,33 @@ _PARTS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
 
-# For each operator, by position of the argument that is overwritten, its in-place form.
+# For each operator, by position of the argument that is overwritten, what `in_place_call` calls.
 _FORMS: dict[Any, dict[int, Callable[..., Any]]] = {
     aten.relu.default: {0: aten.relu_.default},
-    aten.add.Tensor: {0: aten.add_.Tensor, 1: _swapped(aten.add_.Tensor)},
-    aten.mul.Tensor: {0: aten.mul_.Tensor, 1: _swapped(aten.mul_.Tensor)},
+    aten.add.Tensor: {0: aten.add_.Tensor, 1: aten.add_.Tensor},
+    aten.mul.Tensor: {0: aten.mul_.Tensor, 1: aten.mul_.Tensor},
     aten.div.Tensor: {0: aten.div_.Tensor},
     aten.div.Scalar: {0: aten.div_.Scalar},
     aten.neg.default: {0: aten.neg_.default},
     aten.exp.default: {0: aten.exp_.default},
     aten.tanh.default: {0: aten.tanh_.default},
     aten.sigmoid.default: {0: aten.sigmoid_.default},
-    aten.threshold_backward.default: {0: _into_gradient(aten.threshold_backward.grad_input)},
-    aten.gelu_backward.default: {0: _into_gradient(aten.gelu_backward.grad_input)},
-    aten.silu_backward.default: {0: _into_gradient(aten.silu_backward.grad_input)},
-    aten.tanh_backward.default: {0: _into_gradient(aten.tanh_backward.grad_input)},
+    aten.threshold_backward.default: {0: aten.threshold_backward.grad_input},
+    aten.gelu_backward.default: {0: aten.gelu_backward.grad_input},
+    aten.silu_backward.default: {0: aten.silu_backward.grad_input},
+    aten.tanh_backward.default: {0: aten.tanh_backward.grad_input},
     changed_copy: {2: _changed},
-    packed.threshold_backward_from_bits: {0: _into_gradient(packed.threshold_backward_from_bits)},
+    packed.threshold_backward_from_bits: {0: packed.threshold_backward_from_bits},
     **{scatter: {0: _into_part(view)} for scatter, view in _PARTS.items()},
+}
+
+# Backward formulas that can overwrite the gradient they are given, element by element.
+_INTO_GRADIENT = {
+    aten.threshold_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.tanh_backward.default,
+    packed.threshold_backward_from_bits,
 }
 
 
@@ -134,8 +131,16 @@ def _is_complex(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-def in_place_form(target: Any, position: int) -> Callable[..., Any]:
-    return _FORMS[target][position]
+def in_place_call(
+    node: fx.Node, position: int
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What to call with which arguments for an operator to overwrite one of its arguments."""
+    function, args, kwargs = _FORMS[node.target][position], node.args, node.kwargs
+    if position == 1:  # of an operator that is commutative
+        args = args[::-1]
+    if node.target in _INTO_GRADIENT:
+        kwargs = {**kwargs, "grad_input": args[0]}
+    return function, args, kwargs
 
 
 def writes_a_part(node: fx.Node | None) -> bool:

@@ -76,7 +76,7 @@ class PlannedBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._warn_of_repeats(inputs)
         correct_fakes()
-        torch_compat.guard_global_hooks()
+        torch_joint.guard_global_hooks()
         gradients = matched(module, self.context.loss.gradients)
         with sharing_casts(module, inputs) as casts:
             run = compile_with_tangents(
@@ -244,7 +244,7 @@ def __getattr__(name: str) -> Any:
     if name != "bayplan":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     torch_answers.answer_as_eager(lambda: torch_joint.eager_kernels(whole_operators()))
-    torch_compat.watch_hooks()
+    torch_joint.watch_hooks()
     return _bayplan
 
 

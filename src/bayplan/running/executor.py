@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from bayplan import torch_compat
-from bayplan.rewriting.free import in_place_form, positions_to_overwrite
+from bayplan.rewriting.free import in_place_call, positions_to_overwrite
 from bayplan.rewriting.repeats import as_drawn
 from bayplan.running.direct_calls import direct_call
 from bayplan.tracing.joint import OVERWRITES, RUNS, SWAPPER
@@ -32,6 +32,8 @@ aten = torch.ops.aten
 _COPY = aten.copy_.default
 _NORM = aten._native_batch_norm_legit_functional.default
 _NORM_IN_PLACE = aten._native_batch_norm_legit.default
+_SET = aten.set_.source_Tensor
+_VIEWS = (aten.detach.default, aten.t.default, aten.transpose.int)
 _STATISTICS = (3, 4)  # positions of mean and variance, among arguments and outputs
 
 
@@ -46,6 +48,7 @@ def compile_graph(
         mark: is called after each operator of the program, with its `RUNS`.
     """
     as_drawn(module.graph)
+    _look_no_further(module.graph)
     _change_inputs_in_place(module.graph)
     writer = _Writer(module, mark)
     text = "\n".join(writer.lines())
@@ -73,6 +76,38 @@ def _change_inputs_in_place(graph: fx.Graph) -> None:
         if is_first and _is_only_change(copies, old, new, new):
             new.meta[OVERWRITES] = 0
             graph.erase_node(copy)
+
+
+def _look_no_further(graph: fx.Graph) -> None:
+    """Leave out views that show just what there is: each takes as long as a small kernel.
+
+    Traced backwards are full of them: `detach`, and the transposed of a transposed weight. Below
+    autograd a tensor itself does as well. What a graph returns stays a tensor of its own, unlike
+    its inputs and other outputs, and an input whose memory is replaced shows other values then.
+    """
+    outputs: Any = graph.output_node().args[0]
+    for node in list(graph.nodes):
+        shown = _shown_anew(node)
+        if shown is None or any(user.target is _SET for user in shown.users):
+            continue
+        if node in outputs and (shown.op != "call_function" or shown in outputs):
+            continue
+        node.replace_all_uses_with(shown)
+        outputs = graph.output_node().args[0]
+    for node in reversed(list(graph.nodes)):
+        if node.target in _VIEWS and not node.users:
+            graph.erase_node(node)
+
+
+def _shown_anew(node: fx.Node) -> Any:
+    """The earlier node whose tensor a view shows unchanged; None if there is none."""
+    if node.op != "call_function" or node.target not in _VIEWS:
+        return None
+    source: Any = node.args[0]
+    if node.target is aten.detach.default:
+        return source
+    is_undone = source.target is node.target and source.args[1:] == node.args[1:]
+    return source.args[0] if is_undone else None
 
 
 def _is_only_change(copies: dict[Any, fx.Node], old: Any, new: Any, maker: fx.Node) -> bool:
@@ -131,14 +166,15 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         function: Any = node.target
+        args, kwargs = node.args, node.kwargs
         overwritten = node.meta.get(OVERWRITES)
         if overwritten is not None:
-            function = in_place_form(function, overwritten)
+            function, args, kwargs = in_place_call(node, overwritten)
         if SWAPPER in node.meta:
             function = partial(function, node.meta[SWAPPER])
-        function = direct_call(function, node.args, node.kwargs)
-        arguments = [self._written(value) for value in node.args]
-        arguments += [f"{name}={self._written(value)}" for name, value in node.kwargs.items()]
+        function = direct_call(function, args, kwargs)
+        arguments = [self._written(value) for value in args]
+        arguments += [f"{name}={self._written(value)}" for name, value in kwargs.items()]
         return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _written(self, thing: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from bayplan import torch_answers, torch_compat
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.data.errors import CaptureError
 from bayplan.rewriting.whole_operators import whole_operators
 from bayplan.running.backend import device_of_casts, halves_by
@@ -80,7 +80,7 @@ class PieceBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         correct_fakes()
-        torch_compat.guard_global_hooks()
+        torch_joint.guard_global_hooks()
         is_trained = any(tensor.requires_grad for tensor in torch_compat.tensors_in(inputs))
         if not is_trained or not torch.is_grad_enabled():
             return module.forward  # keeps nothing for a backward, so it may be of any size

@@ -119,7 +119,7 @@ def compile_whole(model: nn.Module, backend: Callable[..., Any], *, fullgraph: b
     # Else the ninth batch size of a class of models, over all its instances, is refused.
     options |= {"recompile_limit": _MOST_GRAPHS, "isolate_recompiles": True}
     torch_compat.ignore_logging()
-    torch_compat.watch_hooks()
+    torch_joint.watch_hooks()
     torch_answers.answer_as_eager(lambda: torch_joint.eager_kernels(whole_operators()))
     for module in [model] if fullgraph else [*_torchs_own(model), model]:
         _compile_calls(module, options)

@@ -325,11 +325,14 @@ def _by_numpy(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     def answer(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config
         from torch._dynamo.exc import unimplemented
-        from torch._dynamo.variables import NumpyNdarrayVariable
+        from torch._dynamo.variables import BaseListVariable, TensorVariable
 
         if _traces_as_eager(tx.output.compiler_fn):
             given = [*args[0], *args[1].values()] if name == "function" else []
-            if name != "function" or any(isinstance(each, NumpyNdarrayVariable) for each in given):
+            for each in given:
+                given += each.items if isinstance(each, BaseListVariable) else ()
+            # Arrays are tensors here.
+            if name != "function" or any(isinstance(each, TensorVariable) for each in given):
                 unimplemented(
                     gb_type="a call of numpy",
                     context=f"{self} {args} {kwargs}",

@@ -23,7 +23,7 @@ from bayplan import torch_compat
 
 __all__ = [
     *("IN_PLACE", "call_without_rules", "compile_joint", "eager_kernels", "gradient_parts"),
-    *("guard_global_hooks", "watch_hooks"),
+    *("guard_global_hooks", "remember_whole_storages", "watch_hooks"),
 ]
 
 # How a traced forward ends: it changes an input's values, or (`parameter.data = …`) its memory.
@@ -298,6 +298,34 @@ def _nothing_donated() -> Iterator[None]:
         yield
     finally:
         graph_compile.collect_bw_donated_buffer_idxs = collect
+
+
+def remember_whole_storages() -> None:
+    """Let fake tensors forget results that lie in more memory than their elements take.
+
+    What torch remembers of an operator's result is its shape and strides; asked again, it makes
+    memory for these alone. `slice_scatter` of a part of a tensor copies all of that tensor's
+    memory, so the same graph would take other memory, and be another program, the second time.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
+
+    validate = FakeTensorMode._validate_output_for_cache_entry
+
+    def validate_whole(
+        self: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        validate(self, state, key, func, args, kwargs, output)
+        if not isinstance(output, torch.Tensor) or getattr(func, "is_view", False):
+            return
+        sizes = [*zip(output.shape, output.stride(), strict=True)]
+        if any(not isinstance(number, int) for pair in sizes for number in pair):
+            return  # a question would be a guard
+        last = sum((size - 1) * stride for size, stride in sizes)
+        if output.untyped_storage().nbytes() > (last + 1) * output.element_size():
+            raise _BypassDispatchCache("memory beyond the elements")
+
+    FakeTensorMode._validate_output_for_cache_entry = validate_whole
+    FakeTensorMode.cache_clear()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ called with. Hooks come before `fit` or after the first step, and go before the 
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -392,5 +393,12 @@ def test_hooks_that_a_library_collects_tensors_with_do_not_name_the_user():
     hook = eval(compile("lambda *_: None", "/x/site-packages/library/collecting.py", "eval"))
     model.first.register_forward_hook(partial(hook))
     assert not hooked_text(model)
+    # torch's own, which train for quantisation: `fit` refused these models and blamed their hooks.
+    torchs = import_module("torch.ao.quantization.quantize")._observer_forward_hook
+    model.first.register_forward_hook(torchs)
+    assert not hooked_text(model)
+    typed = eval(compile("lambda *_: None", "<ipython-input-1>", "eval"))
+    model.last.register_forward_hook(typed)
+    assert "'last'" in hooked_text(model)
     model.first.register_forward_hook(lambda *_: None)
     assert "'first'" in hooked_text(model)

@@ -99,7 +99,9 @@ class Drawing(nn.Module):
         mask = torch.from_numpy(numpy.random.rand(SAMPLES, 1) < 0.8)
         x = self.second(torch.where(mask, x, 0.0))
         scale = numpy.exp(x.detach().numpy()).mean()
-        return self.last(x / float(scale))
+        # As matchers of detectors do: an array of a tensor was a tensor while bayplan planned.
+        order = numpy.asarray(x.detach()).copy()[:, 0].argsort()
+        return self.last(x[torch.from_numpy(order)] / float(scale))
 
 
 class Leaf(nn.Module):

@@ -250,6 +250,18 @@ def test_optimizer_may_train_the_loss_alone():
     assert any(node.phase is Phase.UPDATE for node in graph.nodes)
 
 
+def test_memory_beyond_the_elements_is_there_when_a_result_is_remembered():
+    # torch remembers results of fake kernels without it: Longformer's pieces, which write into
+    # parts of chunks, were other programs when they were traced again, and refused.
+    sizes = []
+    for _ in range(2):
+        with without_memory():
+            part = torch.empty(3, 8)[:, 3:]
+            written = torch.slice_scatter(part, torch.empty(3, 1), 1, 0, 1)
+            sizes.append(written.untyped_storage().nbytes())
+    assert sizes[0] == sizes[1] == torch.empty(3, 8).nbytes
+
+
 # Building without memory.
 
 

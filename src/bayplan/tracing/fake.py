@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bayplan import torch_answers, torch_compat
+from bayplan import torch_answers, torch_compat, torch_joint
 from bayplan.data.errors import BayplanError, CaptureError, UsageError, did_you_mean
 from bayplan.devices.device import GPU, HOST, device_of
 from bayplan.step import OPTIMIZERS, TrainingStep
@@ -68,6 +68,7 @@ def correct_fakes() -> None:
     correct_fake_lstm()
     correct_fake_products()
     correct_fake_cuda()
+    torch_joint.remember_whole_storages()
     torch_compat.set_fake_kernel(aten._native_multi_head_attention.default, _fused_attention)
 
 

@@ -68,6 +68,30 @@ def test_loss_that_is_reduced_in_its_own_storage_keeps_it(loss_fn):
     assert found.kept_bytes == found.beside_bytes == OUTPUT_BYTES
 
 
+def hardest(output, pictures):
+    errors = (output - pictures).square().mean(1)
+    return errors[(errors > errors.median()).nonzero()[:, 0]].sum()
+
+
+def by_lengths(output, _):
+    lengths = torch.tensor([3, 1, 2, 4])
+    scores = output.view(16, 4, 1000).log_softmax(2)
+    return F.ctc_loss(scores, torch.ones(4, 4, dtype=torch.long), torch.full((4,), 16), lengths)
+
+
+def matched(output, pictures):
+    order = output.detach()[:, 0].numpy().argsort()
+    return F.mse_loss(output[torch.from_numpy(order)], pictures)
+
+
+@pytest.mark.parametrize("loss_fn", [hardest, by_lengths, matched])
+def test_loss_may_decide_by_the_values_of_an_output(loss_fn):
+    # It is captured alone, where the model's outputs had no values: such losses were refused.
+    found = of(loss_fn)
+    assert OUTPUT_BYTES <= found.peak_bytes <= 5.1 * OUTPUT_BYTES
+    assert [gradient.is_used for gradient in found.gradients] == [True]
+
+
 def test_targets_that_are_the_inputs_count_once():
     images = torch.rand(64, 10)
     assert of(F.l1_loss, (images, images), nn.Linear(10, 10)).beside_bytes == 0

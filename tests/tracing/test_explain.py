@@ -134,6 +134,45 @@ def test_sparse_tensors_are_refused():
         bayplan.capture(embedding, torch.tensor([1, 2]), total)
 
 
+def pack(linear, x):
+    lengths = torch.tensor([2, 1])
+    packed = nn.utils.rnn.pack_padded_sequence(linear(x).view(2, -1, 4), lengths, batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(packed)[0]
+
+
+def nest(linear, x):
+    return linear(torch.nested.nested_tensor([x[:2], x[:3]], layout=torch.jagged)).values()
+
+
+def nest_strided(linear, x):
+    return torch.nested.to_padded_tensor(torch.nested.nested_tensor([linear(x)]), 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (pack, "packs sequences, whose memory depends on their lengths.*`gather`"),
+        # The model was blamed, or a fake implementation asked for.
+        (nest, "makes a nested tensor.*padded tensors and a mask"),
+        (nest_strided, "makes a nested tensor.*padded tensors and a mask"),
+    ],
+)
+def test_what_depends_on_lengths_is_refused_for_them(forward, reason):
+    message = error_of(forward)
+    assert re.search(reason, message)
+    assert place(message)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_batches_are_refused_before_anything_runs(layout):
+    # torch ended the process where such a tensor was copied without its memory.
+    batch = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    with pytest.raises(UsageError, match=r"a nested tensor.*to_padded_tensor"):
+        bayplan.check(nn.Linear(4, 4), batch, lambda output: output.values().sum(), memory="1GiB")
+
+
 def test_sparse_buffers_are_named():
     model = nn.Linear(4, 4)
     model.register_buffer("neighbours", torch.eye(4).to_sparse())

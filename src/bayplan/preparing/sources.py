@@ -70,6 +70,7 @@ def prepare(
     else:
         check_model(model, loss_fn)
         check_one_device(model)
+        _check_batch(batch)
         if device is None:
             _check_home(model, batch, on)
         if device is not None:  # where only what the step reads is copied to
@@ -84,6 +85,15 @@ def prepare(
         device=load_device(device) if isinstance(device, str) else device,
         **options,
     )
+
+
+def _check_batch(batch: Batch) -> None:
+    if any(tensor.is_nested for tensor in batch_tensors(batch)):
+        raise UsageError(
+            "the batch has a nested tensor, whose memory depends on the lengths in it. Give the"
+            " model padded tensors and a mask (`tensor.to_padded_tensor(0.0)`), or train it without"
+            " a plan"
+        )
 
 
 def _check_home(model: nn.Module, batch: Batch, on: str | torch.device | None) -> None:

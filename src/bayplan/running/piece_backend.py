@@ -111,8 +111,10 @@ class PieceBackend:
                 traced = TracedStep.of(joint, num_fwd_outputs, self.context)
                 order = self.decide(traced)
             except (Inexact, Unplanned) as fault:
-                fault.operators = operators
-                raise
+                # Of a call that is not only planned: torch cut it with other inputs.
+                told = fault if self.is_planning else Unplanned(str(fault))
+                told.operators = operators
+                raise told from None
             halves = halves_by(order, traced, None)
             _copy_outside_tracing(halves[1])
             waiting.extend([(len(self.pieces), True), (len(self.pieces), False)])

@@ -366,16 +366,19 @@ def warm_fake(step: TrainingStep, optimizer: OptimizerSource) -> Iterator[Traini
         except BayplanError:
             raise
         except Exception as fault:
-            has_values = not any(
-                isinstance(each, torch_compat.FakeTensor) or each.is_meta
-                for each in step.model.parameters()
-            )
+            has_values = all(map(_has_values, step.model.parameters()))
             if not has_values or out_of_memory(fault) is not None:
                 raise
         if fake is None:
             stack.close()
             fake = _warmed(step, optimizer, stack, knows_all=True)
         yield fake
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a parameter has values: outputs of a computed forward do, given to a loss alone."""
+    mode = getattr(tensor, "fake_mode", None)
+    return not tensor.is_meta if mode is None else getattr(mode, "knows_all", False)
 
 
 def _warmed(

@@ -1,6 +1,7 @@
 """Turning what goes wrong inside a model into an error that names the user's line."""
 
 import linecache
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((.+?)\)>")
 _NUMPY = ".numpy() is not supported"
 _NO_DATA = "its data is not allocated yet"  # where C++ reads a tensor, as lengths of sequences
 _SPARSE = re.compile(r"Cannot access storage of Sparse\w*TensorImpl")
+# Files of torch's whose frames tell what the model wanted.
+_PACKING = os.path.join("torch", "nn", "utils", "rnn.py")
+_NESTING = os.path.join("torch", "nested", "")
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # raises plain RuntimeErrors
 # As torch's CPU allocator ("4000 bytes"), its CUDA one and numpy ("20.00 MiB") write it.
 _ASKED = re.compile(r"(?:tried|unable) to allocate (?:(\d+) bytes|([\d.]+ \w+))", re.IGNORECASE)
@@ -47,6 +51,8 @@ def explained() -> Iterator[None]:
 def _explanation(fault: Exception) -> BayplanError:
     place, text = _users_place(fault), str(fault)
     custom = _NO_FAKE.search(text)
+    if by_lengths := _by_lengths(fault):
+        return CaptureError(f"{place} {by_lengths}")
     if isinstance(fault, torch_compat.VALUE_DEPENDENT_ERRORS) or _NUMPY in text or _NO_DATA in text:
         return CaptureError(
             f"{place} needs a tensor's value, which is not known before the step runs. Keep the"
@@ -75,6 +81,23 @@ def _explanation(fault: Exception) -> BayplanError:
     return out_of_memory(fault) or CaptureError(
         f"the {culprit} fails in its own code at {place}: {type(fault).__name__}: {first_line}"
     )
+
+
+def _by_lengths(fault: BaseException) -> str:
+    """Why a model is refused that packs or nests its samples; empty for others."""
+    files = {frame.filename for frame in traceback.extract_tb(fault.__traceback__)}
+    if any(file.endswith(_PACKING) for file in files):
+        return (
+            "packs sequences, whose memory depends on their lengths. Give the recurrent layer"
+            " padded sequences, and read the output of each at its own length (`gather`); or train"
+            " the model without a plan"
+        )
+    if any(_NESTING in file for file in files) or "nested_tensor" in str(fault):
+        return (
+            "makes a nested tensor, whose memory depends on the lengths in it. Use padded tensors"
+            " and a mask, or train the model without a plan"
+        )
+    return ""
 
 
 def out_of_memory(fault: BaseException) -> OutOfMemory | None:

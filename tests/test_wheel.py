@@ -15,7 +15,7 @@ from bayplan.data.plan import Plan
 from bayplan.data.record import RunRecord
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"replay", "packed", "shared_memory", "malloc_counter"}
+PARTS = {"replay", "packed", "pulse", "shared_memory", "malloc_counter"}
 TRAIN = """\
 import torch
 from torch import nn

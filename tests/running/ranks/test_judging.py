@@ -4,7 +4,7 @@ from bayplan.running.ranks.judging import Entry, Failure, Judge
 
 
 def judge_of(rank=0, world_size=3, **limits):
-    limits = {"silence_seconds": 8.0, "longest_round_seconds": 2.0} | limits
+    limits = {"silence_seconds": 8.0, "longest_round_seconds": 2.0, "patience": 1.0} | limits
     return Judge(rank=rank, world_size=world_size, **limits)
 
 
@@ -72,6 +72,36 @@ def test_a_failure_goes_before_a_silence_and_brings_its_exit_code():
     verdict = judge.verdict()
     assert (verdict.rank, verdict.exit_code) == (2, 3)
     assert verdict.text.endswith("failed at [2B1]: DoesNotFit: needs 9 GiB, limit 8 GiB")
+
+
+def test_a_missing_pulse_is_named_without_waiting_for_the_beats():
+    judge = judge_of(rank=0)
+    entries = {rank: entry(1, doing=f"{rank}F0") for rank in range(3)}
+    judge.hear(entries, elapsed_seconds=0.1, missed=frozenset([2]), felt=frozenset([1]))
+    verdict = judge.verdict()
+    assert (verdict.rank, verdict.exit_code, verdict.speaker) == (2, 1, 0)
+    assert "rank 2 (pid 7 on here) fell silent: no heartbeat for 8.0 s, limit 8.0 s" in verdict.text
+
+
+def test_a_pulse_that_is_felt_excuses_a_beat_that_stands_still_for_a_minute():
+    judge = judge_of(world_size=2)
+    for beat in range(59):
+        entries = {0: entry(beat), 1: entry(1)}
+        judge.hear(entries, elapsed_seconds=1.0, felt=frozenset([1]))
+        assert judge.verdict() is None
+        assert judge.num_to_leave == 2
+    for beat in range(59, 62):
+        judge.hear({0: entry(beat), 1: entry(1)}, elapsed_seconds=1.0, felt=frozenset([1]))
+    assert "its process lives, so something in it holds" in judge.verdict().text
+
+
+def test_a_beat_may_stand_still_for_longer_than_a_pulse_may_be_missing():
+    judge = judge_of(world_size=2, patience=3.0)
+    for beat in range(24):
+        judge.hear({0: entry(beat), 1: entry(1)}, elapsed_seconds=1.0)
+        assert judge.verdict() is None
+    judge.hear({0: entry(24), 1: entry(1)}, elapsed_seconds=1.0)
+    assert "no heartbeat for 24.0 s, limit 24.0 s" in judge.verdict().text
 
 
 def test_a_process_that_is_gone_is_named_without_waiting_for_its_silence():

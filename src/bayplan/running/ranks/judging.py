@@ -12,9 +12,15 @@ verdict, which the first to write it wins. Two dangers of the store shape it:
 is summed up from the judge's own rounds, each counted at most `longest_round_seconds`. So a machine
 that was suspended, or a whole job that was paused with Ctrl-Z, accuses nobody when it wakes up: the
 others get the same number of rounds to speak again.
+
+A beat that stands still is weak proof: it comes from a thread of Python, which waits for whoever
+holds the interpreter. A pulse that is missing (`Lifelines`) is strong proof, and one that is felt
+shows that the process lives. So a rank without one may be silent for longer, and one with a pulse
+for a minute, after which its interpreter counts as stuck.
 """
 
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -31,6 +37,8 @@ from bayplan.devices.machine import host_identity, is_running
 __all__ = ["Board", "BoardGone", "Entry", "Failure", "Judge", "Verdict"]
 
 T = TypeVar("T")
+STUCK_SECONDS = 60.0  # a process lives, and its interpreter does nothing
+_WAITS = 10
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +61,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         beat: counts heartbeats; one that stands still is a rank that is silent.
         place: the same for processes that see each other; empty where nothing is seen.
         lifeline: where the rank listens for the lines of the others; empty if it does not.
+        felt: the ranks whose pulse it feels.
         batch: the number of the batch that is worked on, from 1 on, and its form.
         is_terminated: the rank got SIGTERM, and only looks for the reason before it ends.
         is_done: the rank ended well; its silence is no failure.
@@ -64,6 +73,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     host: str = msgspec.field(default_factory=socket.gethostname)
     place: str = msgspec.field(default_factory=_own_place)
     lifeline: str = ""
+    felt: tuple[int, ...] = ()
     batch: tuple[int, str] = (0, "")
     is_terminated: bool = False
     is_done: bool = False
@@ -101,15 +111,22 @@ class Board:
     Args:
         store: of the process group; every rank passes its own view of the same one.
         patience_seconds: a call that takes longer means that the store is gone.
+        has_pulse: whether the process that holds the store has a pulse; None if that is unknown.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, patience_seconds: float
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        patience_seconds: float,
+        has_pulse: Callable[[], bool | None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._unheard = set(range(world_size)) - {rank}  # those that have written nothing yet
         self._heard: list[int] = []
-        self._patience_seconds = patience_seconds
+        self._patience_seconds, self._has_pulse = patience_seconds, has_pulse
         self._gone: str | None = None  # why; a store never comes back, so nobody waits for it twice
         self._lane = CopyThread("bayplan-board")
         self._store = self._call(lambda: _own_store(store, rank))
@@ -153,14 +170,23 @@ class Board:
     def _call(self, ask: Callable[[], T]) -> T:
         if self._gone is not None:
             raise BoardGone(self._gone)
-        try:
-            return self._lane.submit(ask).result(self._patience_seconds)
-        except TimeoutError:
-            self._gone = f"the store has not answered for {self._patience_seconds:.1f} s"
-            raise BoardGone(self._gone) from None
-        except RuntimeError as error:  # all errors of a store are: DistNetworkError and its kin
-            self._gone = str(error).strip().splitlines()[0]
-            raise BoardGone(self._gone) from error
+        answer = self._lane.submit(ask)
+        # In many short waits: one that takes long because the interpreter was held counts as short.
+        wait_seconds = self._patience_seconds / _WAITS
+        seconds = {True: 0.0, None: 0.0}
+        while seconds[None] < self._patience_seconds and seconds[True] < STUCK_SECONDS:
+            with contextlib.suppress(TimeoutError):
+                try:
+                    return answer.result(wait_seconds)
+                except RuntimeError as error:  # all errors of a store are: DistNetworkError, ...
+                    self._gone = str(error).strip().splitlines()[0]
+                    raise BoardGone(self._gone) from error
+            has_pulse = self._has_pulse()
+            if has_pulse is False:
+                break
+            seconds[has_pulse] += wait_seconds
+        self._gone = f"the store does not answer, limit {self._patience_seconds:.1f} s"
+        raise BoardGone(self._gone)
 
 
 def _key(rank: int) -> str:
@@ -179,19 +205,23 @@ class Judge:
     """Keeps the last word of every rank (`entries`) and says who is to blame.
 
     Args:
-        silence_seconds: a heartbeat that stands still for so long is a dead rank.
+        silence_seconds: for so long a pulse may be missing; a beat may stand still for longer.
         longest_round_seconds: what one round counts at most.
+        patience: how much longer a beat may stand still where no pulse is known of.
     """
 
     rank: int
     world_size: int
     silence_seconds: float
     longest_round_seconds: float
+    patience: float = 3.0
 
     def __post_init__(self) -> None:
         self.entries = dict.fromkeys(range(self.world_size), _UNHEARD)
         self._silent_seconds = dict.fromkeys(range(self.world_size), 0.0)
         self._gone: frozenset[int] = frozenset()
+        self._missed: frozenset[int] = frozenset()
+        self._felt: frozenset[int] = frozenset()
 
     def hear(
         self,
@@ -199,14 +229,18 @@ class Judge:
         *,
         elapsed_seconds: float,
         gone: frozenset[int] = frozenset(),
+        missed: frozenset[int] = frozenset(),
+        felt: frozenset[int] = frozenset(),
     ) -> None:
         """Take in one round of entries; a rank without one has not spoken yet.
 
         Args:
             gone: ranks whose process had ended before the entries were read, which are thus their
                 last words.
+            missed: ranks whose pulse has been missing for `silence_seconds`.
+            felt: those whose pulse is felt, here or by rank 0.
         """
-        self._gone = gone
+        self._gone, self._missed, self._felt = gone, missed, felt
         seconds = min(elapsed_seconds, self.longest_round_seconds)
         for rank, old in self.entries.items():
             new = entries.get(rank, old)
@@ -272,17 +306,33 @@ class Judge:
         return None
 
     def _silence(self) -> Verdict | None:
-        """Blame the rank that has been silent for longest."""
+        """Blame the rank that is furthest beyond its limit."""
         others = (r for r, entry in self.entries.items() if r != self.rank and not entry.is_done)
-        silent = max(others, key=self._silent_seconds.__getitem__, default=None)
-        if silent is None or self._silent_seconds[silent] < self.silence_seconds:
+        silent = max(others, key=self._excess, default=None)
+        if silent is None or self._excess(silent) < 1:
             return None
+        limit_seconds = self._limit_seconds(silent)
+        why = "it was killed, stopped, or cut off"
+        if silent in self._felt:
+            why = "its process lives, so something in it holds Python's interpreter lock"
         text = (
             f"{self._name(silent)} fell silent: no heartbeat for"
-            f" {self._silent_seconds[silent]:.1f} s, limit {self.silence_seconds:.1f} s, last"
-            f" action [{self.entries[silent].doing}]; it was killed, stopped, or cut off"
+            f" {max(self._silent_seconds[silent], limit_seconds):.1f} s, limit"
+            f" {limit_seconds:.1f} s, last action [{self.entries[silent].doing}]; {why}"
         )
         return self._blame(silent, text)
+
+    def _limit_seconds(self, rank: int) -> float:
+        if rank in self._missed:
+            return self.silence_seconds
+        return max(
+            STUCK_SECONDS if rank in self._felt else 0.0, self.patience * self.silence_seconds
+        )
+
+    def _excess(self, rank: int) -> float:
+        if rank in self._missed:
+            return math.inf
+        return self._silent_seconds[rank] / self._limit_seconds(rank)
 
     def _blame(self, blamed: int, text: str, *, exit_code: int = ExitCode.BUG) -> Verdict:
         """A verdict that is told by the lowest rank that can still speak, as far as known here."""
@@ -296,7 +346,8 @@ class Judge:
 
     def _is_overdue(self, rank: int) -> bool:
         is_silent = self._silent_seconds[rank] > self.longest_round_seconds
-        return is_silent or rank in self._gone
+        is_silent = is_silent and rank not in self._felt
+        return is_silent or rank in self._gone or rank in self._missed
 
     def _name(self, rank: int) -> str:
         entry = self.entries[rank]

@@ -68,6 +68,10 @@ class LocalRank:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
+    def is_stopped(self) -> bool:
+        options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None
+
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
@@ -78,8 +82,8 @@ class LocalRank:
         self._process.wait()
 
 
-# For the other ranks to say why they stop: they take 8 s to notice one that is silent, and more on
-# a busy machine.
+# For the other ranks to say why they stop: without a C compiler they take 9 s to notice one that is
+# silent, and more on a busy machine.
 GRACE_SECONDS = 14.0
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
 ROUND_SECONDS = 0.05
@@ -148,6 +152,9 @@ class Supervisor:
             self._grant(now_seconds + self.signal_seconds)
         if self._failed is not None:
             self._grant(now_seconds + GRACE_SECONDS)
+            running = [rank for rank in self.ranks if rank.exit_code() is None]
+            if running and all(rank.is_stopped() for rank in running):  # nobody is left to speak
+                self._end_seconds, self._is_terminated = now_seconds, True
         is_late = now_seconds - self._start_seconds > self.timeout_seconds
         if is_late and not self._is_late_told:
             self._tell_late()

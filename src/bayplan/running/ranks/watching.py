@@ -7,8 +7,9 @@ that waits in gloo never gets there; what works is that C writes the signal's nu
 gloo names no rank, and waits half an hour for a silent one; a main thread that waits in it cannot
 be woken (`ProcessGroup.abort` returns and changes nothing). So every rank has a thread that beats
 in the store and listens to the others. A process that ends is known at once by its connection
-(`Lifelines`), one that was stopped or cut off by its silence. When a thread finds a rank to blame,
-it agrees with the others on one verdict, one rank prints it, and each ends its own process.
+(`Lifelines`), one that was stopped or cut off by its missing pulse there. When a thread finds a
+rank to blame, it agrees with the others on one verdict, one rank prints it, and each ends its own
+process.
 
     main thread    doing = 0F0 .. doing = 1B3 ....... waits for rank 2 in gloo ..... (ended)
     its thread     beat    beat    beat    beat    rank 2 is gone -> verdict -> os._exit
@@ -87,6 +88,7 @@ def _listen(reading: socket.socket, tell: Callable[[], None]) -> None:
                 tell()
 
 
+_SILENCE_SECONDS = 3.0
 LINGER_SECONDS = 5.0  # what the host of the store gives the others to read their last entries
 LEAD_SECONDS = 8.0  # at most, for one that failed: Python takes seconds to end on a busy machine
 
@@ -108,12 +110,11 @@ class Watch:
     The action told of a killed rank is that of its last beat, so up to a second old.
 
     A heartbeat shows that a process lives, not that it gets on: a thread beats while the main
-    thread hangs in C. A process that holds the interpreter lock for `silence_seconds` counts as
-    dead.
+    thread hangs in C. A process that holds the interpreter lock for a minute counts as dead.
 
     Args:
         world_size: how many ranks watch; one alone watches nobody.
-        silence_seconds: how long a heartbeat may stand still.
+        silence_seconds: how long a pulse may be missing, and the store may not answer.
         host: the rank whose process holds the store, None if it is none (`host_of_store`).
         address: of the machine that rank 0 is on, as the other ranks reach it.
     """
@@ -127,7 +128,7 @@ class Watch:
         *,
         rank: int,
         world_size: int,
-        silence_seconds: float = 8.0,
+        silence_seconds: float = _SILENCE_SECONDS,
         host: int | None = 0,
         address: str = "127.0.0.1",
         end: Callable[[int], None] = end_process,
@@ -154,14 +155,21 @@ class Watch:
             silence_seconds=silence_seconds,
             longest_round_seconds=2 * self._interval_seconds,
         )
+        self._lifelines = Lifelines(
+            self._wake.set, silence_seconds=silence_seconds, world_size=world_size
+        )
         try:
             self._board = Board(
-                store, rank=rank, world_size=world_size, patience_seconds=silence_seconds
+                store,
+                rank=rank,
+                world_size=world_size,
+                patience_seconds=silence_seconds,
+                has_pulse=self._has_pulse,
             )
         except BoardGone as gone:
             message = f"rank {rank} cannot open its watch: {gone}; is the store's host alive?"
+            self._lifelines.close()
             raise RankFailure(message) from gone
-        self._lifelines = Lifelines(self._wake.set)
         self._is_joined = threading.Event()
         if rank == 0:
             self._lifelines.listen(address)
@@ -284,9 +292,14 @@ class Watch:
             self._wake.wait(self._interval_seconds if is_joined else self._interval_seconds / 20)
             self._wake.clear()
 
+    def _has_pulse(self) -> bool | None:
+        """Whether the host of the store is known to live, or known not to."""
+        lines = self._lifelines
+        return True if self._host in lines.felt else False if self._host in lines.silent else None
+
     def _round(self, elapsed_seconds: float) -> Verdict | None:
         if self._is_explaining or self._terminated_seconds is not None:
-            self._judge.silence_seconds = self._silence_seconds / 2
+            self._judge.patience = 1.5
         self._beat += 1
         own = Entry(
             beat=self._beat,
@@ -296,6 +309,7 @@ class Watch:
             is_done=self._is_done,
             failure=self._failure,
             lifeline=self._lifelines.address,
+            felt=tuple(self._lifelines.felt),
         )
         gone = frozenset(self._lifelines.ended)
         entries, agreed = self._board.exchange(own)
@@ -303,7 +317,16 @@ class Watch:
             if entries[0].lifeline:
                 self._lifelines.join(entries[0].lifeline, self._rank)
             self._is_joined.set()
-        self._judge.hear({**entries, self._rank: own}, elapsed_seconds=elapsed_seconds, gone=gone)
+        felt = self._lifelines.felt
+        if 0 in felt and 0 in entries:
+            felt |= frozenset(entries[0].felt)
+        self._judge.hear(
+            {**entries, self._rank: own},
+            elapsed_seconds=elapsed_seconds,
+            gone=gone,
+            missed=self._lifelines.silent,
+            felt=felt,
+        )
         verdict = agreed or self._judge.verdict()
         if verdict is None:
             return None
@@ -395,9 +418,6 @@ class _Telling:
             raise told(fault, exit_code=fault.exit_code) from fault
 
 
-_SILENCE_SECONDS = 8.0
-
-
 def open_watch() -> Watch:
     """Open the watch of this rank; it closes at exit by itself.
 
@@ -422,5 +442,5 @@ def open_watch() -> Watch:
     atexit.register(watch.close_at_exit)
     if not is_time:
         with watch.telling():
-            raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 8")
+            raise UsageError(f"BAYPLAN_TIMEOUT is {text!r}; give seconds of silence, like 3")
     return watch

@@ -9,14 +9,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["do_jobs"]
+__all__ = ["do_jobs", "enter_host"]
 
 Row = dict[str, Any]
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def _enter_host(hosts: list[dict[str, str]]) -> None:
+def enter_host(hosts: list[dict[str, str]]) -> None:
     """Move into a network namespace; only threads made afterwards do, so before torch is imported.
 
     Args:
@@ -43,7 +43,7 @@ def do_jobs(do: Callable[[Row], list[Row]]) -> None:
     """
     jobs, result = map(Path, sys.argv[1:])
     told = json.loads(jobs.read_text())
-    _enter_host(told["hosts"])
+    enter_host(told["hosts"])
     import torch
     from harness import say
     from torch import distributed

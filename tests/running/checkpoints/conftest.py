@@ -15,7 +15,7 @@ from bayplan.running.ranks.launching import launch
 
 SCRIPT = Path(__file__).with_name("resuming.py")
 TIMEOUT_SECONDS = 100.0
-collect_ignore = ["resuming.py"]  # a script that imports its neighbour, as scripts can
+collect_ignore = ["resuming.py", "restarting.py"]  # scripts that ranks run
 
 
 @pytest.fixture(scope="module")

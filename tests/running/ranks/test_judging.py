@@ -164,6 +164,17 @@ def test_a_store_outside_the_ranks_blames_no_other_rank():
     assert "kept outside the ranks" in judge.host_gone(None, "Connection reset by peer").text
 
 
+def test_of_a_lost_store_outside_the_ranks_one_rank_speaks():
+    # Each rank blamed itself and left the word to another, so the run ended without any.
+    entries = {rank: entry(1) for rank in range(3)}
+    speakers = set()
+    for rank in range(3):
+        judge = judge_of(rank=rank)
+        judge.hear(entries, elapsed_seconds=0.1)
+        speakers.add(judge.host_gone(None, "Connection reset by peer").speaker)
+    assert speakers == {0}
+
+
 def test_a_signal_to_all_ranks_is_no_ranks_fault():
     judge = judge_of(world_size=2)
     judge.hear({0: entry(1, is_terminated=True), 1: entry(1)}, elapsed_seconds=1.0)

@@ -23,7 +23,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -259,7 +259,8 @@ class Judge:
         """The verdict when the store cannot be reached; None if its host had ended well."""
         if host is None:
             text = f"the store of the process group, kept outside the ranks, is gone ({reason})"
-            return self._blame(self.rank, text)
+            speaker = next(self._living(), self.rank)
+            return Verdict(rank=self.rank, text=text, exit_code=ExitCode.BUG, speaker=speaker)
         if self.entries[host].is_done:
             return None
         text = (
@@ -336,13 +337,13 @@ class Judge:
 
     def _blame(self, blamed: int, text: str, *, exit_code: int = ExitCode.BUG) -> Verdict:
         """A verdict that is told by the lowest rank that can still speak, as far as known here."""
-        living = (
-            rank
-            for rank, entry in self.entries.items()
-            if rank != blamed and entry.host and not entry.is_ended and not self._is_overdue(rank)
-        )
-        speaker = next(living, self.rank)
+        speaker = next((rank for rank in self._living() if rank != blamed), self.rank)
         return Verdict(rank=blamed, text=text, exit_code=int(exit_code), speaker=speaker)
+
+    def _living(self) -> Iterator[int]:
+        for rank, entry in self.entries.items():
+            if entry.host and not entry.is_ended and not self._is_overdue(rank):
+                yield rank
 
     def _is_overdue(self, rank: int) -> bool:
         is_silent = self._silent_seconds[rank] > self.longest_round_seconds

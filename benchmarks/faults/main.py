@@ -1,0 +1,149 @@
+"""What happens to ranks that are killed, stopped, cut off, starved or told to go, and after that?
+
+Small trainings on 2, 4 and 8 processes are struck by real faults, resumed from their last
+checkpoint and struck again. Every loss is compared with that of a training nobody disturbed.
+"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from faults.chains import Chain, Setup
+from harness import finish, known_of_others, options, say
+from ranks.hosts import HostsUnavailable
+
+SETUPS = (
+    Setup("data-parallel-2", 2, "0:0-1"),
+    Setup("data-parallel-4", 4, "0:0-3"),
+    Setup("data-parallel-8", 8, "0:0-7"),
+    Setup("pipeline-1-1", 2, "0:0.0:1"),
+    Setup("pipeline-3-1", 4, "0:0-2.0:3"),
+    Setup("pipeline-7-1", 8, "0:0-6.0:7"),
+    Setup("stale-1-1", 2, "0:0.0:1", staleness=1),
+    Setup("stale-3-1", 4, "0:0-2.0:3", staleness=1),
+    Setup("stale-7-1", 8, "0:0-6.0:7", staleness=1),
+    Setup("two-hosts-data-parallel-4", 4, "0:0-1,1:0-1", num_hosts=2),
+    Setup("two-hosts-pipeline-3-1", 4, "0:0-1,1:0.1:1", num_hosts=2),
+    Setup("two-hosts-stale-3-1", 4, "0:0-1,1:0.1:1", staleness=1, num_hosts=2),
+)
+# On one host, how often by the number of ranks; `SIGNALS` are sent to runs of the command line.
+KINDS = {
+    2: {
+        **{"kill": 7, "crash": 2, "leave": 2, "stop": 4, "error": 2, "loader": 3, "save": 4},
+        **{"hold": 1, "pause": 2, "store gone": 2, "full disk": 2},
+    },
+    4: {
+        **{"kill": 5, "crash": 1, "leave": 1, "stop": 3, "error": 2, "loader": 2, "save": 2},
+        **{"hold": 1, "pause": 1, "store gone": 1, "full disk": 1},
+    },
+    8: {
+        **{"kill": 3, "crash": 1, "leave": 1, "stop": 2, "error": 1, "loader": 1, "save": 1},
+        **{"hold": 1, "pause": 1, "store gone": 1, "full disk": 1},
+    },
+}
+SIGNALS = ("ctrl-c", "sigterm")
+ACROSS = {"kill": 2, "cut": 3, "link down": 2, "slow": 1}
+COLUMNS = (
+    *("setup", "kind", "injected", "hangs", "unexpected", "unnamed", "left", "stray"),
+    *("lost_steps", "wrong_losses", "detect_seconds", "detect_most", "end_seconds"),
+    *("resume_seconds", "resume_most"),
+)
+FAILURES = ("hangs", "unexpected", "unnamed", "left", "stray", "lost_steps", "wrong_losses")
+AT_ONCE = ("kill", "crash", "leave", "error", "loader", "save", "store gone")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = options(__doc__ or "")
+    names = [setup.name for setup in SETUPS]
+    parser.add_argument("--setups", nargs="+", choices=names, help="only these; keep the others")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    before = shared_memory()
+    found: list[Row] = []
+    skipped = []
+    with tempfile.TemporaryDirectory(prefix="bayplan-faults-") as folder:
+        for setup in SETUPS:
+            if setup.name not in given.setups or (given.quick and setup.name != "pipeline-1-1"):
+                continue
+            say(f"{setup.name}: {setup.num_ranks} ranks")
+            chain = Chain(setup, Path(folder, setup.name), given.seed)
+            try:
+                chain.strike_all(kinds_of(setup, is_quick=given.quick))
+                if setup.num_hosts == 1:
+                    chain.signal_runs(SIGNALS[1:] if given.quick else SIGNALS)
+            except HostsUnavailable as reason:
+                skipped.append({"setup": setup.name, "reason": str(reason)})
+            found += chain.rows
+    stray = len(shared_memory() - before)
+    known = known_of_others(__file__, given, key="setup")
+    found = sorted([*known.get("faults", ()), *found], key=lambda row: names.index(row["setup"]))
+    stray += known.get("stray_shared_memory", 0)
+    result = {
+        "rows": [summed(rows) for rows in grouped(found)],
+        "injected": len(found),
+        **{name: sum(row.get(name, 0) for row in found) for name in FAILURES},
+        "without_action": sum(row.get("without_action", 0) for row in found),
+        "stray_shared_memory": stray,
+        "detect_seconds": {
+            "at once": spread(found, "detect_seconds", AT_ONCE),
+            "by silence": spread(found, "detect_seconds", ("stop", "cut", "link down")),
+        },
+        "end_seconds": spread(found, "end_seconds"),
+        "resume_seconds": spread(found, "resume_seconds"),
+        "skipped": [*known.get("skipped", ()), *skipped],
+        "faults": found,
+    }
+    finish(__file__, result, columns=COLUMNS, arguments=given)
+    if result["stray_shared_memory"] or any(result[name] for name in FAILURES):
+        sys.exit(1)
+
+
+def kinds_of(setup: Setup, *, is_quick: bool) -> list[str]:
+    if is_quick:
+        return ["kill", "stop", "loader"]
+    counts = KINDS[setup.num_ranks] if setup.num_hosts == 1 else ACROSS
+    return [kind for kind, count in counts.items() for _ in range(count)]
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def grouped(found: list[Row]) -> Iterable[list[Row]]:
+    keys = dict.fromkeys((row["setup"], row["kind"]) for row in found)
+    return [[row for row in found if (row["setup"], row["kind"]) == key] for key in keys]
+
+
+def summed(rows: list[Row]) -> Row:
+    """One kind of fault in one setup."""
+    figures: Row = {"setup": rows[0]["setup"], "kind": rows[0]["kind"], "injected": len(rows)}
+    figures |= {name: sum(row.get(name, 0) for row in rows) for name in FAILURES}
+    for name, most in (("detect", "detect_most"), ("end", ""), ("resume", "resume_most")):
+        seconds = [row[f"{name}_seconds"] for row in rows if f"{name}_seconds" in row]
+        if seconds:
+            figures[f"{name}_seconds"] = statistics.median(seconds)
+            figures |= {most: max(seconds)} if most else {}
+    return figures
+
+
+def spread(found: list[Row], name: str, kinds: tuple[str, ...] = ()) -> Row:
+    seconds = sorted(row[name] for row in found if name in row and row["kind"] in (kinds or KEYS))
+    if not seconds:
+        return {}
+    shares = {"least": 0.0, "median": 0.5, "of 95 %": 0.95, "most": 1.0}
+    last = len(seconds) - 1
+    return {"count": len(seconds), **{key: seconds[round(q * last)] for key, q in shares.items()}}
+
+
+KEYS = (*KINDS[2], *ACROSS, *SIGNALS)
+
+if __name__ == "__main__":
+    main()

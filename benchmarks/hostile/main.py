@@ -6,6 +6,7 @@ what the commands use them for. Each reader runs in a process of its own, which 
 
 import collections
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ COLUMNS = (
     *("reader", "inputs", "accepted", "refused", "crashes", "hangs", "too_large", "escapes"),
     *("worst_seconds", "grown_mib"),
 )
-_HANG_SECONDS = 5.0
+_ALARMS = (signal.SIGALRM, signal.SIGPROF)
 _WORDS = {"placement": 3, "sizes": 3, "topology": 2}  # cheap to read, so that more of them are
 
 
@@ -74,7 +75,7 @@ def _row(reader: str, inputs: int, seed: int, folder: Path) -> dict[str, Any]:
         row.update(last)
         if child.returncode:  # ended by the kernel: SIGKILL by its own alarm, or a crash in C
             row["inputs"] += 1
-            row["hangs" if child.returncode == -14 else "crashes"] += 1
+            row["hangs" if -child.returncode in _ALARMS else "crashes"] += 1
             seen.append(f"input {first} ended the process with {child.returncode}")
             first += 1
     return {name: 0 for name in COLUMNS} | {"reader": reader, **row, "seen": seen[:5]}

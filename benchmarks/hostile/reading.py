@@ -41,6 +41,7 @@ from bayplan.reporting.trace import trace_of
 
 _LIMIT_BYTES = 2**30  # beyond what the process has when it begins
 _HANG_SECONDS = 5
+_BLOCKED_SECONDS = 60  # of waiting; on a busy machine a reader may not be run for a while
 # What a file must never bring about; reading files is allowed, as every command does.
 _ESCAPES = (
     *("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.Popen"),
@@ -69,7 +70,7 @@ def main(reader: str, folder: Path, seed: int, first: int, end: int) -> None:
     for number in range(first, end):
         if time.monotonic() - told_seconds > 1.0 or number == first:
             told_seconds = time.monotonic()
-            signal.alarm(_HANG_SECONDS + 2)  # ends the process where C code hangs
+            _end_by_alarm(_HANG_SECONDS + 2, _BLOCKED_SECONDS)
             _tell({**counts, "next": number}, worst_seconds, begin_bytes, seen)
         chance = random.Random(f"{seed} {reader} {number}")
         content = changed(chance.choice(seeds), chance)
@@ -97,7 +98,14 @@ def main(reader: str, folder: Path, seed: int, first: int, end: int) -> None:
             counts["escapes"] += 1
             escapes.clear()
         counts.update({"inputs": 1, outcome: 1})
+    _end_by_alarm(0, 0)
     _tell({**counts, "next": end}, worst_seconds, begin_bytes, seen)
+
+
+def _end_by_alarm(processor_seconds: int, seconds: int) -> None:
+    """End the process where C code computes, or waits, for so long from now on; 0 for never."""
+    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+    signal.alarm(seconds)
 
 
 def _readers(folder: Path) -> dict[str, Callable[[bytes], object]]:

@@ -6,6 +6,7 @@ Each test runs in a process that has the test accelerator registered (`own_proce
 import io
 import json
 import os
+import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -23,6 +24,7 @@ from bayplan.costing import probe
 from bayplan.costing.catalogue import read_cluster
 from bayplan.data.errors import OutOfMemory, UsageError
 from bayplan.data.files import read
+from bayplan.data.units import parse_bytes
 from bayplan.devices.device import device_of
 from bayplan.models.targets import resolve_target
 
@@ -265,3 +267,27 @@ def test_one_device_of_several_is_probed(tmp_path):
     assert told.code == 0, told.err
     assert [kind.title for kind in read_cluster(str(written)).kinds.values()] == [f"{NAME}, probed"]
     assert len(read_cluster(str(written)).devices) == 1
+
+
+def test_a_run_that_meets_less_memory_says_both_figures_and_a_smaller_plan_that_runs(tmp_path):
+    # It said that the *model* ran out "while it was built or traced", with exit code 3.
+    settle(tmp_path)
+    asked = ("run", "train:build", "--batch", 4096, "--steps", 2, "--time-limit", 1)
+    plain = command(*asked, "--limit-counts", "live", "--memory", "1GiB", "--json")
+    assert plain.code == 0, plain.err
+    peak = json.loads(plain.out)["devices"][0]["step_peak_bytes"][-1]
+    torch.compiler.reset()
+    torch.accelerator.empty_cache()
+    there = int(0.8 * peak)
+    bay.set_cap(torch.accelerator.memory_reserved(0) + there, 0)
+    short = command(*asked, "--limit-counts", "live", "--memory", "1GiB")
+    assert short.code == 4, short.err
+    (found,) = re.findall(r"predicted was a peak of ([\d.]+ \w+), .* had ([\d.]+ \w+)", short.err)
+    assert parse_bytes(found[0]) == pytest.approx(peak, rel=0.01)
+    assert parse_bytes(found[1]) == pytest.approx(there, rel=0.05)
+    (smaller,) = re.findall(r"Try --memory (\w+)", short.err)
+    torch.compiler.reset()
+    torch.accelerator.empty_cache()
+    done = command(*asked, "--limit-counts", "live", "--memory", smaller, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["losses"] == json.loads(plain.out)["losses"]

@@ -279,7 +279,7 @@ def test_other_commands_say_what_a_plan_is_good_for(bayplan, rank_plan, check_re
 
 
 def test_more_ranks_than_memory_are_not_started(bayplan, rank_plan, check_refusal, monkeypatch):
-    monkeypatch.setattr(Cpu, "free_bytes", 300 << 20)
+    monkeypatch.setattr(Cpu, "shared_free_bytes", 300 << 20)
     given = ("run", rank_plan, "--target", "train:deep", "--dry-run")
     check_refusal(bayplan(*given), 3, "2 ranks", "400.0 MiB for torch", "300.0 MiB are free")
 

@@ -27,18 +27,20 @@ class SaveOptions:
         keep: How many checkpoints to keep. Default: 2.
         resume: Continue from the newest complete checkpoint, if there is one, whichever plan saved
             it.
+        replan: If memory runs out, plan again within less and continue from the newest checkpoint.
     """
 
     checkpoint: Path | None = None
     every: options.WholeOrNone = None
     keep: options.WholeOrNone = None
     resume: options.Flag = False
+    replan: options.Flag = False
 
     def given(self) -> "CheckpointOptions | None":
         """None where no checkpoints are asked for."""
         if self.checkpoint is None:
             if self != NO_CHECKPOINTS:
-                raise UsageError("--every, --keep and --resume need --checkpoint DIR")
+                raise UsageError("--every, --keep, --resume and --replan need --checkpoint DIR")
             return None
         from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions
 

@@ -1,6 +1,6 @@
 """Options about many ranks, which `bayplan plan` and `bayplan run` share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,6 +129,10 @@ class RankOptions:
             "limit_bytes": None if limit is None else parse_bytes(limit),
             "buckets": None if self.buckets is None else files.read(self.buckets, BucketFile),
         }
+
+    def within(self, limit_bytes: int) -> "RankOptions":
+        """The same with another limit for each rank, where there are ranks."""
+        return replace(self, memory_per_rank=str(limit_bytes)) if self.is_given else self
 
     def check_limit(self, *, swaps: bool, pack: bool = True) -> None:
         """Refuse options about a limit where none is given."""

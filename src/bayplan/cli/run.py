@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from bayplan.cli import options
 from bayplan.cli.checkpoint_options import NO_CHECKPOINTS, SaveOptions
 from bayplan.cli.data_options import NO_DATA, DataOptions
 from bayplan.cli.rank_options import NO_RANKS, RANKS_HELP, RankOptions
+from bayplan.cli.replanning import FIRST, Attempt, attempts
 from bayplan.cli.report_options import NO_REPORT, ReportOptions
 from bayplan.data.errors import UsageError
 
@@ -110,6 +112,15 @@ def run(
     if epoch_samples is not None and epoch_samples < 1:
         raise UsageError(f"--epoch-samples is {epoch_samples}; an epoch has at least 1")
     options.check_output(output)
+    attempt = FIRST
+    if checkpoints.replan and checkpoints.checkpoint is not None:
+        forked = attempts()  # before torch is loaded, and with it threads
+        if isinstance(forked, int):
+            return forked
+        attempt = forked
+        checkpoints = replace(
+            checkpoints, resume=checkpoints.resume or attempt.limit_bytes is not None
+        )
     opened = data.opened(seed=seed, steps=steps)
     saves = checkpoints.given()
     ends = (steps or _STEPS, None) if opened is None else (steps, opened[1].epochs)
@@ -122,27 +133,47 @@ def run(
         if target is not None:
             raise UsageError(f"{plan} is a target already, so --target {target} says it twice")
         target = plan = _with_classes(plan, opened)
-        given, prepared = _planned(
-            target,
-            batch,
-            many,
-            opened,
-            one_device={
-                "memory": memory,
-                "limit_counts": limit_counts,
-                "time_limit_seconds": time_limit,
-            },
-            optimizer=optimizer,
-            autocast=autocast,
-            swap=swap_dir,
-            swap_size=swap_size,
-            on=on,
-        )
+
+        def planned(limit: int | None) -> "tuple[Plan, PreparedStep | None]":
+            return _planned(
+                target,
+                batch,
+                many if limit is None else many.within(limit),
+                opened,
+                one_device={
+                    "memory": memory if limit is None or many.is_given else limit,
+                    "limit_counts": limit_counts,
+                    "time_limit_seconds": time_limit,
+                },
+                optimizer=optimizer,
+                autocast=autocast,
+                swap=swap_dir,
+                swap_size=swap_size,
+                on=on,
+            )
+
+        given, prepared = planned(None) if attempt.limit_bytes is None else attempt.plan(planned)
     elif batch is not None or memory is not None:
         said = f"--memory {memory}" if batch is None else f"--batch {batch}"
         raise UsageError(f"a plan has its own batch and limit, so {said} needs a target")
     else:
         given = files.read(Path(plan), Plan)
+        if checkpoints.replan and isinstance(given, RankPlan):
+            raise UsageError(
+                "--replan plans ranks anew from a target with --placement; a plan file does not say"
+                " how its stages were asked for"
+            )
+        if attempt.limit_bytes is not None:
+            given, prepared = _planned_again(
+                given,
+                attempt,
+                opened,
+                target=target,
+                on=on,
+                swap=swap_dir,
+                swap_size=swap_size,
+                time_limit_seconds=time_limit,
+            )
     steps = steps or _STEPS
     if isinstance(given, RankPlan):
         return _run_on_ranks(
@@ -158,6 +189,7 @@ def run(
             swap_size=swap_size,
             epoch_samples=epoch_samples,
             saves=saves,
+            attempt=attempt,
             histogram=histogram,
             dry_run=dry_run,
             pictures=pictures,
@@ -180,7 +212,8 @@ def run(
         check_run(given, step)
         print(f"would run {steps} steps: {plan_line(given)}")
         return 0
-    with ProgressBar() as bar:
+    attempt.planned(given.order.reserved_bytes or given.order.peak_bytes)
+    with ProgressBar() as bar, attempt.telling():
         if found is not None:
             bar.say(plan_line(given))  # hours before the figures; and what printing takes is there
         done = run_plan(
@@ -292,6 +325,38 @@ def _planned(
     return given, None
 
 
+def _planned_again(
+    plan: "Plan",
+    attempt: Attempt,
+    opened: "tuple[Data, FeedOptions] | None",
+    *,
+    target: str | None,
+    **asked: Any,
+) -> "tuple[Plan, PreparedStep]":
+    """What a plan file asks for, within the limit of an attempt."""
+    from bayplan import api
+    from bayplan.data.plan import DevicePlan
+
+    request = plan.request
+    assert isinstance(plan, DevicePlan), "plans for ranks are refused"
+    assert request is not None, "the plan was run before"
+    found, chosen = opened or (None, None)
+    return attempt.plan(
+        lambda limit_bytes: api.planned_step(
+            target or request.target,
+            request.batch,
+            memory=limit_bytes,
+            data=found,
+            feed=chosen,
+            limit_counts=plan.limit_counts,
+            optimizer=request.optimizer,
+            autocast=request.autocast,
+            update_in_backward=request.update_in_backward,
+            **asked,
+        )
+    )
+
+
 def _run_on_ranks(
     plan: "RankPlan",
     *,
@@ -305,6 +370,7 @@ def _run_on_ranks(
     swap_dir: Path | None,
     swap_size: str | None,
     epoch_samples: int | None,
+    attempt: Attempt,
     saves: "CheckpointOptions | None",
     histogram: bool,
     dry_run: bool,
@@ -327,6 +393,7 @@ def _run_on_ranks(
     if dry_run:
         print(f"would run {steps} steps: {pipeline_text(plan)}")
         return 0
+    attempt.planned(max(plan.predicted_peak_bytes))
     with ProgressBar() as bar:
         for line in pipeline_text(plan).splitlines():
             bar.say(line)
@@ -353,6 +420,8 @@ def _run_on_ranks(
             predicted = (api.predicted_on_ranks(plan, target),)
     is_interrupted = done.exit_code == INTERRUPTED
     if done.measured is None:
+        if done.smaller_bytes:
+            attempt.ran_out(done.smaller_bytes)
         if is_interrupted:
             raise KeyboardInterrupt("no step was measured")
         return done.exit_code

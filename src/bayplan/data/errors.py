@@ -21,6 +21,7 @@ __all__ = [
     "ForeignPlan",
     "OutOfMemory",
     "PlanBroken",
+    "RanOut",
     "UsageError",
     "check_at_least_1",
     "check_figures",
@@ -91,6 +92,18 @@ class PlanBroken(BayplanError):
     """A run that did not keep to its plan."""
 
     exit_code = ExitCode.PLAN_BROKEN
+
+
+class RanOut(PlanBroken):
+    """A planned run that met less memory than it was planned for.
+
+    Attributes:
+        smaller_bytes: the limit of the plan to try next.
+    """
+
+    def __init__(self, message: str, *, smaller_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.smaller_bytes = smaller_bytes
 
 
 class ForeignPlan(BayplanError):

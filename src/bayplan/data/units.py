@@ -20,6 +20,7 @@ __all__ = [
     "no_progress",
     "parse_bytes",
     "round_up",
+    "tighter_limit",
 ]
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
@@ -66,6 +67,15 @@ def limit_text(size_bytes: int) -> str:
     """A limit to type that is no smaller than the size, like `644MiB`."""
     unit, name = (2**20, "MiB") if size_bytes >= 2**26 else (2**10, "KiB")
     return f"{-(-size_bytes // unit)}{name}"
+
+
+def tighter_limit(planned_bytes: int, found_bytes: int) -> int:
+    """What to plan within after a run of a plan found less memory than it needs.
+
+    A tenth below both: what was found has what a process takes beside tensors, too (compiled code,
+    threads), which nobody can count beforehand. A run that fails again is planned a tenth lower.
+    """
+    return int(0.9 * min(planned_bytes, found_bytes))
 
 
 def format_seconds(seconds: float) -> str:

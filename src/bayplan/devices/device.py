@@ -10,7 +10,7 @@ accelerator of `tests/accelerator` runs is what CUDA runs; `Cuda` adds what torc
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from torch import distributed
 from bayplan import torch_compat
 from bayplan.data.errors import UsageError
 from bayplan.data.live_memory import RecordBytes
+from bayplan.devices.host_memory import OWN_LIMITS, Room, host_rooms
 
 __all__ = [
     "GPU",
@@ -136,8 +137,17 @@ class Device(Protocol):
     def has_allocator_bytes(self) -> bool: ...
 
     @property
+    def rooms(self) -> Mapping[str, Room]:
+        """By what bounds it, how much this process may still allocate, and has allocated."""
+
+    @property
     def free_bytes(self) -> int:
         """What this process may still allocate."""
+
+    @property
+    def shared_free_bytes(self) -> int:
+        """What all processes of a run together may still allocate."""
+        return self.free_bytes
 
     @property
     def total_bytes(self) -> int: ...
@@ -256,10 +266,17 @@ class Cpu(Device):
         return tensor.device.type == "cpu"
 
     @property
-    def free_bytes(self) -> int:
-        import psutil  # here: it takes 0.05 s to import, and most commands do not need it
+    def rooms(self) -> Mapping[str, Room]:
+        return host_rooms()
 
-        return psutil.virtual_memory().available
+    @property
+    def free_bytes(self) -> int:
+        return min(room.free_bytes for room in self.rooms.values())
+
+    @property
+    def shared_free_bytes(self) -> int:
+        """Without `ulimit`, which is of each process."""
+        return min(room.free_bytes for name, room in self.rooms.items() if name not in OWN_LIMITS)
 
     @property
     def total_bytes(self) -> int:
@@ -356,6 +373,10 @@ class Accelerator(Device):
         except (NotImplementedError, RuntimeError):  # MPS has an allocator of another kind
             return False
         return True
+
+    @property
+    def rooms(self) -> Mapping[str, Room]:
+        return {"device": Room(self.free_bytes, self.live.allocated)}
 
     @property
     def free_bytes(self) -> int:

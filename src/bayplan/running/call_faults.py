@@ -19,7 +19,7 @@ from torch import nn
 from bayplan import torch_compat
 from bayplan.data.errors import BayplanError, CaptureError, DoesNotFit, PlanBroken, UsageError
 from bayplan.data.plan import StepOrder
-from bayplan.data.units import format_bytes
+from bayplan.data.units import format_bytes, limit_text, tighter_limit
 from bayplan.devices.device import HOST, Device, device_of
 from bayplan.tracing.capture import BufferStates, GeneratorStates, ParameterStates
 from bayplan.tracing.explain import asked_memory, is_out_of_memory
@@ -265,23 +265,26 @@ def _out_of_memory_text(fault: Exception, promise: str) -> str:
     wanted = asked_memory(fault)
     return (
         f"out of memory in a planned step, which asked for {wanted}: the limit of the plan is more"
-        f" than the device had free. {promise}Fit the model with a lower `memory`, use a smaller"
-        " batch, or stop other processes"
+        f" than the device had free. {promise or 'Fit the model with a lower `memory`'}, use a"
+        " smaller batch, or stop other processes"
     )
 
 
 def _promise(order: StepOrder, device: Device) -> str:
     """What a plan predicted, and what there is now, while all that the step made is alive."""
     reserved = order.reserved_bytes
+    planned = order.peak_bytes if reserved is None else reserved
     of_reserved = "" if reserved is None else f" and {format_bytes(reserved)} reserved"
+    found = planned
     there = f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} are free"
     if device.has_allocator_bytes:
         live = device.live
+        found = live.allocated + device.free_bytes
         there += (
             f", this process has {format_bytes(live.allocated)} allocated and"
             f" {format_bytes(live.reserved)} reserved"
         )
     return (
         f"Predicted: a peak of {format_bytes(order.peak_bytes)}{of_reserved}; on {device.where}"
-        f" {there}. "
+        f" {there}. Fit the model with memory='{limit_text(tighter_limit(planned, found))}'"
     )

@@ -4,8 +4,10 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 import torch
 from msgspec import structs
@@ -26,6 +28,7 @@ from bayplan.data.record import (
     Source,
 )
 from bayplan.data.units import LimitCounts, format_bytes
+from bayplan.devices.device import device_of
 from bayplan.devices.machine import cache_directory, check_torch_version
 from bayplan.devices.moments import Moment, clock_of
 from bayplan.planning.memory.orders import as_planned
@@ -38,6 +41,7 @@ from bayplan.running.inputs.feed import FeedOptions
 from bayplan.running.inputs.sources import Data
 from bayplan.running.inputs.training import StepDone, check_data, feed_of, form_of, train_on
 from bayplan.running.recorder import Recorder
+from bayplan.running.shortage import MemoryWatch
 from bayplan.running.swaps.swap_space import SwapSpace
 from bayplan.step import TrainingStep
 from bayplan.tracing.explain import explained
@@ -143,6 +147,35 @@ def check_run(plan: DevicePlan, prepared: PreparedStep) -> None:
     ordered_step(plan.order, traced)
 
 
+_Options = ParamSpec("_Options")
+
+
+def _told_if_short(
+    run: Callable[Concatenate[DevicePlan, PreparedStep, _Options], Run],
+) -> Callable[Concatenate[DevicePlan, PreparedStep, _Options], Run]:
+    """Say of a run that ran out of memory what was predicted, what was there and what to try."""
+
+    @wraps(run)
+    def told(
+        plan: DevicePlan,
+        prepared: PreparedStep,
+        *arguments: _Options.args,
+        **options: _Options.kwargs,
+    ) -> Run:
+        order = plan.order
+        reserved_bytes = None if plan.limit_counts is LimitCounts.LIVE else order.reserved_bytes
+        watch = MemoryWatch(
+            device_of(prepared.model_device),
+            predicted_bytes=reserved_bytes or order.peak_bytes,
+            option="--memory",
+        )
+        with watch.telling():
+            return run(plan, prepared, *arguments, **options)
+
+    return told
+
+
+@_told_if_short
 def run_plan(
     plan: DevicePlan,
     prepared: PreparedStep,
@@ -179,6 +212,7 @@ def run_plan(
 
     Raises:
         ForeignPlan: the plan is for another model, batch or torch.
+        RanOut: there was less memory than planned for.
     """
     check_plan(plan, prepared)
     check_data(data, prepared, options or FeedOptions())

@@ -1,5 +1,6 @@
 """Turning what goes wrong inside a model into an error that names the user's line."""
 
+import errno
 import linecache
 import os
 import re
@@ -20,6 +21,7 @@ __all__ = [
     "asked_memory",
     "explained",
     "is_out_of_memory",
+    "memory_fault",
     "out_of_memory",
     "users_traceback",
 ]
@@ -105,9 +107,7 @@ def out_of_memory(fault: BaseException) -> OutOfMemory | None:
 
     Python's own MemoryError does not say how much was asked for.
     """
-    cause: BaseException | None = fault
-    while cause is not None and not is_out_of_memory(cause):
-        cause = cause.__cause__
+    cause = memory_fault(fault)
     if cause is None:
         return None
     # Accelerators have an error of their own.
@@ -121,6 +121,14 @@ def out_of_memory(fault: BaseException) -> OutOfMemory | None:
     )
 
 
+def memory_fault(fault: BaseException) -> BaseException | None:
+    """The error behind others that says memory ran out; None if there is none."""
+    cause: BaseException | None = fault
+    while cause is not None and not is_out_of_memory(cause):
+        cause = cause.__cause__
+    return cause
+
+
 def asked_memory(fault: BaseException) -> str:
     """How much memory was asked for, in words, when it ran out."""
     asked = _ASKED.search(str(fault))
@@ -128,9 +136,11 @@ def asked_memory(fault: BaseException) -> str:
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Whether an error says that memory ran out: torch has three ways to say so."""
+    """Whether an error says that memory ran out: torch has three ways to say so, the system one."""
     if isinstance(fault, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(fault, OSError):
+        return fault.errno == errno.ENOMEM
     return isinstance(fault, RuntimeError) and _CPU_ALLOCATOR in str(fault)
 
 

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class SharedFigures:
-    """The peak of each rank so far, and the step before which all stop.
+    """What ranks tell the run beside their lines: peaks, shortages, and where all stop.
 
     A page of memory behind a file made by `create`: to write a number costs no message and no
     wait, so a rank may tell after every step how full it has been, and be told which step is the
@@ -47,7 +47,11 @@ class SharedFigures:
 
     @staticmethod
     def create(path: Path, *, num_ranks: int) -> None:
-        path.write_bytes(np.zeros(1 + num_ranks, dtype=np.int64).tobytes())
+        path.write_bytes(np.zeros(1 + 2 * num_ranks, dtype=np.int64).tobytes())
+
+    @property
+    def _num_ranks(self) -> int:
+        return len(self._numbers) // 2
 
     def tell_peak(self, rank: int, peak_bytes: int) -> None:
         self._numbers[1 + rank] = peak_bytes
@@ -55,7 +59,17 @@ class SharedFigures:
     @property
     def peaks_bytes(self) -> tuple[int, ...]:
         """By rank, how full it has been; 0 before its first step."""
-        return tuple(self._numbers[1:].tolist())
+        return tuple(self._numbers[1 : 1 + self._num_ranks].tolist())
+
+    def tell_short(self, rank: int, smaller_bytes: int) -> None:
+        """This rank ran out of memory; it may try a plan within so much."""
+        self._numbers[1 + self._num_ranks + rank] = smaller_bytes
+
+    @property
+    def smaller_bytes(self) -> int:
+        """The least that a rank which ran out may try; 0 if none did."""
+        told = self._numbers[1 + self._num_ranks :]
+        return int(min(told[told > 0], default=0))
 
     def stop_before(self, step: int) -> None:
         """Let all ranks stop before a step, counted from 0; it is at least 1."""
@@ -120,10 +134,12 @@ class RankRun:
         measured: a device for each rank; the step times are the slowest rank's. None if a rank
             failed, or none had a step to tell of when Ctrl-C came.
         exit_code: of the first rank that failed, 130 after Ctrl-C, 143 after SIGTERM, else 0.
+        smaller_bytes: the limit of each rank to try, where one ran out of memory.
     """
 
     measured: RunRecord | None
     exit_code: int
+    smaller_bytes: int = 0
 
 
 def check_room(
@@ -144,7 +160,7 @@ def check_room(
         return
     num_ranks = len(plan.actions)
     needed = num_ranks * _TORCH_BYTES + sum(plan.predicted_peak_bytes)
-    there = HOST.free_bytes
+    there = HOST.shared_free_bytes
     if needed > there:
         raise DoesNotFit(
             f"{num_ranks} ranks on this machine need {format_bytes(needed)}, of which"
@@ -219,7 +235,7 @@ def run_on_ranks(
         if exit_code not in (0, INTERRUPTED, TERMINATED) or not all(
             path.exists() for path in paths
         ):
-            return RankRun(None, exit_code)
+            return RankRun(None, exit_code, SharedFigures(records / "figures").smaller_bytes)
         rank_records = [files.read(path, RunRecord) for path in paths]
     predicted = Prediction(
         step_seconds=plan.predicted_seconds,

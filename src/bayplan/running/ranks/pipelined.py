@@ -45,6 +45,7 @@ from bayplan.running.ranks.starting import BatchMark, Holdings, start_alike
 from bayplan.running.ranks.transfers import largest_by_sender
 from bayplan.running.ranks.watching import Watch, open_watch
 from bayplan.running.ranks.worker import Worker
+from bayplan.running.shortage import MemoryWatch
 from bayplan.running.swaps.swap_space import RankSwap
 from bayplan.simulating.checking import check_rank_plan
 from bayplan.step import Batch, LossFunction, TrainingStep
@@ -205,6 +206,12 @@ class PipelinedStep:
     ) -> None:
         self._step, self._optimizer, self._plan = step, optimizer, plan
         self._watch, self._swap = watch, swap
+        self.memory = MemoryWatch(
+            device_of(_device_of(step.model)),
+            predicted_bytes=plan.predicted_peak_bytes[distributed.get_rank()],
+            option="--memory-per-rank",
+            held_bytes=sum(parameter.nbytes for parameter in step.model.parameters()),
+        )
         self._rank = distributed.get_rank()
         self._workers: dict[str, Worker] = {}  # by the form of a batch
         self._worker: Worker | None = None  # the last one
@@ -226,7 +233,7 @@ class PipelinedStep:
         Under a plan with stale weights, the loss is that of as many batches ago as the plan's
         largest lag, and not a number until there is one.
         """
-        with self._watch.telling():
+        with self._watch.telling(), self.memory.telling():
             return self._run(batch if len(batch) > 1 else batch[0])
 
     @property

@@ -142,6 +142,7 @@ class _Training:
         self._batches = RankBatches(bound, step, feed, is_kept=self._lag > 0)
         self._device = next(step.model.parameters()).device
         self._rank = distributed.get_rank()
+        bound.memory.hear = lambda smaller_bytes: figures.tell_short(self._rank, smaller_bytes)
         self._number = 0  # of the step that runs
         self._breakdown: PeakBreakdown | None = None
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bayplan.native import (
     load_library,
     load_part,
     shipped_name,
+    why_untrusted,
 )
 
 FLAGS = ("-O1",)
@@ -124,3 +126,31 @@ def test_file_without_flags_is_said(source: Path) -> None:
     source.write_text("int answer(void) { return 42; }\n")
     with pytest.raises(ValueError, match="does not begin with the flags"):
         load_part(source, None)
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_what_others_can_write_is_not_loaded(source: Path, tmp_path: Path, what: str) -> None:
+    # A cache in a shared folder was loaded from, whoever had put the library there.
+    cache = tmp_path / "cache"
+    path = compile_library(source, cache, flags=FLAGS)
+    source_of_others = tmp_path / "other.c"
+    source_of_others.write_text("int answer(void) { return 666; }\n")
+    compile_file(source_of_others, path, FLAGS)
+    (cache if what == "folder" else path).chmod(0o777)
+    with pytest.raises(CompileFailed, match="may be written by everybody"):
+        compile_library(source, cache, flags=FLAGS)
+    assert load_library(source, cache, flags=FLAGS).answer() == 42  # for this process alone
+
+
+def test_who_may_have_written_a_file() -> None:
+    def status(mode: int, user: int, group: int) -> os.stat_result:
+        return os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))
+
+    own, other = (os.geteuid(), os.getegid()), 54321
+    assert not why_untrusted(status(0o644, *own))
+    assert not why_untrusted(status(0o664, *own))  # a user's own group
+    assert not why_untrusted(status(0o644, 0, 0))
+    assert why_untrusted(status(0o644, other, own[1])) == f"belongs to user {other}"
+    assert not why_untrusted(status(stat.S_IFDIR | 0o1777, 0, 0))  # as /tmp is
+    assert why_untrusted(status(0o646, *own)) == "may be written by everybody"
+    assert why_untrusted(status(0o664, own[0], other)) == f"may be written by group {other}"

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 
 __all__ = [
     *("CompileFailed", "compile_file", "compile_library", "load_library", "load_part"),
-    *("named_flags", "shipped_name"),
+    *("named_flags", "shipped_name", "why_untrusted"),
 ]
 
 _COMPILERS = {".c": ("cc", "gcc", "clang"), ".cpp": ("c++", "g++", "clang++")}
@@ -88,14 +89,42 @@ def compile_library(source: Path, cache_dir: Path, *, flags: tuple[str, ...]) ->
         cache_dir: only this user may write to it, because its files are loaded into the process.
 
     Raises:
-        CompileFailed: as by `compile_file`.
+        CompileFailed: as by `compile_file`, or others may write to the directory or the library.
     """
     key = repr((source.read_text("utf-8"), flags, platform.machine(), platform.libc_ver()))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     target = cache_dir / f"{source.stem}-{platform.machine()}-{digest}.so"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompileFailed(f"cannot write to {cache_dir}: {error}") from error
+    _check_trusted(cache_dir)
     if not target.exists():
         compile_file(source, target, flags)
+    _check_trusted(target)
     return target
+
+
+def _check_trusted(path: Path) -> None:
+    if why := why_untrusted(path.stat()):
+        refusal = f"{path} {why}, and what is in it would be run"
+        raise CompileFailed(refusal) from PermissionError(refusal)
+
+
+def why_untrusted(status: os.stat_result) -> str:
+    """Why a file or folder may be somebody else's work; empty where it is not.
+
+    The administrator may do anything anyway, a user's own group is the user, and in a folder like
+    /tmp nobody can replace what is another's.
+    """
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH and not is_sticky:
+        return "may be written by everybody"
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getegid(), 0):
+        return f"may be written by group {status.st_gid}"
+    return ""
 
 
 def load_library(

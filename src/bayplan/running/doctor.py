@@ -17,6 +17,7 @@ from bayplan.devices.machine import cache_directory, describe_machine
 from bayplan.devices.malloc_counter import MallocCounter, MeterUnavailable
 from bayplan.devices.meters import AllocatorMeter
 from bayplan.models import reference_models
+from bayplan.native import why_untrusted
 
 __all__ = ["examine"]
 
@@ -108,6 +109,13 @@ def _cache() -> Iterator[Finding]:
             "cache",
             f"{cache} ({where}) cannot be written: {fault.strerror}; every step is measured anew",
             change="set BAYPLAN_CACHE to a folder that can",
+        )
+        return
+    if why := why_untrusted(cache.stat()):
+        yield Finding(
+            "cache",
+            f"{cache} ({where}) {why}, so what is compiled there is not loaded",
+            change=f"chmod go-w {cache}, or set BAYPLAN_CACHE to a folder of your own",
         )
         return
     kept = "1 profile" if num_profiles == 1 else f"{num_profiles} profiles"

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -242,3 +243,41 @@ def test_a_state_that_is_none_is_refused(tmp_path, state):
     with pytest.raises(FileFault, match=r"checkpoint|no tensor 'nowhere'"):
         load()
     random.setstate(before)
+
+
+@pytest.mark.parametrize("place", [".", "step-00000001", "step-00000001/manifest.json"])
+def test_what_others_can_write_is_neither_written_to_nor_read(tmp_path, place):
+    # Whoever may change a checkpoint decides what is trained on: its digests lie beside it.
+    root = tmp_path / "shared"
+    saver = Saver(root)
+    save(saver, 1).result()
+    (root / place).chmod(0o777)
+    lines = []
+    if place == ".":
+        with pytest.raises(FileFault, match="shared may be written by everybody"):
+            save(saver, 2).result()
+        assert list(saved_steps(root)) == [1]
+    else:
+        with pytest.raises(FileFault, match=r"no checkpoint in .* is whole"):
+            newest_whole(root, lines.append)
+        assert "may be written by everybody" in lines[0]
+
+
+def test_a_save_without_memory_for_its_copy_leaves_training_alone(tmp_path):
+    # The copy was made outside of what is caught: a run that was saved ended by it.
+    lines = []
+    saver = Saver(tmp_path, tell=lines.append)
+    save(saver, 1).result()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    huge = Saved({"model.weight": torch.empty(1).expand(1 << 34)})
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), limits[1]))
+    try:
+        begun = saver.save(huge, step=2, aliases={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    with pytest.raises(FileFault, match=r"no checkpoint of step 2 .*: Cannot allocate memory"):
+        begun.result()
+    assert lines[0].endswith("the last one is step-00000001")
+    save(saver, 3).result()
+    assert list(saved_steps(tmp_path)) == [3, 1]

@@ -286,3 +286,17 @@ def test_interrupt_ends_the_process(tmp_path):
         assert process.returncode == -signal.SIGINT
         assert "KeyboardInterrupt" in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_swap_file_that_others_can_write_is_refused(tmp_path, monkeypatch):
+    # Some file systems give files modes of their own.
+    made = tempfile.TemporaryFile
+
+    def open_to_all(**options):
+        file = made(**options)
+        os.fchmod(file.fileno(), 0o666)
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", open_to_all)
+    with pytest.raises(TierError, match="may be written by everybody, who could read and change"):
+        FileLane(torch.device("cpu"), capacity_bytes=4096, directory=tmp_path)

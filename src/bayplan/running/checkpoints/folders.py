@@ -24,6 +24,7 @@ from pathlib import Path
 from bayplan.data import files
 from bayplan.data.checkpoint import Checkpoint, SavedFile
 from bayplan.data.errors import FileFault, UsageError
+from bayplan.native import why_untrusted
 
 __all__ = [
     "begin",
@@ -64,6 +65,7 @@ def saved_steps(root: Path) -> dict[int, Path]:
 def locked(root: Path) -> Iterator[None]:
     """Be the only one that writes checkpoints into a folder; it is made if it is missing."""
     root.mkdir(parents=True, exist_ok=True)
+    _refuse_untrusted(root, root.stat())
     descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
@@ -77,6 +79,13 @@ def locked(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _refuse_untrusted(path: Path, status: os.stat_result) -> None:
+    if why := why_untrusted(status):
+        raise FileFault(
+            f"{path} {why}, who could change what is trained; give a folder that only you can write"
+        )
 
 
 def begin(root: Path, step: int) -> Path:
@@ -147,8 +156,10 @@ def open_plain(path: Path) -> Iterator[int]:
     except OSError as fault:
         raise FileFault(f"cannot read {path}: {fault.strerror}") from fault
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise FileFault(f"{path} is not a regular file")
+        _refuse_untrusted(path, status)
         yield descriptor
     except OSError as fault:
         raise FileFault(f"cannot read {path}: {fault.strerror}") from fault
@@ -182,6 +193,7 @@ def newest_whole(root: Path, tell: Callable[[str], object]) -> tuple[Path, Check
     faults = []
     for folder in saved_steps(root).values():
         try:
+            _refuse_untrusted(folder, folder.stat())
             checkpoint = read_manifest(folder)
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(

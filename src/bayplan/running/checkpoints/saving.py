@@ -107,6 +107,7 @@ class _Job:
     strides: Mapping[str, tuple[int, ...]]
     trees: Mapping[str, Any]
     in_flight: Any
+    fault: str  # why there is no copy
 
 
 _numbers = count()  # of savers; ranks make theirs in the same order
@@ -154,7 +155,11 @@ class Saver:
         """
         if self._last is not None:
             self._last.exception()
-        tensors, strides = _staged(saved.tensors)
+        tensors, strides, fault = {}, {}, ""
+        try:
+            tensors, strides = _staged(saved.tensors)
+        except (OSError, MemoryError) as caught:  # no memory for the copy: training goes on
+            fault = _cause(caught)
         job = _Job(
             key=f"{self._key}/{next(self._saves)}",
             step=step,
@@ -164,6 +169,7 @@ class Saver:
             strides=strides,
             trees=saved.trees,
             in_flight=in_flight,
+            fault=fault,
         )
         self._last = self._threads.submit(self._write, job)
         return self._last
@@ -225,6 +231,8 @@ class Saver:
         return self.root / f"step-{job.step:08d}"
 
     def _written(self, folder: Path, job: _Job) -> _Part:
+        if job.fault:
+            return _Part(fault=job.fault)
         try:
             files: tuple[SavedFile, ...] = ()
             if job.tensors:

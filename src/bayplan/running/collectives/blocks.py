@@ -19,7 +19,7 @@ import torch
 
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.device import HOST
-from bayplan.native import load_part
+from bayplan.native import load_part, why_untrusted
 
 __all__ = [
     *("HEADER_BYTES", "LINE_BYTES", "SUMMABLE", "Block", "Blocks", "RankLost", "Wait", "load"),
@@ -98,6 +98,7 @@ class Block:
             )
         file = os.memfd_create("bayplan", os.MFD_CLOEXEC)
         try:
+            os.fchmod(file, 0o600)
             os.posix_fallocate(file, 0, size_bytes)  # fails here rather than by SIGBUS later
             return cls(file, size_bytes)
         except BaseException:
@@ -113,7 +114,10 @@ class Block:
         """
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            file_bytes = os.fstat(opened).st_size
+            status = os.fstat(opened)
+            if why := why_untrusted(status):
+                raise OSError(errno.EPERM, f"file {file} of process {process} {why}")
+            file_bytes = status.st_size
             if file_bytes != size_bytes:
                 raise OSError(
                     f"file {file} of process {process} has {file_bytes} bytes, not {size_bytes}"

@@ -33,6 +33,7 @@ from bayplan.running.collectives.transports import (
     transport_of,
 )
 from bayplan.running.ranks.failures import INTERRUPTED
+from bayplan.running.ranks.joining import join_ranks
 from bayplan.running.ranks.launching import launch
 
 __all__ = ["local_link_speeds", "main", "measured_speeds"]
@@ -87,7 +88,7 @@ def main(path: Path, kind: str) -> None:
     """Measure as one of two ranks of a process group; rank 0 writes the speeds."""
     torch.set_num_threads(1)
     device = device_of(kind).of_rank(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group(device.group_backend)
+    join_ranks(device)
     speeds = measured_speeds(device.where)
     if distributed.get_rank() == 0:
         files.write(path, speeds)

@@ -39,6 +39,7 @@ from bayplan.running.inputs.feed import Feed, FeedOptions, dead_workers_explaine
 from bayplan.running.inputs.sources import open_data
 from bayplan.running.inputs.training import feed_of, form_of
 from bayplan.running.ranks.failures import TERMINATED, end_process, run_to_exit
+from bayplan.running.ranks.joining import join_ranks
 from bayplan.running.ranks.journal import PeakBreakdown
 from bayplan.running.ranks.local_run import SharedFigures, step_line
 from bayplan.running.ranks.pipelined import PipelinedStep, bind
@@ -81,7 +82,7 @@ def train(
         signal.signal(signal.SIGTERM, lambda number, frame: end_process(TERMINATED))
     torch.set_num_threads(1)
     device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group(device.group_backend)
+    join_ranks(device)
     feed = resumed = None
     with open_watch() as watch, watch.telling():
         watch.doing = "opening the data"

@@ -50,6 +50,7 @@ from bayplan.data.errors import PlanBroken
 from bayplan.data.units import format_bytes, round_up
 from bayplan.devices.copy_thread import CopyThread
 from bayplan.devices.device import device_of
+from bayplan.native import why_untrusted
 
 __all__ = [
     "FileLane",
@@ -205,6 +206,12 @@ def _open_file(directory: Path, size_bytes: int) -> IO[bytes]:
             f"no swap file of {format_bytes(size_bytes)} in {directory}: {fault.strerror};"
             " name a directory that can be written with --swap-dir"
         ) from fault
+    if why := why_untrusted(os.fstat(file.fileno())):  # where a file system sets its own modes
+        file.close()
+        raise TierError(
+            f"the swap file in {directory} {why}, who could read and change activations; name"
+            " another directory with --swap-dir"
+        )
     try:
         if size_bytes:
             os.posix_fallocate(file.fileno(), 0, size_bytes)

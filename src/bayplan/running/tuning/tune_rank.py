@@ -21,6 +21,7 @@ from bayplan.models.targets import resolve_target
 from bayplan.preparing.step import PreparedStep
 from bayplan.running.collectives.data_parallel import data_parallel, exchange_of
 from bayplan.running.ranks.failures import run_to_exit
+from bayplan.running.ranks.joining import join_ranks
 from bayplan.running.tuning.search import TuningOptions
 from bayplan.running.tuning.tuned import tune
 
@@ -45,7 +46,7 @@ def run(
 ) -> None:
     torch.set_num_threads(1)
     device = chosen_device(on).of_rank(int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group(device.group_backend)
+    join_ranks(device)
     torch.manual_seed(0)
     chosen = resolve_target(target).on(device.where)
     step = PreparedStep(target=chosen, batch=batch, optimizer=optimizer).build()

@@ -79,6 +79,14 @@ def saved_in(folder) -> Checkpoint:
     return read_manifest(next(iter(saved_steps(folder).values())))
 
 
+def test_a_hundred_steps_have_the_same_bits_again(run, tmp_path):
+    once, again = (run(tmp_path / name, 100, every=100)[0] for name in ("once", "again"))
+    assert len(once) == 100
+    assert once == again
+    made, wanted = saved_in(tmp_path / "once"), saved_in(tmp_path / "again")
+    assert made.files[0] == wanted.files[0]  # with digests
+
+
 def test_resumed_is_uninterrupted_bit_for_bit(run, plan, tmp_path):
     assert any(one.choice in (Choice.RECOMPUTE, Choice.PACK) for one in plan.decisions)
     whole, _ = run(tmp_path / "whole", STEPS)

@@ -8,6 +8,7 @@ from bayplan.running.checkpoints.run_checkpoints import CheckpointOptions, Devic
 
 TOLERANCE = 1e-12  # of float64
 STEPS, SAVED = 6, 3
+LONG = 100
 PLANS = {
     "data-parallel": ("mixed", "0:0-1", {}),
     "pipeline": ("mixed", "0:0.0:1", {"num_micro_batches": 2}),
@@ -30,6 +31,8 @@ def two(tmp_path_factory, plan_ranks, run_ranks):
     cases["stale-moved"] = {**cases["data-parallel-resumed"], "root": "stale", "model": "plain"}
     cases["stale-moved"]["plan"] = "plain-data-parallel.json"
     plan_ranks(folder / "plain-data-parallel.json", "plain", 8, "0:0-1")
+    for name in ("pipeline", "stale"):
+        cases[f"{name}-long"] = cases[f"{name}-again"] = {**cases[name], "steps": LONG}
     cases["no-schedule"] = {**cases["pipeline"], "root": "no-schedule", "schedules": False}
     return folder, *run_ranks(folder, cases, num_ranks=2)
 
@@ -42,6 +45,14 @@ def test_resumed_is_uninterrupted_bit_for_bit(two, name):
         assert resumed["left"] == whole["left"]
         assert resumed["digest"] == whole["digest"]
         assert resumed["data"] == {"index": SAVED}
+
+
+@pytest.mark.parametrize("name", ["pipeline", "stale"])
+def test_a_hundred_steps_have_the_same_bits_again(two, name):
+    _, results, _ = two
+    for once, again in zip(results[f"{name}-long"], results[f"{name}-again"], strict=True):
+        assert len(once["losses"]) == LONG
+        assert once == again  # with a digest of the model and of the random numbers
 
 
 def test_another_plan_goes_on_with_the_same_numbers(two):
@@ -62,17 +73,25 @@ def test_what_another_plan_leaves_out_is_told(two):
 
 
 @pytest.mark.slow
-def test_three_to_one_goes_on_on_one_device_and_as_three_to_one(
-    tmp_path, plan_ranks, run_ranks, training
+@pytest.mark.parametrize(("placement", "num_ranks"), [("0:0-2.0:3", 4), ("0:0-6.0:7", 8)])
+def test_uneven_stages_go_on_as_they_were_as_data_parallel_and_on_one_device(
+    tmp_path, plan_ranks, run_ranks, training, placement, num_ranks
 ):
-    plan_ranks(tmp_path / "plan.json", "mixed", 8, "0:0-2.0:3", num_micro_batches=2)
+    plan_ranks(tmp_path / "plan.json", "mixed", 8, placement, num_micro_batches=2)
+    plan_ranks(tmp_path / "parallel.json", "mixed", 8, "0:0-1")
     case = {"plan": "plan.json", "model": "mixed", "batch": 8, "steps": STEPS, "schedules": False}
     cases = {"whole": {**case, "save_at": SAVED}, "resumed": {**case, "load": True}}
-    results, _ = run_ranks(tmp_path, cases, num_ranks=4)
+    results, _ = run_ranks(tmp_path, cases, num_ranks=num_ranks)
     for whole, resumed in zip(results["whole"], results["resumed"], strict=True):
         assert resumed["losses"] == whole["losses"][SAVED:]
         assert resumed["digest"] == whole["digest"]
-    check_one_device(training, tmp_path / "checkpoints", results["whole"][0])
+    whole = results["whole"][0]
+    check_one_device(training, tmp_path / "checkpoints", whole)
+    moved = {"moved": {**case, "plan": "parallel.json", "load": True}}
+    for own in run_ranks(tmp_path, moved, num_ranks=2)[0]["moved"]:
+        losses = [[*map(float, losses)] for losses in (own["losses"], whole["losses"][SAVED:])]
+        assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+        assert own["norms"] == pytest.approx(whole["norms"], rel=TOLERANCE)
 
 
 def test_one_device_goes_on_where_ranks_were(two, training):

@@ -49,8 +49,9 @@ def test_band_ends_where_the_next_begins():
 
 
 def test_csv_has_numbers_that_spreadsheets_read_and_no_formulas():
-    table = Table("t", "T", ["device", "MiB"], [["=cmd()", "1,234.5"], ["a, b", "12"]])
-    assert csv_text(table) == 'device,MiB\n\'=cmd(),1234.5\n"a, b",12\n'
+    rows = [["=cmd()", "1,234.5"], ["a, b", "12"], ["-cmd()", "-3.5 %"], ["+cmd()", "-"]]
+    table = Table("t", "T", ["device", "MiB"], rows)
+    assert csv_text(table) == "device,MiB\n'=cmd(),1234.5\n\"a, b\",12\n'-cmd(),-3.5 %\n'+cmd(),-\n"
 
 
 def test_report_writes_page_pictures_and_tables(tmp_path):

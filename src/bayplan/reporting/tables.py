@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _MIB = 2**20
+_FORMULA = re.compile(r"[=@\t\r]|[+-][^\d. ]")  # a number with its sign is none
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -53,7 +54,7 @@ def csv_text(table: Table) -> str:
 
 def _csv_cell(cell: str) -> str:
     """A name that a spreadsheet would take for a formula is quoted for what it is."""
-    if cell[:1] in ("=", "@"):
+    if _FORMULA.match(cell):
         return f"'{cell}"
     return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell
 

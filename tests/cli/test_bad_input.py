@@ -23,7 +23,7 @@ import pytest
         (["run", "plan.json", "--steps", "2.0"], ["--steps", '"2.0" is not a whole number']),
         (["check", "train:build", "--memory", "8XB"], ["cannot read '8XB' as bytes", "8GiB"]),
         (["check", "train:build", "--memory", ""], ["cannot read '' as bytes"]),
-        (["check", "train:build", "--memory", "0"], ["no memory at all"]),
+        (["check", "train:build", "--memory", "0"], ["not a usable limit"]),
         (["check", "train:build", "--memory", "-1GiB"], ["'-1GiB' as bytes"]),
         (["check", "train:build", "--device", "h10"], ["no device 'h10'", "did you mean 'h100'"]),
         (["check", "train:build", "--device", "qqq"], ["known: a10, a100"]),

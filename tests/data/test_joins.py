@@ -25,13 +25,13 @@ def test_ranges_are_short():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0|", "of which '' is no device"),
+        ("0|", "of which '' is not a device"),
         ("0|x", "of which 'x' is not a device; write sides of devices like '0|1'"),
-        ("0|1|-2", "'-2' is no device"),
+        ("0|1|-2", "'-2' is not a device"),
         ("3-1|0", "the range 3-1 goes down"),
         ("0|4", "there is no device 4: they are 0 to 3"),
         ("0-999999|1", "there is no device 999999"),
-        ("0-9999999999|1", "is no device"),
+        ("0-9999999999|1", "is not a device"),
     ],
 )
 def test_a_join_that_cannot_be_read(text, message):

@@ -202,8 +202,8 @@ class AllocatorPeaks(CheckedStruct, frozen=True, kw_only=True):
     """What torch's caching allocator takes for a loop of steps on a CUDA device.
 
     Attributes:
-        allocated_bytes: the most bytes in used blocks, `torch.cuda.max_memory_allocated`.
-        reserved_bytes: the most bytes in segments, `torch.cuda.max_memory_reserved`.
+        allocated_bytes: the most bytes in used blocks, as `max_memory_allocated` of torch says.
+        reserved_bytes: the most bytes in segments, as `max_memory_reserved` says.
     """
 
     allocated_bytes: int

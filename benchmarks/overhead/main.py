@@ -17,7 +17,7 @@ from bayplan.step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, keep_freed_memory, options, say
+from harness import finish, keep_freed_memory, known_of_others, options, say
 from zoo.measuring import OWN
 
 # Models of the zoo, with batch sizes.
@@ -38,11 +38,14 @@ _WARM = 5
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=41, help="of a plain and a planned step")
+    parser.add_argument("--models", nargs="*", help="only these; rows of others stay")
     given = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     cases, rounds = (QUICK, 3) if given.quick else (CASES, given.rounds)
-    rows = [_row(name, batch, rounds) for name, sizes in cases.items() for batch in sizes]
+    chosen = {name: cases[name] for name in given.models or cases}
+    rows = known_of_others(__file__, given).get("rows", [])
+    rows += [_row(name, batch, rounds) for name, sizes in chosen.items() for batch in sizes]
     finish(__file__, {"rows": rows}, columns=COLUMNS, arguments=given)
 
 

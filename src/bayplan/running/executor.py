@@ -85,7 +85,7 @@ def _look_no_further(graph: fx.Graph) -> None:
     autograd a tensor itself does as well. What a graph returns stays a tensor of its own, unlike
     its inputs and other outputs, and an input whose memory is replaced shows other values then.
     """
-    outputs: Any = graph.output_node().args[0]
+    outputs = {*graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
         shown = _shown_anew(node)
         if shown is None or any(user.target is _SET for user in shown.users):
@@ -93,7 +93,7 @@ def _look_no_further(graph: fx.Graph) -> None:
         if node in outputs and (shown.op != "call_function" or shown in outputs):
             continue
         node.replace_all_uses_with(shown)
-        outputs = graph.output_node().args[0]
+        outputs = {*graph.output_node().all_input_nodes}
     for node in reversed(list(graph.nodes)):
         if node.target in _VIEWS and not node.users:
             graph.erase_node(node)

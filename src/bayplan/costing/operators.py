@@ -203,7 +203,8 @@ def made_up(fake: torch.Tensor, whole: int = 0) -> torch.Tensor:
     if known is not None:
         flat = torch.empty(0, dtype=known.dtype).set_(known.untyped_storage()).clone()
         return flat.as_strided(known.shape, known.stride(), known.storage_offset()).to(fake.device)
-    numel = fake.untyped_storage().nbytes() // fake.element_size()
+    # A view may have a known size in memory of which torch left the size open.
+    numel = int(fake.untyped_storage().nbytes()) // fake.element_size()
     filling = 0 if is_counted else whole
     flat = torch.full((numel,), filling, dtype=fake.dtype, device=fake.device)
     if flat.is_floating_point() and numel:

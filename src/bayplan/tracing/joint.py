@@ -388,7 +388,7 @@ class _Survey:
             if key not in self.buffer_of_storage:
                 made.append(len(self.sizes))
                 self.buffer_of_storage[key] = len(self.sizes)
-                size_bytes = round_up(storage.nbytes(), self.granularity_bytes)
+                size_bytes = round_up(int(storage.nbytes()), self.granularity_bytes)
                 is_lasting = is_input and not (_is_carried(node) or torch_compat.is_tangent(node))
                 self.sizes.append(size_bytes + (0 if is_lasting else self.object_bytes))
             buffers.append(self.buffer_of_storage[key])

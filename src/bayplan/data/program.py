@@ -14,9 +14,18 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["ARRIVAL", "Cost", "Op", "Program"]
+__all__ = ["ARRIVAL", "Cost", "Op", "Program", "module_of"]
 
 ARRIVAL = "arrival"  # the op that makes what other stages have sent
+
+
+def module_of(place: str) -> str:
+    """The module path of an op of a whole step, in which the model stands beside its loss.
+
+    >>> module_of("model.layer1.0"), module_of("model"), module_of("loss_fn")
+    ('layer1.0', '', 'loss_fn')
+    """
+    return "" if place == "model" else place.removeprefix("model.")
 
 
 class Cost(NamedTuple):

@@ -19,6 +19,7 @@ from bayplan.data.exchange import BucketFile
 from bayplan.data.links import LinkCost
 from bayplan.data.placement import Placement
 from bayplan.data.plan import Bucket, RankPlan, Route, Stage
+from bayplan.data.program import module_of
 from bayplan.data.units import Progress, no_progress
 from bayplan.planning.buckets.bucket_plan import Gradient, filled
 from bayplan.planning.buckets.bucketing import plan_buckets
@@ -352,7 +353,7 @@ class _Placing:
 
     def _firsts_by_module(self) -> tuple[int, ...]:
         program = self.source.program(self.piece_samples)
-        paths = [op.place.removeprefix("model.") for op in program.ops[: program.first_backward]]
+        paths = [module_of(op.place) for op in program.ops[: program.first_backward]]
         firsts = [0]
         for name in self.options.cut_at:
             inside = [

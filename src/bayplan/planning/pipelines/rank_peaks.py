@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from bayplan.data.actions import COMPUTES, ActionKind
 from bayplan.data.graph import StorageKind
 from bayplan.data.plan import LiveValue
-from bayplan.data.program import ARRIVAL
+from bayplan.data.program import ARRIVAL, module_of
 from bayplan.data.record import LiveStorage
 from bayplan.planning.memory.decisions import peak_moment
 from bayplan.planning.pipelines.stage_fits import keys_of
@@ -19,7 +19,6 @@ from bayplan.simulating.swaps import arrangement_of
 __all__ = ["RankPeak", "RankPeaks"]
 
 _NUM_LARGEST = 5
-_OF_MODEL = "model."  # a stage's step holds the model and the loss side by side
 _RECEIVED = "received from another stage"
 # What a forward has made for its backward is there, and none of the two runs.
 _BETWEEN = (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
@@ -70,14 +69,14 @@ class RankPeaks:
         is_forward = kind is ActionKind.FORWARD
         moment = peak_moment(swapped, forward if is_forward else range(first, len(program.ops)))
         line = step.lines.get(moment.place, "")
-        words = (moment.op, moment.place.removeprefix(_OF_MODEL), line)
+        words = (moment.op, module_of(moment.place), line)
         return RankPeak(" ".join(filter(None, words)), tuple(_largest(moment.values, step.lines)))
 
 
 def _largest(values: Sequence[LiveValue], lines: Mapping[str, str]) -> Iterator[LiveStorage]:
     ordered = sorted(values, key=lambda live: (-live.size_bytes, live.value))
     for live in ordered[:_NUM_LARGEST]:
-        place = live.place.removeprefix(_OF_MODEL)
+        place = module_of(live.place)
         value = _RECEIVED if live.value == ARRIVAL else live.value
         yield LiveStorage(
             size_bytes=live.size_bytes,

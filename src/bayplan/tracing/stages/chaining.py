@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 
 from bayplan.data.chain import Chain, Layer
-from bayplan.data.program import Program
+from bayplan.data.program import Program, module_of
 from bayplan.tracing.joint import JointStep
 from bayplan.tracing.stages.assigning import parameter_bytes, seconds_with_backward, sent_bytes
 from bayplan.tracing.stages.whole import WholeStep
@@ -49,7 +49,7 @@ def chained(
         forward_seconds = sum(program.ops[op].seconds for op in ops)
         layers.append(
             Layer(
-                name=program.ops[first].place.removeprefix("model.") or program.ops[first].name,
+                name=module_of(program.ops[first].place) or program.ops[first].name,
                 forward_seconds=forward_seconds,
                 backward_seconds=sum(both_seconds[op] for op in ops) - forward_seconds,
                 parameter_bytes=int(sum(weights[op] for op in ops)),

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
-from faults.injecting import Case, Outcome, command, run
+from faults.injecting import Case, Outcome, Strike, command, run, step_of
 from faults.training import EVERY, TARGET, build
 from harness import say
 from ranks.hosts import Host, two_hosts
@@ -134,8 +134,7 @@ class Chain:
                     "store gone": self._store_gone,
                     "full disk": self._full_disk,
                 }[kind]
-                options["strike"] = stack.enter_context(outside(rank))
-                options["strike_step"] = step - 1
+                options["strike"] = Strike(step - 1, stack.enter_context(outside()))
                 options["has_own_store"] = kind == "store gone"
             outcome = self._run(case, root=self.folder / "struck", steps=steps, **options)
         self._judge(row, outcome, rank if kind in _INSIDE else None)
@@ -163,7 +162,8 @@ class Chain:
                 named = [line for line in named if f"rank {rank} (pid " in line]
             most = _SIDES if self._hosts and kind not in _INSIDE else 1
             row["unnamed"] = int(not 1 <= len(named) == len(outcome.reports) <= most)
-            row["without_action"] = sum(not _ACTION.search(line) for line in outcome.reports)
+            if kind != "store gone":  # no rank is to blame
+                row["without_action"] = sum(not _ACTION.search(line) for line in outcome.reports)
             row["unexpected"] = int(outcome.code == 0)
             row["report"] = outcome.reports[0] if outcome.reports else ""
         row["stray"] = self._stray()
@@ -196,8 +196,10 @@ class Chain:
                 row["resume_seconds"] = first["at"] - outcome.began_at
             row["wrong_losses"] = self._wrong(outcome)
         if root.name == "struck":
-            self._saved = max([self._saved, *(note["step"] for note in outcome.of("saved"))])
-            self._done = max(outcome.by_step, default=self._done)
+            self._saved = next(iter(saved_steps(root)), 0)
+            until = outcome.struck_at or outcome.ended_at
+            done = [note["step"] for note in outcome.of("step") if note["at"] <= until]
+            self._done = max(done, default=self._done)
         return outcome
 
     def _wrong(self, outcome: Outcome) -> int:
@@ -232,17 +234,19 @@ class Chain:
             _, outcome = self._command_line(root, number=number, step=step)
             assert outcome.struck_at is not None
             saved = next(iter(saved_steps(root)), 0)
-            shown = max(map(_step_of, outcome.lines))
+            shown = max(map(step_of, outcome.lines))
             row: Row = {"setup": self.setup.name, "kind": kind, "step": step}
             row["hangs"] = int(
                 outcome.is_hung or outcome.ended_at - outcome.struck_at > ENDED_SECONDS
             )
             row["end_seconds"] = outcome.ended_at - outcome.struck_at
             row["unexpected"] = int(outcome.code != 128 + number or bool(outcome.reports))
+            row["report"] = "; ".join(outcome.reports)
+            row["code"] = outcome.code
             row["left"], row["unnamed"] = len(outcome.left), 0
             row["lost_steps"] = max(0, shown - saved)
             loss, resumed = self._command_line(root)
-            first = next((at for at, line in resumed.heard if _step_of(line)), None)
+            first = next((at for at, line in resumed.heard if step_of(line)), None)
             if first is not None:
                 row["resume_seconds"] = first - resumed.began_at
             row["wrong_losses"] = int(loss != wanted)
@@ -268,8 +272,7 @@ class Chain:
             },
             folder=self.folder,
             num_ranks=self.setup.num_ranks,
-            strike=(lambda: signals.append(number)) if number else None,
-            strike_step=step,
+            strike=Strike(step, lambda: signals.append(number)) if number else None,
             signals=signals,
         )
         if outcome.code:
@@ -279,7 +282,7 @@ class Chain:
     # Faults from outside.
 
     @contextmanager
-    def _cut(self, rank: int) -> Iterator[Callable[[], None]]:
+    def _cut(self) -> Iterator[Callable[[], None]]:
         """Packets go to an address that no card has, so nobody is told that they are lost."""
         first, second = self._hosts
 
@@ -295,7 +298,7 @@ class Chain:
             command(f"ip -n {own.name} neighbour delete {far.address} dev {own.interface}")
 
     @contextmanager
-    def _slow(self, rank: int) -> Iterator[Callable[[], None]]:
+    def _slow(self) -> Iterator[Callable[[], None]]:
         yield lambda: self._shape("rate 1mbit burst 16kb latency 400ms")
         self._shape("rate 500mbit burst 256kb latency 50ms")
 
@@ -304,17 +307,17 @@ class Chain:
             command(f"tc -n {host.name} qdisc replace dev {host.interface} root tbf {how}")
 
     @contextmanager
-    def _down(self, rank: int) -> Iterator[Callable[[], None]]:
+    def _down(self) -> Iterator[Callable[[], None]]:
         far = self._hosts[1]
         yield lambda: command(f"ip -n {far.name} link set {far.interface} down")
         command(f"ip -n {far.name} link set {far.interface} up")
 
     @contextmanager
-    def _store_gone(self, rank: int) -> Iterator[Callable[[], None]]:
+    def _store_gone(self) -> Iterator[Callable[[], None]]:
         yield lambda: os.kill(int((self.folder / "store").read_text()), signal.SIGKILL)
 
     @contextmanager
-    def _full_disk(self, rank: int) -> Iterator[Callable[[], None]]:
+    def _full_disk(self) -> Iterator[Callable[[], None]]:
         """The checkpoints' folder is a small disk, which somebody else fills."""
         root = self.folder / "struck"
         root.mkdir(exist_ok=True)
@@ -332,12 +335,6 @@ class Chain:
             command(f"umount {root}")
             shutil.rmtree(root)
             shutil.move(kept, root)
-
-
-def _step_of(line: str) -> int:
-    word, _, rest = line.partition(" ")
-    number = rest.partition(" ")[0]
-    return int(number) if word == "step" and number.isdigit() else 0
 
 
 def _fill(path: Path) -> None:

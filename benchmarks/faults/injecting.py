@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import distributed
 from bayplan.running.ranks.failures import REPORT_MARK
 from bayplan.running.ranks.launching import Supervisor
 
-__all__ = ["Case", "Outcome", "command", "run"]
+__all__ = ["Case", "Outcome", "Strike", "command", "run", "step_of"]
 
 Case = dict[str, Any]
 _TIMEOUT_SECONDS = 120.0  # of a whole run: what needs it hangs
+_SIGNAL_SECONDS = 30.0
 
 
 @dataclass
@@ -60,13 +62,20 @@ class Outcome:
         return self.notes.get(what, [])
 
 
+@dataclass
+class Strike:
+    """What is done to the ranks from outside, when rank 0 has told that it has done `step`."""
+
+    step: int
+    do: Callable[[], None]
+
+
 def run(
     case: Case,
     *,
     folder: Path,
     num_ranks: int,
-    strike: Callable[[], None] | None = None,
-    strike_step: int = 0,
+    strike: Strike | None = None,
     signals: list[int] | None = None,
     hosts: Sequence[Host] = (),
     has_own_store: bool = False,
@@ -74,67 +83,45 @@ def run(
     """Fork the ranks, do to them what is to be done, and wait until all are gone.
 
     Args:
-        strike: what is done from outside, when rank 0 has done `strike_step`.
         signals: what `strike` sends to the launcher.
-        has_own_store: the store of the process group is in a process beside the ranks, which
-            `strike` finds by the file `store`.
+        has_own_store: the store of the process group is in a process beside the ranks, whose number
+            is in the file `store`.
     """
     for old in (*folder.glob("*.log"), folder / "notes"):
         old.unlink(missing_ok=True)
     case = {**case, "notes": str(folder / "notes"), "hosts": [asdict(host) for host in hosts]}
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-    }
     struck: list[float] = []
+    heard: list[tuple[float, str]] = []
 
     def hear(line: str) -> None:
         heard.append((time.monotonic(), line))
-        word, _, number = line.partition(" ")
-        number = number.partition(" ")[0]
-        if strike is None or struck or word != "step" or not number.isdigit():
-            return
-        if int(number) >= strike_step:
+        if strike is not None and not struck and step_of(line) >= strike.step:
             struck.append(time.monotonic())
-            strike()
+            strike.do()
 
-    heard: list[tuple[float, str]] = []
     began_at = time.monotonic()
-    ranks: list[ForkedRank] = []
-    store = None
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(holder.getsockname()[1])
-        try:
-            if has_own_store:
-                environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-                store = _store(folder, int(environment["MASTER_PORT"]))
-            for rank in range(num_ranks):
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                log = folder / f"rank{rank}.log"
-                ranks.append(ForkedRank(lambda: live(case), log=log, environment=own))
-            supervisor = Supervisor(
-                ranks=ranks,
-                signals=[] if signals is None else signals,
-                timeout_seconds=_TIMEOUT_SECONDS,
-                on_line=hear,
-                signal_seconds=30.0,
-            )
-            code = supervisor.wait()
-            ended_at = time.monotonic()
-            left = left_of_sessions({rank.pid for rank in ranks})
-        finally:
-            for one in [*ranks, *([store] if store is not None else [])]:
-                one.end()
-    notes: dict[str, list[Case]] = {}
-    if (folder / "notes").exists():
-        for line in (folder / "notes").read_text().splitlines():
-            note = json.loads(line)
-            notes.setdefault(note["what"], []).append(note)
+    with ExitStack() as stack:
+        environment = _environment(num_ranks, stack.enter_context(_held_port()))
+        if has_own_store:
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            stack.callback(_store(folder, int(environment["MASTER_PORT"])).end)
+        ranks: list[ForkedRank] = []
+        for rank in range(num_ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = folder / f"rank{rank}.log"
+            ranks.append(ForkedRank(lambda: live(case), log=log, environment=own))
+            stack.callback(ranks[-1].end)
+        supervisor = Supervisor(
+            ranks=ranks,
+            signals=[] if signals is None else signals,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            on_line=hear,
+            signal_seconds=_SIGNAL_SECONDS,
+        )
+        code = supervisor.wait()
+        ended_at = time.monotonic()
+        left = left_of_sessions({rank.pid for rank in ranks})
+    notes = _notes(folder / "notes")
     struck += [note["at"] for note in notes.get("struck", [])]
     logs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
     return Outcome(
@@ -146,9 +133,45 @@ def run(
         began_at=began_at,
         ended_at=ended_at,
         struck_at=min(struck, default=None),
-        is_hung=supervisor._is_late_told,
+        is_hung=ended_at - began_at > _TIMEOUT_SECONDS,
         by_step={note["step"]: note["loss"] for note in notes.get("step", [])},
     )
+
+
+def step_of(line: str) -> int:
+    """The step that rank 0 tells of; 0 in any other line."""
+    word, _, rest = line.partition(" ")
+    number = rest.partition(" ")[0]
+    return int(number) if word == "step" and number.isdigit() else 0
+
+
+def _notes(path: Path) -> dict[str, list[Case]]:
+    """By kind, in order."""
+    notes: dict[str, list[Case]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        note = json.loads(line)
+        notes.setdefault(note["what"], []).append(note)
+    return notes
+
+
+@contextmanager
+def _held_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def _environment(num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would give all ranks."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _store(folder: Path, port: int) -> ForkedRank:

@@ -7,7 +7,7 @@ checkpoint and struck again. Every loss is compared with that of a training nobo
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ KINDS = {
 }
 SIGNALS = ("ctrl-c", "sigterm")
 ACROSS = {"kill": 2, "cut": 3, "link down": 2, "slow": 1}
+KEYS = tuple(dict.fromkeys((*KINDS[2], *ACROSS, *SIGNALS)))
 COLUMNS = (
     *("setup", "kind", "injected", "hangs", "unexpected", "unnamed", "left", "stray"),
     *("lost_steps", "wrong_losses", "detect_seconds", "detect_most", "end_seconds"),
@@ -63,27 +64,36 @@ def main() -> None:
     parser = options(__doc__ or "")
     names = [setup.name for setup in SETUPS]
     parser.add_argument("--setups", nargs="+", choices=names, help="only these; keep the others")
+    parser.add_argument("--kinds", nargs="+", choices=KEYS, help="only these; keep the others")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.kinds and not given.setups:
+        given.setups = names
+    chosen = ["pipeline-1-1"] if given.quick else given.setups or names
     before = shared_memory()
     found: list[Row] = []
     skipped = []
     with tempfile.TemporaryDirectory(prefix="bayplan-faults-") as folder:
         for setup in SETUPS:
-            if setup.name not in given.setups or (given.quick and setup.name != "pipeline-1-1"):
+            if setup.name not in chosen:
                 continue
             say(f"{setup.name}: {setup.num_ranks} ranks")
             chain = Chain(setup, Path(folder, setup.name), given.seed)
             try:
-                chain.strike_all(kinds_of(setup, is_quick=given.quick))
-                if setup.num_hosts == 1:
-                    chain.signal_runs(SIGNALS[1:] if given.quick else SIGNALS)
+                inside, signals = kinds_of(setup, given.kinds or KEYS, is_quick=given.quick)
+                if inside:
+                    chain.strike_all(inside)
+                if signals:
+                    chain.signal_runs(signals)
             except HostsUnavailable as reason:
                 skipped.append({"setup": setup.name, "reason": str(reason)})
             found += chain.rows
     stray = len(shared_memory() - before)
-    known = known_of_others(__file__, given, key="setup")
+    kinds = given.kinds or KEYS
+    known = known_of_others(
+        __file__, given, key="setup", is_kept=lambda row: row["kind"] not in kinds
+    )
     found = sorted([*known.get("faults", ()), *found], key=lambda row: names.index(row["setup"]))
     stray += known.get("stray_shared_memory", 0)
     result = {
@@ -106,11 +116,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def kinds_of(setup: Setup, *, is_quick: bool) -> list[str]:
+def kinds_of(setup: Setup, wanted: Sequence[str], *, is_quick: bool) -> tuple[list[str], list[str]]:
+    """What a chain is struck by, and the signals to runs of the command line."""
     if is_quick:
-        return ["kill", "stop", "loader"]
-    counts = KINDS[setup.num_ranks] if setup.num_hosts == 1 else ACROSS
-    return [kind for kind, count in counts.items() for _ in range(count)]
+        return ["kill", "stop", "loader"], ["sigterm"]
+    is_one_host = setup.num_hosts == 1
+    counts = KINDS[setup.num_ranks] if is_one_host else ACROSS
+    inside = [kind for kind, count in counts.items() if kind in wanted for _ in range(count)]
+    return inside, [kind for kind in SIGNALS if kind in wanted and is_one_host]
 
 
 def shared_memory() -> set[str]:
@@ -142,8 +155,6 @@ def spread(found: list[Row], name: str, kinds: tuple[str, ...] = ()) -> Row:
     last = len(seconds) - 1
     return {"count": len(seconds), **{key: seconds[round(q * last)] for key, q in shares.items()}}
 
-
-KEYS = (*KINDS[2], *ACROSS, *SIGNALS)
 
 if __name__ == "__main__":
     main()

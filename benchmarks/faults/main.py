@@ -96,7 +96,15 @@ def main() -> None:
     )
     found = sorted([*known.get("faults", ()), *found], key=lambda row: names.index(row["setup"]))
     stray += known.get("stray_shared_memory", 0)
-    result = {
+    result = result_of(found, stray=stray, skipped=[*known.get("skipped", ()), *skipped])
+    finish(__file__, result, columns=COLUMNS, arguments=given)
+    if result["stray_shared_memory"] or any(result[name] for name in FAILURES):
+        sys.exit(1)
+
+
+def result_of(found: list[Row], *, stray: int, skipped: list[Row]) -> Row:
+    """All figures of the faults that were injected."""
+    return {
         "rows": [summed(rows) for rows in grouped(found)],
         "injected": len(found),
         **{name: sum(row.get(name, 0) for row in found) for name in FAILURES},
@@ -108,12 +116,9 @@ def main() -> None:
         },
         "end_seconds": spread(found, "end_seconds"),
         "resume_seconds": spread(found, "resume_seconds"),
-        "skipped": [*known.get("skipped", ()), *skipped],
+        "skipped": skipped,
         "faults": found,
     }
-    finish(__file__, result, columns=COLUMNS, arguments=given)
-    if result["stray_shared_memory"] or any(result[name] for name in FAILURES):
-        sys.exit(1)
 
 
 def kinds_of(setup: Setup, wanted: Sequence[str], *, is_quick: bool) -> tuple[list[str], list[str]]:

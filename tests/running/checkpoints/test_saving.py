@@ -12,8 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from bayplan.data import files
-from bayplan.data.checkpoint import Checkpoint, SavedFile, SavedTensor
 from bayplan.data.errors import FileFault, UsageError
 from bayplan.running.checkpoints import folders
 from bayplan.running.checkpoints.folders import newest_whole, saved_steps
@@ -145,48 +143,6 @@ def test_what_was_being_replaced_when_the_run_was_killed_is_found(tmp_path):
         "step-00000004",
         "step-00000005",
     ]
-
-
-def file_of(**changes):
-    tensor = SavedTensor(dtype="F32", shape=(4,), offset=8)
-    fields = {
-        "name": "model-00000.safetensors",
-        "size_bytes": 24,
-        "sha256": "0" * 64,
-        "tensors": {"model.weight": tensor},
-    }
-    return msgspec.to_builtins(SavedFile(**fields)) | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"name": "../../etc/passwd"}, "must be like model-00000"),
-        ({"name": "/etc/passwd"}, "must be like model-00000"),
-        ({"size_bytes": -1}, "size_bytes is -1"),
-        ({"size_bytes": 23}, "ends at byte 24 of a file of 23"),
-        ({"sha256": "x"}, "64 hexadecimal"),
-        ({"tensors": {"a": {"dtype": "F32", "shape": [1 << 50], "offset": 0}}}, "ends at byte"),
-        ({"tensors": {"a": {"dtype": "F32", "shape": [0, 1 << 62], "offset": 0}}}, "no memory"),
-        ({"tensors": {"a": {"dtype": "O8", "shape": [1], "offset": 0}}}, "dtype is 'O8'"),
-        ({"tensors": {"a": {"dtype": "F32", "shape": [-1], "offset": 0}}}, r"shape\[0\] is -1"),
-        (
-            {"tensors": {"a": {"dtype": "U8", "shape": [2], "offset": 0, "strides": [1 << 40]}}},
-            "do not keep",
-        ),
-        (
-            {"tensors": {"a": {"dtype": "U8", "shape": [2, 2], "offset": 0, "strides": [1, 1]}}},
-            "do not keep",
-        ),
-        ({"code": "import os"}, "unknown field"),
-    ],
-)
-def test_hostile_manifests_are_refused_with_the_place(changes, message):
-    content = msgspec.json.encode(
-        {"schema": "bayplan/checkpoint", "version": 1, "step": 1, "files": [file_of(**changes)]}
-    )
-    with pytest.raises(FileFault, match=message):
-        files.decode(content, Checkpoint, name="manifest.json")
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "folder"])

@@ -73,20 +73,28 @@ def test_what_another_plan_leaves_out_is_told(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("placement", "num_ranks"), [("0:0-2.0:3", 4), ("0:0-6.0:7", 8)])
+@pytest.mark.parametrize(
+    ("placement", "num_ranks", "batch"), [("0:0-2.0:3", 4, 8), ("0:0-6.0:7", 8, 14)]
+)
 def test_uneven_stages_go_on_as_they_were_as_data_parallel_and_on_one_device(
-    tmp_path, plan_ranks, run_ranks, training, placement, num_ranks
+    tmp_path, plan_ranks, run_ranks, training, placement, num_ranks, batch
 ):
-    plan_ranks(tmp_path / "plan.json", "mixed", 8, placement, num_micro_batches=2)
-    plan_ranks(tmp_path / "parallel.json", "mixed", 8, "0:0-1")
-    case = {"plan": "plan.json", "model": "mixed", "batch": 8, "steps": STEPS, "schedules": False}
+    plan_ranks(tmp_path / "plan.json", "mixed", batch, placement, num_micro_batches=2)
+    plan_ranks(tmp_path / "parallel.json", "mixed", batch, "0:0-1")
+    case = {
+        "plan": "plan.json",
+        "model": "mixed",
+        "batch": batch,
+        "steps": STEPS,
+        "schedules": False,
+    }
     cases = {"whole": {**case, "save_at": SAVED}, "resumed": {**case, "load": True}}
     results, _ = run_ranks(tmp_path, cases, num_ranks=num_ranks)
     for whole, resumed in zip(results["whole"], results["resumed"], strict=True):
         assert resumed["losses"] == whole["losses"][SAVED:]
         assert resumed["digest"] == whole["digest"]
     whole = results["whole"][0]
-    check_one_device(training, tmp_path / "checkpoints", whole)
+    check_one_device(training, tmp_path / "checkpoints", whole, batch)
     moved = {"moved": {**case, "plan": "parallel.json", "load": True}}
     for own in run_ranks(tmp_path, moved, num_ranks=2)[0]["moved"]:
         losses = [[*map(float, losses)] for losses in (own["losses"], whole["losses"][SAVED:])]
@@ -99,11 +107,11 @@ def test_one_device_goes_on_where_ranks_were(two, training):
     check_one_device(training, folder / "no-schedule", results["no-schedule"][0])
 
 
-def check_one_device(training, root, whole):
+def check_one_device(training, root, whole, batch=8):
     """Plain training goes on from what ranks have saved."""
-    step = training.build("mixed", 8, seed=5)
+    step = training.build("mixed", batch, seed=5)
     optimizer = training.optimizer_of(step.model)
-    step = replace(step, batch=training.build("mixed", 8).batch, optimizer=optimizer)
+    step = replace(step, batch=training.build("mixed", batch).batch, optimizer=optimizer)
     options = CheckpointOptions(folder=root, resume=True)
     resumed = DeviceCheckpoints(options, step, optimizer, print).resume()
     assert resumed == (SAVED, {"index": SAVED})

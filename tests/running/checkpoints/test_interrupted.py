@@ -71,8 +71,8 @@ def options(root, steps, *more):
     )
 
 
-def wait_for(process, condition):
-    end = time.monotonic() + DEADLINE_SECONDS
+def wait_for(process, condition, *, seconds=DEADLINE_SECONDS):
+    end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
@@ -111,7 +111,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(proj
     asked = ("run", "train:wide", "--placement", "0:0.0:1", "--checkpoint", root.name)
     process = start(project, *asked, "--steps", 100_000, "--every", 2)
     try:
-        wait_for(process, lambda: len(saved_steps(root)) == 2)
+        wait_for(process, lambda: len(saved_steps(root)) == 2, seconds=LONG_SECONDS)
         ranks = {
             index: int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")
@@ -119,9 +119,10 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(proj
             for index in re.findall(r"\bRANK=(\d)", path.read_text())
         }
         wait_for(process, lambda: any(root.glob(".step-*/model-00001*")))
-    finally:
         os.kill(ranks["1"], signal.SIGKILL)
         _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        process.kill()
     assert process.returncode == 1, err
     assert "rank 1" in err
     lines = []
@@ -129,7 +130,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(proj
     assert found is not None
     assert not lines
     steps = found[1].step + 2
-    code, _, err = run(project, *asked, "--steps", steps, "--resume")
+    code, _, err = run(project, *asked, "--steps", steps, "--resume", seconds=LONG_SECONDS)
     assert code == 0, err
     assert f"resumed from {found[0].name}" in err
     assert next(iter(saved_steps(root))) == steps

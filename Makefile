@@ -6,7 +6,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/python -m pytest
+# The slowest tests are listed, because the gate has to stay short.
+PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=5
 # Files beside each other, but the tests of a file in one process: they share what they build.
 BESIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 BENCHMARKS := $(sort $(wildcard benchmarks/*/main.py))

@@ -73,7 +73,7 @@ def test_the_empty_placement_is_data_parallel_on_all_hosts(bayplan, tmp_path):
     ("options", "code", "words"),
     [
         (("--cluster", "rtx-4090-9"), 2, ["no cluster 'rtx-4090-9'"]),
-        (("--cluster", "rtx-4090-4", "--shares", "2:1"), 2, ["say where ranks are"]),
+        (("--cluster", "rtx-4090-4", "--shares", "2:1"), 2, ["say where the ranks are"]),
         (("--cluster", "rtx-4090-4", "--memory", "1GiB"), 2, ["--memory"]),
         (("--cluster", "rtx-4090-4", "--placement", "0:0-7"), 2, ["rtx-4090-4"]),
         (("--cluster", "rtx-4090-4", "--placement", "0:0,0:0"), 2, ["0:0"]),

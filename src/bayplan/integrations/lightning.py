@@ -143,9 +143,9 @@ class FitCallback(Callback):
                 if self._loss_fn is None and not isinstance(fault, DoesNotFit):
                     fault.add_note(
                         "bayplan: training_step was run on tensors without memory to learn its"
-                        " loss. If it was this that failed (it reads values, or writes to a"
-                        " logger), give FitCallback(loss_fn=...), of the model's output and the"
-                        " batch"
+                        " loss. If it was this that failed (it writes to a logger, or uses an"
+                        " operator that is refused), give FitCallback(loss_fn=...), of the model's"
+                        " output and the batch"
                     )
                 raise
 

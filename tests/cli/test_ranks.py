@@ -12,6 +12,7 @@ import pytest
 
 from bayplan.devices.device import Cpu
 from bayplan.reporting.progress import ProgressBar
+from bayplan.running.checkpoints.folders import saved_steps
 from bayplan.running.swaps.lanes import lies_in_memory
 
 PLACED = ("--placement", "0:0.0:1", "--shares-by", "ops")
@@ -113,6 +114,39 @@ def test_ctrl_c_ends_the_step_and_keeps_the_record(bayplan, deep_project, monkey
     assert "weights up to 1 updates old" in answer.out
     assert "an epoch of 640 samples" in answer.out
     assert not (deep_project / "logs").exists()
+
+
+LATE = """
+import os
+import signal
+
+
+class Late(Deep):
+    def get_extra_state(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+
+def late():
+    torch.manual_seed(5)
+    return Late(), (torch.randn(64, 64), torch.randint(10, (64,))), nn.CrossEntropyLoss()
+"""
+"""Whose rank 0 gets both signals while it saves."""
+
+
+def test_signal_that_finds_a_run_in_its_last_save_loses_nothing(bayplan, deep_project):
+    """After the last step a rank heard no signals, but died of them; a launcher sends them late.
+
+    Of ten runs that got Ctrl-C one had reached its end, and lost all since the checkpoint before.
+    """
+    with (deep_project / "train.py").open("a") as file:
+        file.write(LATE)
+    options = (*PLACED, "--staleness", 1, "--steps", 3, "--optimizer", "sgd")
+    answer = bayplan("run", "train:late", *options, "--checkpoint", "saved", "-o", "late.json")
+    assert answer.code == 0, answer.err
+    assert list(saved_steps(deep_project / "saved")) == [3]
+    assert len(json.loads((deep_project / "late.json").read_text())["losses"]) == 3
 
 
 @pytest.mark.parametrize(

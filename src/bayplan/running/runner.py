@@ -259,8 +259,8 @@ def run_plan(
                 done=done,
                 save=save,
             )
-        if saver is not None:
-            saver.after(done, structs.asdict(place), is_last=True)
+            if saver is not None:
+                saver.after(done, structs.asdict(place), is_last=True)
         measured = structs.replace(trained.record, model=plan.model, limit_bytes=limit)
         if is_watched and measured.step_seconds:
             measured = _with_moments(measured, step, prepared.model_device, clock)

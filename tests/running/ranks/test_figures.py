@@ -26,6 +26,8 @@ def test_all_stop_before_the_same_step(two):
     assert not other.is_over(10**9)
     one.stop_before(3)
     assert [other.is_over(step) for step in range(5)] == [False, False, False, True, True]
+    one.stop_before(5)  # of a second signal, when others may have stopped
+    assert other.is_over(3)
 
 
 def test_a_step_s_line_names_the_fullest_rank():

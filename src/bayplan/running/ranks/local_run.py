@@ -72,8 +72,9 @@ class SharedFigures:
         return int(min(told[told > 0], default=0))
 
     def stop_before(self, step: int) -> None:
-        """Let all ranks stop before a step, counted from 0; it is at least 1."""
-        self._numbers[0] = step
+        """Let all ranks stop before a step, counted from 0, at least 1; the first word holds."""
+        if not self._numbers[0]:
+            self._numbers[0] = step
 
     def is_over(self, step: int) -> bool:
         return 0 < int(self._numbers[0]) <= step

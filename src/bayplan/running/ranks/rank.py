@@ -8,6 +8,11 @@ Ctrl-C, and writes where all can see it that they stop before step `n + 2 + lag`
 step it is in or has just ended. No other rank has begun that step: it would have the loss of step
 `n + 1`, of which rank 0 has done nothing yet. So all find the number in time, and stop at the same
 place with their records.
+
+A signal reaches ranks one after the other, some when the run is at its end, or twice: from the
+launcher, and from a scheduler. So from the first step that counts to its end, a rank does not die
+of one, not while it saves either; a launcher that waits in vain kills it. All begin so together.
+The first signal decides where they stop, for others may have stopped there when the next one comes.
 """
 
 import math
@@ -15,8 +20,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +53,12 @@ from bayplan.step import TrainingStep
 
 __all__ = ["main"]
 
-app = App(name="bayplan.running.ranks.rank", help=__doc__, help_format="plaintext")
+app = App(
+    name="bayplan.running.ranks.rank",
+    help=__doc__,
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # which `run_to_exit` ends at once
+)
 
 
 @app.default
@@ -144,7 +152,7 @@ class _Training:
         self._device = next(step.model.parameters()).device
         self._rank = distributed.get_rank()
         bound.memory.hear = lambda smaller_bytes: figures.tell_short(self._rank, smaller_bytes)
-        self._number = 0  # of the step that runs
+        self._number = -1 if checkpoints is None else bound.number  # of the step that runs
         self._breakdown: PeakBreakdown | None = None
 
     def run(self, num_steps: int) -> RunRecord:
@@ -167,7 +175,8 @@ class _Training:
         recorder = Recorder(
             None, cache=cache_directory(), device=self._device, curve=False, clock=Clock.WALL
         )
-        with self._stopping_in_order(), recorder as recording:
+        self._stop_in_order()
+        with recorder as recording:
             began = time.perf_counter()
             for number in range(begin, num_steps):
                 if self._figures.is_over(number):
@@ -266,21 +275,17 @@ class _Training:
             finally:
                 self._bound.journal.listener = None
 
-    @contextmanager
-    def _stopping_in_order(self) -> Iterator[None]:
+    def _stop_in_order(self) -> None:
         """Let Ctrl-C, or with checkpoints SIGTERM, end the run after a step; see the note above."""
 
         def stop(number: int, frame: object) -> None:
             if self._rank == 0:
                 self._figures.stop_before(self._number + 2 + self._lag)
 
-        numbers = [signal.SIGINT, *([] if self._checkpoints is None else [signal.SIGTERM])]
-        old = {number: signal.signal(number, stop) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+        signal.signal(signal.SIGINT, stop)
+        if self._checkpoints is not None:
+            signal.signal(signal.SIGTERM, stop)
+        distributed.barrier()
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 from bayplan.running.ranks.watching import heard_sigterm
@@ -44,3 +47,28 @@ def test_outside_the_main_thread_nothing_is_touched():
     thread.start()
     thread.join(20)
     assert handlers == [signal.SIG_DFL]
+
+
+INTERRUPTED_RANK = """
+import atexit
+from bayplan.running.ranks.rank import main
+atexit.register(print, "taken down in order")
+main()
+"""
+
+
+def test_ctrl_c_ends_a_rank_at_once(tmp_path):
+    """The parser of its options made an orderly exit of it, so a rank that died counted as done.
+
+    The others waited for it until the launcher killed them, for 120 s.
+    """
+    plan = tmp_path / "plan.json"
+    os.mkfifo(plan)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED_RANK, str(plan), "--records", str(tmp_path)],
+        stdout=subprocess.PIPE,
+    )
+    with plan.open("wb"):  # which waits for the rank to read it
+        rank.send_signal(signal.SIGINT)
+        out, _ = rank.communicate(timeout=100)
+    assert (rank.returncode, out) == (130, b"")

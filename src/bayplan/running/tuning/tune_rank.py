@@ -27,7 +27,12 @@ from bayplan.running.tuning.tuned import tune
 
 __all__ = ["main"]
 
-app = App(name="bayplan.running.tuning.tune_rank", help=__doc__, help_format="plaintext")
+app = App(
+    name="bayplan.running.tuning.tune_rank",
+    help=__doc__,
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # which `run_to_exit` ends at once
+)
 
 
 @app.default

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from bayplan.devices.machine import describe_machine
 
-__all__ = ["finish", "keep_freed_memory", "known_of_others", "options", "say"]
+__all__ = ["commit_of_code", "finish", "keep_freed_memory", "known_of_others", "options", "say"]
 
 # glibc: no block straight from the system, and none given back.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -40,6 +41,19 @@ def keep_freed_memory() -> None:
 def say(*words: object) -> None:
     """Progress goes to stderr, results to stdout."""
     print(*words, file=sys.stderr, flush=True)
+
+
+def commit_of_code() -> str:
+    """The last commit that changed what is measured, and whether there are changes since."""
+    code = ("--", "src", "benchmarks/*.py")  # of all folders in it
+
+    def git(*words: str) -> str:
+        command = ["git", *words, *code]
+        root = Path(__file__).resolve().parents[1]
+        return subprocess.run(command, capture_output=True, text=True, cwd=root).stdout.strip()
+
+    commit = git("log", "-1", "--format=%h") or "unknown"
+    return f"{commit}-dirty" if git("status", "--porcelain") else commit
 
 
 def known_of_others(

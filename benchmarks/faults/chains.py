@@ -140,7 +140,7 @@ class Chain:
         self._judge(row, outcome, rank if kind in _INSIDE else None)
         self.rows.append(row)
         self._resumes = row
-        say(*(f"{key} {value}" for key, value in row.items() if value not in (0, None, "")))
+        _tell(row)
 
     def _judge(self, row: Row, outcome: Outcome, rank: int | None) -> None:
         """What became of the run that was struck."""
@@ -166,6 +166,7 @@ class Chain:
                 row["without_action"] = sum(not _ACTION.search(line) for line in outcome.reports)
             row["unexpected"] = int(outcome.code == 0)
             row["report"] = outcome.reports[0] if outcome.reports else ""
+        row["logs"] = outcome.logs
         row["stray"] = self._stray()
 
     def _stray(self) -> int:
@@ -231,7 +232,7 @@ class Chain:
             root = self.folder / f"signalled-{kind}"
             number = {"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM}[kind]
             step = self._random.randint(2, _RUN_STRUCK)
-            _, outcome = self._command_line(root, number=number, step=step)
+            loss, outcome = self._command_line(root, number=number, step=step)
             assert outcome.struck_at is not None
             saved = next(iter(saved_steps(root)), 0)
             shown = max(map(step_of, outcome.lines))
@@ -242,22 +243,23 @@ class Chain:
             row["end_seconds"] = outcome.ended_at - outcome.struck_at
             row["unexpected"] = int(outcome.code != 128 + number or bool(outcome.reports))
             row["report"] = "; ".join(outcome.reports)
-            row["code"] = outcome.code
+            row["code"], row["logs"] = outcome.code, outcome.logs
             row["left"], row["unnamed"] = len(outcome.left), 0
             row["lost_steps"] = max(0, shown - saved)
-            loss, resumed = self._command_line(root)
-            first = next((at for at, line in resumed.heard if step_of(line)), None)
-            if first is not None:
-                row["resume_seconds"] = first - resumed.began_at
+            if saved < _RUN_STEPS:  # else the signal came at its end, and a resumed run has no step
+                loss, resumed = self._command_line(root)
+                first = next((at for at, line in resumed.heard if step_of(line)), None)
+                if first is not None:
+                    row["resume_seconds"] = first - resumed.began_at
             row["wrong_losses"] = int(loss != wanted)
             row["stray"] = sum(path.name.startswith(".step") for path in root.iterdir())
             self.rows.append(row)
-            say(*(f"{key} {value}" for key, value in row.items() if value not in (0, None, "")))
+            _tell(row)
 
     def _command_line(
         self, root: Path, *, number: int = 0, step: int = 0
     ) -> tuple[float | None, Outcome]:
-        """The last loss, if the run came to its end."""
+        """The last loss, if the run ended in order."""
         records, signals = self.folder / "records", list[int]()
         shutil.rmtree(records, ignore_errors=True)
         records.mkdir()
@@ -275,9 +277,10 @@ class Chain:
             strike=Strike(step, lambda: signals.append(number)) if number else None,
             signals=signals,
         )
-        if outcome.code:
+        record = records / "rank0.record.json"
+        if outcome.code not in (0, 128 + number) or not record.exists():
             return None, outcome
-        return files.read(records / "rank0.record.json", RunRecord).losses[-1], outcome
+        return files.read(record, RunRecord).losses[-1], outcome
 
     # Faults from outside.
 
@@ -335,6 +338,13 @@ class Chain:
             command(f"umount {root}")
             shutil.rmtree(root)
             shutil.move(kept, root)
+
+
+def _tell(row: Row) -> None:
+    told = {
+        key: value for key, value in row.items() if key != "logs" and value not in (0, None, "")
+    }
+    say(*(f"{key} {value}" for key, value in told.items()))
 
 
 def _fill(path: Path) -> None:

@@ -26,6 +26,7 @@ __all__ = ["Case", "Outcome", "Strike", "command", "run", "step_of"]
 Case = dict[str, Any]
 _TIMEOUT_SECONDS = 120.0  # of a whole run: what needs it hangs
 _SIGNAL_SECONDS = 30.0
+_KEPT_LETTERS = 4000  # of a log
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Outcome:
         heard: what the launcher showed, and when.
         notes: what the ranks wrote down, by kind, in order.
         reports: lines by which a rank told why all stop.
+        logs: the end of each rank's.
         left: processes that still lived when the launcher was done.
         struck_at, ended_at: on the clock of the machine; when the fault happened, and when the last
             rank that could end was gone.
@@ -45,6 +47,7 @@ class Outcome:
     code: int
     notes: dict[str, list[Case]]
     reports: list[str]
+    logs: list[str]
     heard: list[tuple[float, str]]
     left: list[int]
     began_at: float
@@ -128,6 +131,7 @@ def run(
         code=code,
         notes=notes,
         reports=[x for log in logs for x in log.splitlines() if x.startswith(REPORT_MARK)],
+        logs=[log[-_KEPT_LETTERS:] for log in logs],
         heard=heard,
         left=left,
         began_at=began_at,

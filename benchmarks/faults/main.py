@@ -4,6 +4,7 @@ Small trainings on 2, 4 and 8 processes are struck by real faults, resumed from 
 checkpoint and struck again. Every loss is compared with that of a training nobody disturbed.
 """
 
+import json
 import statistics
 import sys
 import tempfile
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from faults.chains import Chain, Setup
-from harness import finish, known_of_others, options, say
+from harness import commit_of_code, finish, options, say
 from ranks.hosts import HostsUnavailable
 
 SETUPS = (
@@ -32,6 +33,7 @@ SETUPS = (
     Setup("two-hosts-pipeline-3-1", 4, "0:0-1,1:0.1:1", num_hosts=2),
     Setup("two-hosts-stale-3-1", 4, "0:0-1,1:0.1:1", staleness=1, num_hosts=2),
 )
+NAMES = [setup.name for setup in SETUPS]
 # On one host, how often by the number of ranks; `SIGNALS` are sent to runs of the command line.
 KINDS = {
     2: {
@@ -62,54 +64,86 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = options(__doc__ or "")
-    names = [setup.name for setup in SETUPS]
-    parser.add_argument("--setups", nargs="+", choices=names, help="only these; keep the others")
+    parser.add_argument("--setups", nargs="+", choices=NAMES, help="only these; keep the others")
     parser.add_argument("--kinds", nargs="+", choices=KEYS, help="only these; keep the others")
+    parser.add_argument(
+        "--rest", action="store_true", help="only what was not yet struck with this commit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.kinds and not given.setups:
-        given.setups = names
-    chosen = ["pipeline-1-1"] if given.quick else given.setups or names
-    before = shared_memory()
-    found: list[Row] = []
-    skipped = []
+    chosen = ["pipeline-1-1"] if given.quick else given.setups or NAMES
+    latest = Path(__file__).parent / "results" / "latest.json"
+    kept = Kept(None if given.quick else latest, commit_of_code())
     with tempfile.TemporaryDirectory(prefix="bayplan-faults-") as folder:
         for setup in SETUPS:
-            if setup.name not in chosen:
+            done = kept.struck_now(setup) if given.rest else set()
+            wanted = [kind for kind in given.kinds or KEYS if kind not in done]
+            inside, signals = kinds_of(setup, wanted, is_quick=given.quick)
+            if setup.name not in chosen or not (inside or signals):
                 continue
             say(f"{setup.name}: {setup.num_ranks} ranks")
+            before = shared_memory()
             chain = Chain(setup, Path(folder, setup.name), given.seed)
+            reason = ""
             try:
-                inside, signals = kinds_of(setup, given.kinds or KEYS, is_quick=given.quick)
                 if inside:
                     chain.strike_all(inside)
                 if signals:
                     chain.signal_runs(signals)
-            except HostsUnavailable as reason:
-                skipped.append({"setup": setup.name, "reason": str(reason)})
-            found += chain.rows
-    stray = len(shared_memory() - before)
-    kinds = given.kinds or KEYS
-    known = known_of_others(
-        __file__, given, key="setup", is_kept=lambda row: row["kind"] not in kinds
-    )
-    found = sorted([*known.get("faults", ()), *found], key=lambda row: names.index(row["setup"]))
-    stray += known.get("stray_shared_memory", 0)
-    result = result_of(found, stray=stray, skipped=[*known.get("skipped", ()), *skipped])
-    finish(__file__, result, columns=COLUMNS, arguments=given)
-    if result["stray_shared_memory"] or any(result[name] for name in FAILURES):
+            except HostsUnavailable as fault:
+                reason = str(fault)
+            kept.add(setup, chain.rows, stray=len(shared_memory() - before), skipped=reason)
+    finish(__file__, kept.result, columns=COLUMNS, arguments=given)
+    if kept.result["stray_shared_memory"] or any(kept.result[name] for name in FAILURES):
         sys.exit(1)
 
 
-def result_of(found: list[Row], *, stray: int, skipped: list[Row]) -> Row:
+class Kept:
+    """The last faults of every setup, each with its commit, in the result file once it is struck.
+
+    Args:
+        path: the result file; without one, faults are only collected.
+    """
+
+    def __init__(self, path: Path | None, commit: str) -> None:
+        self._path, self._commit = path, commit
+        self.result: Row = {"faults": [], "skipped": []}
+        if path is not None and path.exists():
+            self.result = json.loads(path.read_text())
+
+    def struck_now(self, setup: Setup) -> set[str]:
+        """The kinds that it was struck by with the code as it is."""
+        own = (row for row in self.result["faults"] if row["setup"] == setup.name)
+        return {row["kind"] for row in own if row.get("commit") == self._commit}
+
+    def add(self, setup: Setup, rows: list[Row], *, stray: int = 0, skipped: str = "") -> None:
+        """Replace the faults of the same kinds; what ranks said last stays where one failed."""
+        made = [{**row, "commit": self._commit} for row in rows]
+        for row in made:
+            if not any(row.get(name) for name in FAILURES):
+                row.pop("logs", None)
+        if made:
+            made[-1]["stray_shared_memory"] = stray
+        anew = {(row["setup"], row["kind"]) for row in made}
+        others = [row for row in self.result["faults"] if (row["setup"], row["kind"]) not in anew]
+        found = sorted([*others, *made], key=lambda row: NAMES.index(row["setup"]))
+        reasons = [row for row in self.result["skipped"] if row["setup"] != setup.name]
+        reasons += [{"setup": setup.name, "reason": skipped}] if skipped else []
+        self.result |= result_of(found, skipped=reasons)
+        if self._path is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            self._path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def result_of(found: list[Row], *, skipped: list[Row]) -> Row:
     """All figures of the faults that were injected."""
     return {
         "rows": [summed(rows) for rows in grouped(found)],
         "injected": len(found),
         **{name: sum(row.get(name, 0) for row in found) for name in FAILURES},
         "without_action": sum(row.get("without_action", 0) for row in found),
-        "stray_shared_memory": stray,
+        "stray_shared_memory": sum(row.get("stray_shared_memory", 0) for row in found),
         "detect_seconds": {
             "at once": spread(found, "detect_seconds", AT_ONCE),
             "by silence": spread(found, "detect_seconds", ("stop", "cut", "link down")),

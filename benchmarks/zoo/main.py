@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import finish, keep_freed_memory, options, say
+from harness import commit_of_code, finish, keep_freed_memory, options, say
 from zoo.measuring import OWN, builders_of
 
 COLUMNS = (
@@ -67,7 +67,7 @@ def main() -> None:
     if given.models:
         given.scale = 1.0
     latest = Path(__file__).parent / "results" / "latest.json"
-    kept = Kept(None if given.quick or given.models else latest, _commit_of_code())
+    kept = Kept(None if given.quick or given.models else latest, commit_of_code())
     jobs = [job for job in _jobs(given) if not (given.rest and job in kept.measured_now)]
     with ThreadPoolExecutor(given.jobs) as pool:
         waiting = [pool.submit(_row, given, *job) for job in jobs]
@@ -109,19 +109,6 @@ class Kept:
         if self._path is not None:
             self._result["rows"] = [*self.rows.values()]
             self._path.write_text(json.dumps(self._result, indent=1) + "\n")
-
-
-def _commit_of_code() -> str:
-    """The last commit that changed what is measured, and whether there are changes since."""
-    code = ("--", "src", "benchmarks/*.py", "benchmarks/zoo/*.py")
-
-    def git(*words: str) -> str:
-        command = ["git", *words, *code]
-        root = Path(__file__).resolve().parents[2]
-        return subprocess.run(command, capture_output=True, text=True, cwd=root).stdout.strip()
-
-    commit = git("log", "-1", "--format=%h") or "unknown"
-    return f"{commit}-dirty" if git("status", "--porcelain") else commit
 
 
 def _jobs(given: argparse.Namespace) -> list[tuple[str, str]]:

@@ -2,13 +2,14 @@
 
 import json
 import signal
+import subprocess
 
 import psutil
 import pytest
 import torch
 
 from bayplan.data import files
-from bayplan.data.errors import PlanBroken
+from bayplan.data.errors import BayplanError, PlanBroken
 from bayplan.data.record import DataPosition, RunRecord
 from bayplan.data.units import Limit
 from bayplan.devices.device import HOST
@@ -167,6 +168,40 @@ def test_worker_that_is_killed_ends_the_run_with_words(image_folder, classifier)
             options=options,
             on_step=kill,
         )
+
+
+def test_worker_ends_by_the_signal_of_its_own_run_only(image_folder, classifier):
+    """SIGTERM of a scheduler goes to all processes of a job; a run that was to save died of that.
+
+    Workers still take that of the run, which would wait for ever at its end for those that do not.
+    """
+
+    def of_others(step):
+        for child in psutil.Process().children() if step.done == 1 else ():
+            subprocess.run(["kill", "-TERM", str(child.pid)], check=True)
+
+    def of_its_own(step):
+        for child in psutil.Process().children():
+            child.terminate()
+            child.wait(60)
+
+    plan, data = plan_of(classifier, 1.0), open_data(str(image_folder))
+    options, end = FeedOptions(epochs=4, workers=1), []
+
+    def train(on_step):
+        run_plan(
+            plan,
+            classifier,
+            num_steps=0,
+            data=data,
+            options=options,
+            on_step=lambda step: (on_step(step), end.append(step.done == step.total)),
+        )
+
+    train(of_others)
+    assert end[-1]
+    with pytest.raises(BayplanError):  # of a batch that is missing
+        train(of_its_own)
 
 
 def test_frozen_parts_stay_frozen_through_an_evaluation(image_folder, classifier):

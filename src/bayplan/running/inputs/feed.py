@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -282,8 +283,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _heed_no_signals(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; workers end with the one that started them.
+    """Ctrl-C reaches every process of a terminal, SIGTERM of a scheduler every one of a job.
 
+    Workers end with the process that started them, which may have steps to end and a state to save.
     Sockets that a worker has inherited are closed: a rank hears of signals by one, and others show
     the other ranks that it lives, which would stay open after its death.
     """
@@ -292,8 +294,16 @@ def _heed_no_signals(worker: int) -> None:
         with contextlib.suppress(OSError):  # that of the listing itself is gone
             if int(name) > _STDERR and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 os.close(int(name))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    """End on SIGTERM, by which it is told to at last, from this one alone."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class _Reading(Dataset[Any]):

@@ -367,6 +367,18 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+class ChangesInPlace:
+    """Tells whether a tensor has been changed in place, and does not keep its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self._before = tuple(tensor.shape), tensor._version
+        self.sharing = tensor.detach()  # one counter of changes for both
+        self.sharing.data = tensor.new_empty(0)
+
+    def were_made(self) -> bool:
+        return self.sharing._version != self._before
+
+
 def is_graph_kept() -> bool:
     """Whether the backward that runs now may be followed by another through the same forward."""
     is_running = torch._C._current_graph_task_id() != -1

@@ -13,6 +13,7 @@ model is traced.
 """
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,12 +44,14 @@ class OutputGradient:
         expanded: the dimensions along which the gradient is one number, as that of a sum.
         order: the gradient's dimensions, from the largest stride to the smallest; None where it has
             gaps or overlaps.
+        is_guessed: whether no loss was asked.
     """
 
     shape: tuple[int, ...]
     is_used: bool = False
     order: tuple[int, ...] | None = None
     expanded: tuple[int, ...] = ()
+    is_guessed: bool = False
 
     def stride(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Of the gradient of an output of this shape; None if that is as torch guesses."""
@@ -59,6 +62,18 @@ class OutputGradient:
             strides[dim] = step
             step *= max(int(shape[dim]), 1)
         return tuple(strides)
+
+    def fits(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is laid out as this one; a dimension of one element may have any."""
+        sizes = gradient.shape
+        if self.expanded:
+            return not any(gradient.stride(dim) for dim in self.expanded if sizes[dim] > 1)
+        if self.order is None or gradient.stride() == self.stride(sizes):
+            return True
+        if (came := order_of(gradient)) is None:
+            return gradient.numel() < 2
+        ours, theirs = ([dim for dim in order if sizes[dim] > 1] for order in (self.order, came))
+        return ours == theirs
 
     def made_up(self, output: torch.Tensor) -> torch.Tensor:
         """Ones, laid out as the gradient of an output."""
@@ -190,7 +205,7 @@ def compile_with_tangents(
 ) -> Callable[..., Any]:
     """`torch_joint.compile_joint` of a graph whose outputs get these gradients, by position.
 
-    Where none is known, torch guesses.
+    Where none is given, torch guesses. What is compiled refuses gradients in other layouts.
     """
     if not gradient_of:
         return torch_joint.compile_joint(module, inputs, **options)
@@ -198,63 +213,128 @@ def compile_with_tangents(
     outputs: Any = list(graph.graph_copy(module.graph, {}))  # pyrefly: ignore[bad-argument-type]
     strides: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
     unused: list[int] = []
-    expanded: dict[int, tuple[int, ...]] = {}
     for position, gradient in gradient_of.items():
         value = _value(outputs[position])
+        shape = tuple(map(int, value.shape))  # sizes that torch left open are taken as they are
         if not gradient.is_used:
             unused.append(position)
             outputs[position] = graph.call_method("detach", (outputs[position],))
             continue
         if gradient.expanded:
-            expanded[position] = gradient.expanded
             arguments = (outputs[position], gradient.expanded)
             outputs[position] = graph.call_function(_Expanded.apply, arguments)
         elif torch_compat.is_view(value):
-            arguments = (outputs[position], list(value.shape))
+            arguments = (outputs[position], list(shape))
             outputs[position] = graph.call_function(aten._unsafe_view.default, arguments)
-        strides.append((tuple(value.shape), gradient.stride(value.shape)))
+        strides.append((shape, gradient.stride(shape)))
     graph.output(tuple(outputs))
     told = fx.GraphModule(module, graph)
     told.meta.update(module.meta)
     run = torch_joint.compile_joint(told, inputs, tangents=strides, **options)
-    run = _checking(run, expanded) if expanded else run
+    used = {position: each for position, each in gradient_of.items() if each.is_used}
+    run = _checking(run, used, _entangled(module)) if used else run
     return _refusing(run, unused) if unused else run
 
 
+def _entangled(module: fx.GraphModule) -> frozenset[int]:
+    """The outputs that may not be changed in place: autograd would change others with them.
+
+    Those that share memory, and views in another layout than that of a copy.
+    """
+    outputs: Any = module.graph.output_node().args[0]
+    values = {position: _value(output) for position, output in enumerate(outputs)}
+    storages = {
+        position: torch_compat.storage_key(value.untyped_storage())
+        for position, value in values.items()
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+    shared = Counter(storages.values())
+    return frozenset(
+        position
+        for position, storage in storages.items()
+        if shared[storage] > 1
+        or (torch_compat.is_view(values[position]) and not values[position].is_contiguous())
+    )
+
+
 def _checking(
-    run: Callable[..., Any], expanded: Mapping[int, tuple[int, ...]]
+    run: Callable[..., Any], gradient_of: Mapping[int, OutputGradient], entangled: frozenset[int]
 ) -> Callable[..., Any]:
-    """A compiled graph that refuses gradients which are not expanded as they were when planned."""
+    """A compiled graph that refuses gradients in another layout than it was traced with.
+
+    Nor may `entangled` outputs be changed in place: as the graph's they are no views.
+    """
 
     def checked(*args: Any) -> Any:
         outputs = run(*args)
-        node = next((outputs[position].grad_fn for position in expanded), None)
-        if node is not None:
-            dims = {outputs[position].output_nr: dims for position, dims in expanded.items()}
-            node.register_prehook(partial(_check_expanded, dims))
+        nodes = {position: outputs[position].grad_fn for position in gradient_of}
+        # Outputs that are views of inputs have nodes of torch's own before the graph's.
+        own = [position for position, node in nodes.items() if _is_of_graph(node)]
+        if own:
+            expected = {outputs[position].output_nr: gradient_of[position] for position in own}
+            changes = [
+                torch_compat.ChangesInPlace(outputs[position]) for position in entangled & {*own}
+            ]
+            nodes[own[0]].register_prehook(partial(_check_layouts, expected))
+            if changes:
+                nodes[own[0]].register_prehook(partial(_check_unchanged, changes))
         return outputs
 
     return checked
 
 
-def _check_expanded(
-    dims_of: Mapping[int, tuple[int, ...]], gradients: tuple[torch.Tensor | None, ...]
-) -> None:
-    for index, dims in dims_of.items():
-        gradient = gradients[index]
-        if gradient is not None and any(gradient.stride(dim) for dim in dims):
+def _check_unchanged(watched: Sequence[torch_compat.ChangesInPlace], _: Any) -> None:
+    for changes in watched:
+        if changes.were_made():
             raise UsageError(
-                f"an output of shape {tuple(gradient.shape)} of a planned model gets a gradient for"
-                " each of its numbers, but the loss that it was planned with gives many of them the"
-                " same, as a sum does. Plan the model with the loss that you train with:"
-                " bayplan.fit(model, batch, loss_fn, …)"
+                f"an output of shape {changes.shape} of a planned model was changed in place, and"
+                " it is a view, or another output lies in the same memory: the gradients of both"
+                " would be others. Change a copy: output.clone(), or the operator without `_`"
             )
+
+
+def _is_of_graph(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+_MISSING = (
+    "an output of shape {} of a planned model gets no gradient. The plan knows no loss, so it"
+    " computes with zeros: parameters that only this output uses get zeros for no gradient, and"
+    " last bits may differ. Plan the model with the loss that you train with: bayplan.fit(model,"
+    " batch, loss_fn, …), or detach the output in the forward"
+)
+
+
+def _check_layouts(
+    expected: Mapping[int, OutputGradient], gradients: tuple[torch.Tensor | None, ...]
+) -> None:
+    for index, planned in expected.items():
+        gradient = gradients[index]
+        if gradient is None and planned.is_guessed:
+            warnings.warn(_MISSING.format(planned.shape), stacklevel=2)
+        if gradient is None or planned.fits(gradient):
+            continue
+        shape, stride = tuple(gradient.shape), tuple(gradient.stride())
+        if planned.expanded:
+            found = (
+                "for each of its numbers, but the loss that it was planned with gives many of them"
+                " the same, as a sum does"
+            )
+        else:
+            found = (
+                f"laid out by strides {stride}, but it was planned for {planned.stride(shape)}:"
+                " kernels add up in another order there, which gives other last bits"
+            )
+        raise UsageError(
+            f"an output of shape {shape} of a planned model gets a gradient {found}. Plan the model"
+            " with the loss that you train with: bayplan.fit(model, batch, loss_fn, …)"
+        )
 
 
 def matched(
     module: fx.GraphModule, gradients: Sequence[OutputGradient]
 ) -> dict[int, OutputGradient]:
-    """By position, the outputs of a graph that the loss was asked about, where that is sure.
+    """By position, the outputs of a graph that the loss was asked about; guesses if that is unsure.
 
     Dynamo returns nested outputs in an order of its own. So outputs are told apart by their shapes,
     or by their numbers of dimensions where the batch has another size; and those that look alike by
@@ -262,7 +342,7 @@ def matched(
     attribute of a module is an output of the graph as well, and may get a gradient or not.
     """
     if not gradients:
-        return {}
+        return _guessed(module)
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list), "Dynamo's graphs return a tuple"
     shapes = {
@@ -271,7 +351,7 @@ def matched(
         if isinstance(value, torch.Tensor) and value.requires_grad
     }
     if len({outputs[position] for position in shapes}) < len(shapes):
-        return {}
+        return _guessed(module)
     left = {
         position for position in shapes if str(outputs[position]) in torch_answers.left_outside()
     }
@@ -286,7 +366,30 @@ def matched(
                 position: OutputGradient(shapes[position], is_used=True) for position in beside
             }
             return dict(sorted({**known, **others}.items()))
-    return {}
+    return _guessed(module)
+
+
+def _guessed(module: fx.GraphModule) -> dict[int, OutputGradient]:
+    """Gradients laid out like their outputs, where no loss was asked; those of views without gaps.
+
+    Most losses hand out the latter: torch's own, and all that end in a mean. Nothing is guessed
+    where torch has to tell outputs apart itself: those that are given twice.
+    """
+    outputs: Any = module.graph.output_node().args[0]
+    values = {position: _value(output) for position, output in enumerate(outputs)}
+    guessed: dict[int, OutputGradient] = {}
+    for position, value in values.items():
+        is_trained = isinstance(value, torch.Tensor) and value.requires_grad
+        if not is_trained or outputs[position].op == "placeholder":
+            continue
+        if value.layout is not torch.strided or outputs.count(outputs[position]) > 1:
+            return {}
+        shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+        order = [*range(len(shape))]
+        if not torch_compat.is_view(value) and not torch_compat.overlaps(value):
+            order.sort(key=lambda dim, by=strides: -by[dim])
+        guessed[position] = OutputGradient(shape, is_used=True, order=tuple(order), is_guessed=True)
+    return guessed
 
 
 def _value(output: Any) -> Any:

@@ -205,7 +205,7 @@ def compile_with_tangents(
 ) -> Callable[..., Any]:
     """`torch_joint.compile_joint` of a graph whose outputs get these gradients, by position.
 
-    Where none is given, torch guesses. What is compiled refuses gradients in other layouts.
+    Where none is given, torch guesses. What is compiled tells of gradients in other layouts.
     """
     if not gradient_of:
         return torch_joint.compile_joint(module, inputs, **options)
@@ -260,7 +260,9 @@ def _entangled(module: fx.GraphModule) -> frozenset[int]:
 def _checking(
     run: Callable[..., Any], gradient_of: Mapping[int, OutputGradient], entangled: frozenset[int]
 ) -> Callable[..., Any]:
-    """A compiled graph that refuses gradients in another layout than it was traced with.
+    """A compiled graph that tells of gradients in another layout than it was traced with.
+
+    It refuses those that are not expanded as they were when planned; others are copied by torch.
 
     Nor may `entangled` outputs be changed in place: as the graph's they are no views.
     """
@@ -305,6 +307,19 @@ _MISSING = (
 )
 
 
+_NOT_EXPANDED = (
+    "an output of shape {} of a planned model gets a gradient for each of its numbers, but the loss"
+    " that it was planned with gives many of them the same, as a sum does. Plan the model with the"
+    " loss that you train with: bayplan.fit(model, batch, loss_fn, …)"
+)
+_ELSEWHERE = (
+    "an output of shape {} of a planned model gets a gradient laid out by strides {}, but it was"
+    " planned for {}: it is copied, and kernels add up in another order there, so last bits may"
+    " differ from plain training. Plan the model with the loss that you train with:"
+    " bayplan.fit(model, batch, loss_fn, …)"
+)
+
+
 def _check_layouts(
     expected: Mapping[int, OutputGradient], gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
@@ -316,19 +331,8 @@ def _check_layouts(
             continue
         shape, stride = tuple(gradient.shape), tuple(gradient.stride())
         if planned.expanded:
-            found = (
-                "for each of its numbers, but the loss that it was planned with gives many of them"
-                " the same, as a sum does"
-            )
-        else:
-            found = (
-                f"laid out by strides {stride}, but it was planned for {planned.stride(shape)}:"
-                " kernels add up in another order there, which gives other last bits"
-            )
-        raise UsageError(
-            f"an output of shape {shape} of a planned model gets a gradient {found}. Plan the model"
-            " with the loss that you train with: bayplan.fit(model, batch, loss_fn, …)"
-        )
+            raise UsageError(_NOT_EXPANDED.format(shape))
+        warnings.warn(_ELSEWHERE.format(shape, stride, planned.stride(shape)), stacklevel=2)
 
 
 def matched(

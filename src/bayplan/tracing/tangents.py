@@ -380,6 +380,8 @@ def _guessed(module: fx.GraphModule) -> dict[int, OutputGradient]:
     where torch has to tell outputs apart itself: those that are given twice.
     """
     outputs: Any = module.graph.output_node().args[0]
+    if not isinstance(outputs, tuple | list):  # of a graph that is not Dynamo's
+        return {}
     values = {position: _value(output) for position, output in enumerate(outputs)}
     guessed: dict[int, OutputGradient] = {}
     for position, value in values.items():

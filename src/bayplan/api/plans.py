@@ -121,11 +121,18 @@ def judged(
     may_plan: bool = True,
 ) -> Verdict:
     """The verdict on a planner's step; arguments as for `check`."""
-    memory_bytes = None
-    if memory is not None:
-        memory_bytes = planner.limit_bytes(Limit.parse(memory))
     step = planner.step
     assert isinstance(step, PreparedStep), "made by `planner_of`"
+    memory_bytes = None
+    if memory is not None:
+        limit = Limit.parse(memory)
+        memory_bytes = limit.size_bytes
+        if memory_bytes is None:
+            if profile is not None:
+                step.check_profile(profile)
+            # Of the peak that the verdict tells: scratch memory measured again may be another.
+            plain = verdicts.counted(step.simulated(profile), planner.counting)
+            memory_bytes = limit.of(plain)
 
     def in_pieces(limit_bytes: int) -> InPieces:
         prices = partial(measured_prices, cache=cache_directory())

@@ -23,7 +23,7 @@ from bayplan.planning.memory.reserved import LIVE, Counting
 from bayplan.simulating.memory import place_of
 from bayplan.simulating.reserving import reserve_step
 
-__all__ = ["CheckableStep", "check", "judge", "largest_batch"]
+__all__ = ["CheckableStep", "check", "counted", "judge", "largest_batch"]
 
 _MAX_RETRIES = 4  # of a suggested batch; each may run the step
 

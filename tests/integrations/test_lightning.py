@@ -132,6 +132,20 @@ def test_loss_that_cannot_be_found_out_may_be_given(network, dataset, tmp_path):
     assert bayplan.plan_of(module)
 
 
+class Reading(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if float(loss.detach()) > 1e6:
+            raise FloatingPointError
+        return loss
+
+
+def test_loss_that_is_read_has_the_same_bits(network, dataset, assert_bits, tmp_path):
+    plain = train(Reading(network()), dataset, trainer_of(tmp_path))
+    callback = FitCallback("80%", time_limit_seconds=1)
+    assert_bits(plain, train(Reading(network()), dataset, trainer_of(tmp_path, callback)))
+
+
 class InTwoParts(Classifier):
     def __init__(self, net):
         super().__init__(net)
